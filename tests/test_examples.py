@@ -1,5 +1,5 @@
-"""The examples and what the documents show run as a reader would run them: taken from there, so
-that neither can drift.
+"""Examples, and the snippets and commands of documents, run as a reader would run them, so that
+none goes stale.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DOCUMENTS = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs"
 
 
 def run(*command, cwd=ROOT):
-    """What a command prints; it must succeed."""
+    """The output of a command, which must succeed."""
     done = subprocess.run(
         [str(word) for word in command], capture_output=True, text=True, timeout=100, cwd=cwd
     )
@@ -39,14 +39,14 @@ def run(*command, cwd=ROOT):
     return done.stdout
 
 
-def by_itself(name, *arguments, cwd=ROOT):
-    """What an example prints when it is started as a reader would start it."""
+def as_process(name, *arguments, cwd=ROOT):
+    """The output of an example started as a process of its own, as a reader would start it."""
     return run(sys.executable, EXAMPLES / name, *arguments, cwd=cwd)
 
 
 def example(name, *arguments, cwd=ROOT):
-    """What an example prints as the main program of this process, whose ranks are forked where
-    torch has been imported.
+    """The output of an example run as the main program of this process, whose ranks are forked from
+    a server that has imported torch.
     """
     script, printed = str(EXAMPLES / name), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
@@ -64,13 +64,13 @@ def example(name, *arguments, cwd=ROOT):
 @pytest.mark.parametrize(
     "name",
     [pytest.param(None, marks=pytest.mark.slow), "picture.png"],
-    ids=["as it is", "with a name"],
+    ids=["default name", "with a name"],
 )
 def test_custom_schedule(tmp_path, name):
     printed = (
         example("custom_schedule.py", name, cwd=tmp_path)
         if name
-        else by_itself("custom_schedule.py", cwd=tmp_path)
+        else as_process("custom_schedule.py", cwd=tmp_path)
     )
     assert "all_gather_matmul / doubling on 4 ranks" in printed
     picture = tmp_path / (name or "timeline.png")
@@ -100,13 +100,13 @@ def test_tensor_parallel_transformer(dtype):
 @pytest.mark.data
 @pytest.mark.skipif(
     torch.__version__ < "2.11",
-    reason="this torch's pipelines send an int64 to who receives a float32",
+    reason="this torch's pipelines send an int64 that the receiver takes for a float32",
 )
 @pytest.mark.slow
 def test_torch_distributed():
     """On both backends the losses are the same; the example itself checks that in every step."""
     sizes = "--dim 32 --layers 2 --heads 2 --batch 4 --length 8 --steps 3"
-    printed = by_itself("torch_distributed.py", *sizes.split())
+    printed = as_process("torch_distributed.py", *sizes.split())
     for word in ("DDP", "FSDP2", "tensor parallel", "pipeline", "losses agree in every step"):
         assert word in printed
 
@@ -116,9 +116,9 @@ def test_torch_distributed():
 def test_async_tp(tmp_path, monkeypatch):
     """The example itself compares the results of all programs."""
     start = example
-    if torch.__version__ < "2.11":  # whose graphs, taken from a cache, do not count what is in them
+    if torch.__version__ < "2.11":  # in this torch, cached graphs do not count their collectives
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-        start = by_itself  # so that ranks have this environment
+        start = as_process  # passes this environment to the ranks
     sizes = "--dim 32 --layers 1 --heads 2 --length 8 --runs 1"
     printed = start("async_tp.py", *sizes.split())
     assert "2 all_gather_matmul, 2 matmul_reduce_scatter in the last program" in printed
@@ -129,16 +129,16 @@ def test_async_tp(tmp_path, monkeypatch):
 def test_huggingface():
     pytest.importorskip("transformers")
     sizes = "--hidden 64 --intermediate 128 --layers 2 --heads 4 --kv-heads 2 --vocabulary 128 --prompt 16 --generated 6 --runs 2"
-    printed = by_itself(
+    printed = as_process(
         "huggingface.py", *sizes.split(), "--dtype", "float32"
-    )  # whose results are of its own classes
+    )  # transformers' results are of its own classes
     assert printed.count("7 of 7") == 4, printed
 
 
 def test_every_example_is_tested():
     here = Path(__file__).read_text()
     assert all(
-        re.search(rf'(example|by_itself|start)\(\s*"{path.name}"', here)
+        re.search(rf'(example|as_process|start)\(\s*"{path.name}"', here)
         for path in EXAMPLES.glob("*.py")
     )
 
@@ -152,7 +152,9 @@ class Block(NamedTuple):
 
     @property
     def is_program(self):
-        """Whether it is Python that makes a world by itself, and begins with how it is to be run."""
+        """Whether the block is Python that makes a world by itself, and begins with the command
+        that runs it.
+        """
         return self.language == "python" and "weft.init(" in self.text and self.text.startswith("#")
 
 
@@ -198,7 +200,7 @@ SNIPPETS = [
 
 
 class Shell(NamedTuple):
-    """A command of weft in a document, and what it is shown to print."""
+    """A command of weft in a document, and the output shown for it."""
 
     where: str
     words: list[str]
@@ -233,7 +235,7 @@ MENTIONED = {
 
 
 def resolve(words):
-    """The command that words name, the context that its group has parsed, and what is left for it."""
+    """The command that words name, the context that its group has parsed, and the remaining words."""
     command, context = typer.main.get_command(app), None
     while hasattr(command, "commands") and words and words[0] in command.commands:
         context = type(command).context_class(command, parent=context, info_name=command.name)
@@ -241,7 +243,7 @@ def resolve(words):
     return command, context, words
 
 
-def test_the_documents_have_what_is_tested():
+def test_the_documents_have_programs_snippets_and_commands():
     assert PROGRAMS
     assert SNIPPETS
     assert COMMANDS
@@ -269,8 +271,8 @@ def test_snippets_run(tmp_path):
     "command", COMMANDS, ids=[f"{c.where} weft {' '.join(c.words)}" for c in COMMANDS]
 )
 def test_commands(command, tmp_path):
-    """Their options are those of the command line; those that only plan and predict print what is
-    shown, … being left out.
+    """The options exist; commands that only plan and predict print the output shown, with any text
+    for "…".
     """
     found, group, rest = resolve(command.words)
     found.make_context(found.name, [*rest], parent=group)
@@ -281,18 +283,18 @@ def test_commands(command, tmp_path):
 
 
 @pytest.mark.parametrize("words", MENTIONED.values(), ids=[*MENTIONED])
-def test_what_is_mentioned_is_there(words):
+def test_mentioned_commands_and_options_exist(words):
     command, _, rest = resolve(words[1:])
     assert not hasattr(command, "commands") or not [
         word for word in rest if not word.startswith("-")
     ]
-    known = {name for parameter in command.params for name in parameter.opts}
-    assert {word for word in rest if word.startswith("--")} <= known
+    options = {name for parameter in command.params for name in parameter.opts}
+    assert {word for word in rest if word.startswith("--")} <= options
 
 
-def test_where_to_change_what():
-    """Files and names in the table of docs/design.md are there: "path: name" or "path", from weft/
-    or from the root on.
+def test_the_table_of_places_names_existing_definitions():
+    """Files and names in the table of docs/design.md exist: "path: name" or "path", from weft/ or
+    from the root on.
     """
     design = (ROOT / "docs/design.md").read_text()
     table = design[design.index("### Where do I change") : design.index("**A new collective**")]

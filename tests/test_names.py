@@ -1,4 +1,4 @@
-"""The names that `import weft` offers, without having loaded what they stand for."""
+"""The names of `import weft`, which are listed before their modules are loaded."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import sys
 import pytest
 
 
-def said(code):
+def output_of(code):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     return done.stdout + done.stderr
 
 
 def test_names_are_listed_before_they_are_loaded():
-    listed = said(
+    listed = output_of(
         "import rlcompleter, sys, weft; print(dir(weft), 'torch' in sys.modules, "
         "rlcompleter.Completer().complete('weft.laun', 0))"
     )
@@ -41,12 +41,12 @@ def test_the_command_without_its_extra_names_it(arguments):
 
 def test_the_library_needs_no_extra():
     """Every module but those of the commands is imported without the libraries of the extra."""
-    imported = said(
+    imported = output_of(
         f"""{WITHOUT}
 import importlib, pkgutil, weft
 for module in pkgutil.walk_packages(weft.__path__, "weft."):
-    room = module.name.split(".")[1]
-    if room not in ("__main__", "bench", "cli", "doctor", "pictures") and ".device" not in module.name:
+    folder = module.name.split(".")[1]
+    if folder not in ("__main__", "bench", "cli", "doctor", "pictures") and ".device" not in module.name:
         importlib.import_module(module.name)
 print(weft.all_reduce.__name__, "weft.measure.calibrate" in sys.modules)
 """
@@ -54,7 +54,7 @@ print(weft.all_reduce.__name__, "weft.measure.calibrate" in sys.modules)
     assert imported == "all_reduce True\n"
 
 
-def test_layers_are_found_and_names_that_are_nearly_right():
-    listed = said("import weft; print(weft.nn.ColwiseParallel.__name__); weft.allreduce")
+def test_layers_are_found_and_misspelt_names_get_a_suggestion():
+    listed = output_of("import weft; print(weft.nn.ColwiseParallel.__name__); weft.allreduce")
     assert listed.startswith("ColwiseParallel")
     assert "module 'weft' has no attribute 'allreduce'. Did you mean: 'all_reduce'?" in listed

@@ -1,7 +1,7 @@
 """torch's own suite for backends of torch.distributed, on weft: ``make torch-suite`` (the number of
 ranks is WORLD_SIZE).
 
-What it skips for the name of the backend, though weft has it, is run too.
+Tests that the suite skips by the name of the backend, although weft can pass them, run too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ os.environ["TEMP_DIR"] = _folder.name
 
 for features in common_distributed.DistTestCases.backend_feature.values():
     features.add("weft")
-if int(os.environ["WORLD_SIZE"]) > 2:  # what the suite calls small is less than 8
+if int(os.environ["WORLD_SIZE"]) > 2:  # the suite calls fewer than 8 ranks small
     common_distributed.skip_if_small_worldsize = lambda function: function
 
 LIKE_WEFT = ("gloo", "mpi", "weft")
@@ -35,11 +35,11 @@ RELAXED = {
     'BACKEND != "mpi"': f"BACKEND not in {LIKE_WEFT}",
     'require_backend_is_available({"gloo"})': f"require_backend_is_available({LIKE_WEFT})",
 }
-"""What the suite says, and what it says here, of backends that can do what weft can."""
+"""Conditions of the suite, and their replacements for backends that can do the same as weft."""
 
 
 def _suite() -> ModuleType:
-    """The module of the suite, which knows weft."""
+    """The module of the suite, with weft among its backends."""
     spec = importlib.util.find_spec("torch.testing._internal.distributed.distributed_test")
     assert spec is not None
     assert spec.origin is not None
@@ -56,7 +56,7 @@ _module = _suite()
 
 
 class TestWeft(_module.TestDistBackend, _module.DistributedTest._DistTestBase):
-    """All of the suite, each test on processes of its own."""
+    """All tests of the suite, each on processes of its own."""
 
     def setUp(self) -> None:
         super().setUp()

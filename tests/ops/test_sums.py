@@ -92,7 +92,7 @@ def collectives(hosts, kept):
     """Plans of collectives, each with its order of summation, and whether all ranks have all sums."""
     ranks, even = len(hosts), split(ROWS, len(hosts))
     several = range(ranks) if one_host(hosts) else hosts
-    for algorithm, how in (("push", sums.once), ("ring", sums.at_every_hop)):
+    for algorithm, how in (("push", sums.once), ("ring", sums.at_every_host)):
         yield bind(reduce_scatter.put(3, several, algorithm), kept), several, how, False
     if one_host(hosts):
         for symmetric in (False, True):
@@ -112,7 +112,7 @@ def collectives(hosts, kept):
                 )
                 yield bind(plan, even), several, how, True
     else:
-        for algorithm, how in (("two_shot", sums.once), ("ring", sums.at_every_hop)):
+        for algorithm, how in (("two_shot", sums.once), ("ring", sums.at_every_host)):
             yield bind(all_reduce.put(3, hosts, algorithm), even), hosts, how, True
     if one_rank_per_host(hosts):
         yield bind(all_reduce.all_reduce(ranks, 1, "ring"), even), hosts, sums.around, True

@@ -1,5 +1,5 @@
-"""Ranks that meet by levels: whom each tells and hears, for any number of ranks and any groups, and
-that all know of all in the end.
+"""Synchronization by levels, for any number of ranks and any groups: each rank's notifies and
+waits, and the proof that every rank waits for all others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.schedules.levels import flat, nested, stages
 
 @st.composite
 def grouped(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
-    """Levels of any groups within groups, also lopsided ones, and whose ranks are not side by side."""
+    """Levels of any nested groups, also of unequal sizes, and with ranks that are not consecutive."""
     ranks = draw(st.integers(1, 14))
     level = tuple(range(ranks))
     found = []
@@ -31,7 +31,7 @@ def grouped(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
 
 @settings(max_examples=25, deadline=None)
 @given(grouped())
-def test_a_barrier_is_proved_whatever_the_groups(levels):
+def test_a_barrier_is_proved_for_any_groups(levels):
     verify(barrier(levels))
 
 
@@ -41,7 +41,7 @@ def test_a_barrier_is_proved_for_many_ranks(ranks):
 
 
 @pytest.mark.parametrize("levels", [flat(3), nested(9)], ids=["flat", "levels"])
-def test_no_signal_of_a_barrier_can_be_spared(levels):
+def test_no_signal_of_a_barrier_is_redundant(levels):
     for change, plan in deleted(barrier(levels)):
         with pytest.raises(PlanError):
             verify(plan)
@@ -49,19 +49,19 @@ def test_no_signal_of_a_barrier_can_be_spared(levels):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "most", "hops"),
+    ("ranks", "most", "depth"),
     [(2, 1, 1), (4, 3, 1), (8, 7, 1), (9, 4, 2), (16, 6, 2), (32, 7, 3), (64, 9, 3), (128, 10, 4)],
 )
-def test_notifies_grow_like_a_root_or_a_logarithm(ranks, most, hops):
+def test_notifies_grow_like_a_root_or_a_logarithm(ranks, most, depth):
     levels = nested(ranks)
-    assert len(levels) == hops
+    assert len(levels) == depth
     assert max(barrier(levels).notifies()) == most
     assert barrier(flat(ranks)).notifies() == [ranks - 1] * ranks
 
 
-def test_what_is_near_meets_first():
-    """Two packages of four caches, each with four ranks that are not side by side: what crosses
-    packages is one notify of each rank.
+def test_close_ranks_synchronize_first():
+    """Two packages of four caches, each with four ranks that are not consecutive: each rank sends
+    one notify to the other package.
     """
     package, cache = tuple(r % 2 for r in range(32)), tuple(r % 8 for r in range(32))
     levels = nested(32, (cache, package))
@@ -76,7 +76,7 @@ def test_what_is_near_meets_first():
         assert [package[peer] for peer in across.notified] == [1 - package[rank]]
 
 
-def test_a_lone_rank_speaks_to_all_of_a_larger_group():
+def test_a_lone_rank_notifies_all_of_a_larger_group():
     levels = ((0, 1, 1, 1), *flat(4))
     assert [stage.notified for stage in stages(levels)[0]] == [[], [3, 2, 1]]
     assert sum(len(each[1].awaited) for each in stages(levels)) == 4
@@ -85,7 +85,7 @@ def test_a_lone_rank_speaks_to_all_of_a_larger_group():
 
 @settings(max_examples=25, deadline=None)
 @given(grouped(), st.integers(0, 13))
-def test_a_broadcast_of_a_few_rows_is_proved_whatever_the_groups(levels, number):
+def test_a_broadcast_of_a_few_rows_is_proved_for_any_groups(levels, number):
     verify(broadcast(number % len(levels[-1]), levels))
 
 
@@ -94,5 +94,5 @@ def test_a_broadcast_of_a_few_rows_signals_as_a_barrier_does():
     assert broadcast(2, flat(5)).notifies() == [4] * 5
 
 
-def test_few_ranks_are_not_divided_whatever_they_share():
+def test_few_ranks_are_not_divided():
     assert nested(8, ((0, 0, 0, 0, 1, 1, 1, 1),)) == flat(8)

@@ -1,6 +1,4 @@
-"""Every schedule, of any choices, is proved and computes what its operator means, whatever the
-sizes.
-"""
+"""Every schedule, with any choices and sizes, is proved and computes its operator."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ def test_is_proved(plan):
 
 @settings(max_examples=60, deadline=None)
 @given(plans.bound_plan(), seeds)
-def test_computes_its_operator_however_lanes_interleave(plan, seed):
+def test_computes_its_operator_in_any_interleaving(plan, seed):
     calls = [plans.call(plan, seed + i) for i in range(3)]
     for order in (None, random.Random(seed)):
         for call, outputs in zip(calls, run(*calls, order=order), strict=True):
@@ -75,8 +73,8 @@ def test_any_two_may_follow_each_other(ranks):
 
 @settings(max_examples=50, deadline=None)
 @given(plans.any_plan())
-def test_nothing_is_said_twice(plan):
-    """No region without blocks, and no wait for what its lane has waited for before."""
+def test_no_redundant_instructions(plan):
+    """No region without blocks, and no repeated wait of a lane for the same count."""
     for lanes in plan.lanes:
         for lane in lanes.values():
             assert tidy(lane) == lane
@@ -123,7 +121,7 @@ def test_products_of_adjacent_arrivals_are_joined(joined):
     assert products == ([8, 4, 2, 1, 1] if joined else [8] + [1] * 8)
 
 
-def test_a_ring_talks_to_neighbours_only():
+def test_a_ring_sends_to_adjacent_ranks_only():
     plan = all_gather(5, 2, "ring", symmetric_gathered=True)
     for r, lanes in enumerate(plan.lanes):
         spoken_to = {i.rank for i in lanes["compute"] if isinstance(i, Notify)}
@@ -133,7 +131,7 @@ def test_a_ring_talks_to_neighbours_only():
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
-def test_no_rank_is_the_first_of_two(ranks):
+def test_no_rank_is_the_first_target_of_two_ranks(ranks):
     for r in range(ranks):
         assert sorted([r, *after(r, ranks)]) == sorted([r, *before(r, ranks)]) == [*range(ranks)]
     for step in range(ranks - 1):
@@ -146,12 +144,12 @@ def test_all_ranks_enter_and_leave():
     assert leave(1, 3) == [Notify(0, Signal("free", 1)), Notify(2, Signal("free", 1))]
 
 
-def test_pieces_go_peer_after_peer_or_in_turn():
+def test_pieces_go_peer_after_peer_or_interleaved():
     assert in_order("peer", [2, 0], 2) == [(2, 0), (2, 1), (0, 0), (0, 1)]
     assert in_order("interleaved", [2, 0], 2) == [(2, 0), (0, 0), (2, 1), (0, 1)]
 
 
-def test_tidying_leaves_out_waits_that_add_nothing():
+def test_tidying_removes_redundant_waits():
     this, that = Signal("this", 0), Signal("that", 0)
     lane = [
         Wait(this, 1),
@@ -171,14 +169,14 @@ def test_peers_need_not_wait_for_a_ranks_own_copies():
     ]
     assert len(staged) == 2
     for at in staged:
-        told, kept = lane[at + 1 : at + 3]
-        assert isinstance(told, Notify)
+        notified, kept = lane[at + 1 : at + 3]
+        assert isinstance(notified, Notify)
         assert isinstance(kept, Copy)
-        assert (told.rank, kept.src, kept.dst.buffer) == (1, lane[at].src, "gathered")
+        assert (notified.rank, kept.src, kept.dst.buffer) == (1, lane[at].src, "gathered")
 
 
-def test_sums_that_are_handed_out_are_read_by_peers_alone():
-    """So they can be written past the caches: a store to a line that a peer has read waits for that
+def test_gathered_sums_are_read_by_peers_alone():
+    """Non-temporal stores are possible: a store to a line in a peer's cache would wait for that
     core.
     """
     plan = all_reduce(3, 2, "two_shot", symmetric_a=True)

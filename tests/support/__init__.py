@@ -1,3 +1,3 @@
-"""What tests of several rooms share: real ranks and hosts, plans and their mutants, kernels
-compiled without a GPU.
+"""Helpers shared by tests: real ranks and hosts, plans and their mutants, kernels compiled without
+a GPU.
 """

@@ -1,8 +1,8 @@
 """A rank on each host of tests, forked by this one process: ``python -m support.forked HOST… --
 ARGUMENT…`` for `host_ranks`.
 
-What ranks import is imported once, before they are forked; only then does each enter the network of
-its host, and its clock.
+The modules of the ranks are imported once, before the forks; each rank then enters the network
+namespace of its host, and its time namespace.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def fork(rank: int, host: str, ranks: int, core: int) -> int:
-    """The process of a rank on `host`, which leaves this one there."""
+    """The process of a rank on `host`; it never returns from here."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{host}") as network:
         if libc.setns(network.fileno(), 0):

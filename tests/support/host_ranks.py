@@ -25,8 +25,8 @@ from support.on_hosts.losses import (
     halfway,
     killed,
     leaves,
+    long_linger,
     mismatch,
-    patient_farewell,
 )
 from support.on_hosts.results import calls_at_random, operators, refusals, sums_to_the_bit
 from support.on_hosts.traffic import traces, traffic
@@ -35,34 +35,34 @@ from weft.engines import network
 
 @contextlib.contextmanager
 def uneven_channels(world):
-    """Let rank 0 take what the last rank sends later than other ranks of its host do."""
-    usual = network._Arrivals.receive
+    """Let rank 0 take the last rank's messages later than other ranks of its host do."""
+    original = network._Arrivals.receive
 
     def late(self, *message):
         if threading.current_thread() is slow:
             time.sleep(0.001)
-        return usual(self, *message)
+        return original(self, *message)
 
     receivers = dict(zip(world.relay.peers, world.relay.receivers, strict=True))
     slow = receivers.get(world.ranks - 1) if world.rank == 0 else None
     network._Arrivals.receive = late
     yield
-    network._Arrivals.receive = usual
+    network._Arrivals.receive = original
 
 
 IN_A_WORLD = (operators, calls_at_random, sums_to_the_bit, refusals, traffic, traces)
-BY_THEMSELVES = (mismatch, gives_up, doctor, leaves, halfway)
+WITHOUT_A_WORLD = (mismatch, gives_up, doctor, leaves, halfway)
 WITH_A_FOLDER = (benches, cut_off, killed)
-CHECKS = {check.__name__: check for check in (*IN_A_WORLD, *BY_THEMSELVES, *WITH_A_FOLDER)}
+CHECKS = {check.__name__: check for check in (*IN_A_WORLD, *WITHOUT_A_WORLD, *WITH_A_FOLDER)}
 
 
 def result(check, folder):
-    """The result of a check on this rank, in a world with uneven connections if it takes one."""
+    """The result of a check on this rank; checks of a world run with uneven connections."""
     if check in WITH_A_FOLDER:
         return check(folder)
-    if check in BY_THEMSELVES:
+    if check in WITHOUT_A_WORLD:
         return check()
-    with patient_farewell(), weft.init(timeout=20) as world, uneven_channels(world):
+    with long_linger(), weft.init(timeout=20) as world, uneven_channels(world):
         return check(world)
 
 
@@ -72,7 +72,7 @@ def main():
     for name in names:
         found = result(CHECKS[name], folder)
         (folder / f"{name}{dist.get_rank()}").write_text(json.dumps(found))
-    if "killed" in names:  # agents wait minutes for ranks that succeed after others did not
+    if "killed" in names:  # agents would wait minutes for ranks that succeed after others failed
         os._exit(1)
 
 

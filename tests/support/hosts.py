@@ -2,7 +2,7 @@
 link of its own.
 
 Ranks are started by torchrun, one agent per host, by mpiexec, or as forks of one process, which is
-quicker. All namespaces and processes are gone when the ``with`` block ends.
+faster. All namespaces and processes are gone at the end of the ``with`` block.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import IO
 
 import pytest
 
-FIRST, PORT = "10.77.0.1", 29400  # where ranks meet
+FIRST, PORT = "10.77.0.1", 29400  # the address and port of the rendezvous
 WHY_NOT = (
     "network namespaces need root"
     if os.geteuid()
@@ -40,14 +40,14 @@ AHEAD = (
     else 1000
 )
 """Seconds by which the monotonic clock of each host is ahead of the one before, where there are
-namespaces of time.
+time namespaces.
 """
-_numbers = itertools.count()  # several sets of hosts may be there at a time
+_numbers = itertools.count()  # several sets of hosts may exist at a time
 
 
 class Hosts:
-    """`count` namespaces on one bridge, which lies in a namespace of its own; host i has the
-    address 10.77.0.i+1.
+    """`count` namespaces on one bridge, which has a namespace of its own; host i has the address
+    10.77.0.i+1.
     """
 
     def __init__(self, count: int, gbps: float | None = None) -> None:
@@ -81,10 +81,10 @@ class Hosts:
             self.shape(gbps)
 
     def shape(self, gbps: float) -> None:
-        """Let every host send, and be sent to, at no more than `gbps`."""
+        """Limit the bandwidth of every host, in both directions, to `gbps`."""
         burst = max(
             72 << 10, int(gbps * 1e9 / 8 / 4000)
-        )  # bytes that may go at once: a packet that is not cut up yet
+        )  # bytes of a burst: packets are larger than on a wire before their segmentation
         for i, name in enumerate(self.names):
             for place, device in ((name, "eth0"), (self.hub, f"port{i}")):
                 limit = ["rate", f"{gbps}gbit", "burst", str(burst), "latency", "50ms"]
@@ -100,8 +100,8 @@ class Hosts:
         ip("-n", self.hub, "link", "set", f"port{host}", "up")
 
     def start(self, script: Path, ranks: int, *arguments: object) -> None:
-        """Start `ranks` ranks on each host by torchrun, bound to a core per host where there are
-        enough; no two clocks agree.
+        """Start `ranks` ranks on each host by torchrun, each bound to a core if the machine has
+        enough; all clocks differ.
         """
         cores = sorted(os.sched_getaffinity(0))
         for i, name in enumerate(self.names):
@@ -134,8 +134,8 @@ class Hosts:
             self._begin(words, os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"})
 
     def start_forked(self, *arguments: object) -> None:
-        """Start a rank of `host_ranks` on each host, as one process that imports what they need and
-        then forks them.
+        """Start a rank of `host_ranks` on each host, forked by one process that has imported their
+        modules.
         """
         self._begin(
             [sys.executable, "-m", "support.forked", *self.names, "--", *map(str, arguments)],
@@ -143,8 +143,8 @@ class Hosts:
         )
 
     def start_by_mpi(self, mpiexec: str, folder: Path, script: Path, *arguments: object) -> None:
-        """Start a rank on each host by Hydra's mpiexec on the first; to the others it gets by a
-        script in place of ssh.
+        """Start a rank on each host by Hydra's mpiexec on the first; a script in place of ssh
+        starts its proxies on the other hosts.
         """
         agent, addresses = folder / "agent", [f"10.77.0.{i + 1}" for i in range(len(self.names))]
         cases = [
@@ -193,7 +193,7 @@ class Hosts:
         self.running.append((agent, out))
 
     def finish(self, limit: float = 90.0) -> list[tuple[int, str]]:
-        """Wait for all agents; their exit codes and what was printed."""
+        """Wait for all agents; their exit codes and output."""
         deadline, ended = time.monotonic() + limit, []
         for agent, out in self.running:
             try:
@@ -205,7 +205,7 @@ class Hosts:
             out.close()
             print(
                 f"an agent ended with {ended[-1][0]}:\n{ended[-1][1]}"
-            )  # which pytest shows, whole, of a test that fails
+            )  # pytest shows the complete text of a test that fails
         self.running.clear()
         return ended
 
@@ -225,7 +225,7 @@ class Hosts:
 
 @contextlib.contextmanager
 def hosts(count: int, gbps: float | None = None) -> Iterator[Hosts]:
-    """Hosts that are gone when the block ends."""
+    """Hosts that exist until the end of the block."""
     made = Hosts.__new__(Hosts)
     try:
         made.__init__(count, gbps)  # type: ignore[misc]

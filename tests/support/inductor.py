@@ -1,5 +1,5 @@
-"""Inductor as tests use it: options with which there are no kernels to build, where it has such
-(torch 2.9 has not).
+"""Options of Inductor for tests, by which no kernels are built, if this torch has them (torch 2.9
+does not).
 """
 
 from torch._inductor import config

@@ -13,7 +13,7 @@ from weft.plan import Compute, Copy, Instruction, Notify, Plan, Region, Signal, 
 
 
 class Mutant(NamedTuple):
-    """A changed plan, and in words what was changed."""
+    """A changed plan, and a description of the change."""
 
     change: str
     plan: Plan
@@ -40,13 +40,13 @@ def edited(plan: Plan, place: Place, *new: Instruction, span: int = 1) -> Plan:
 
 
 def deleted(plan: Plan) -> Iterator[Mutant]:
-    """Each instruction left out in turn."""
+    """The plan without one instruction, for each instruction."""
     for place, instruction in places(plan):
         yield Mutant(f"{place}: without {instruction}", edited(plan, place))
 
 
 def lowered(plan: Plan) -> Iterator[Mutant]:
-    """Each wait made to wait for one less."""
+    """The plan with one wait for a count less by one, for each wait."""
     for place, instruction in places(plan):
         match instruction:
             case Wait(signal, count) if count:
@@ -57,7 +57,7 @@ def lowered(plan: Plan) -> Iterator[Mutant]:
 
 
 def shifted(plan: Plan) -> Iterator[Mutant]:
-    """Each region of each copy and product moved by a row, either way."""
+    """The plan with one region of a copy or product moved by a row, in both directions."""
     for place, instruction in places(plan):
         match instruction:
             case Copy(src, dst) | Compute(_, (src,), dst):

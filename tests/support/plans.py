@@ -1,6 +1,4 @@
-"""The plans that tests go through: every schedule with every choice it offers, and what each must
-compute.
-"""
+"""Plans for tests: every schedule with all of its choices, and the expected results."""
 
 from __future__ import annotations
 
@@ -62,14 +60,14 @@ def fused(operator: Operator, ranks: int, pieces: int, algorithm: str, **choices
 
 
 def flags_of(operator: Operator) -> list[str]:
-    """The choices that a request to a fused operator has."""
+    """The choices of a request to a fused operator."""
     if operator.exchanges == "out":
         return ["remote_reads"]
     return ["symmetric", "gathered"] if operator.several_weights else ["symmetric"]
 
 
 def collected(ranks: int, pieces: int, algorithm: str, *, symmetric_a: bool) -> Plan:
-    """A collective that has but one algorithm; `pieces` tells broadcasts apart."""
+    """A collective with only one algorithm; for broadcasts, `pieces` selects the source."""
     if algorithm == "reduce_scatter":
         return reduce_scatter(ranks, pieces, symmetric_a=symmetric_a)
     if algorithm == "broadcast":
@@ -83,9 +81,9 @@ def collected(ranks: int, pieces: int, algorithm: str, *, symmetric_a: bool) -> 
     return all_to_all(ranks, pieces, symmetric_a=symmetric_a)
 
 
-def handed_out(ranks: int, pieces: int, algorithm: str, *, several: bool) -> Plan:
-    """A collective of a few rows through eager buffers, among ranks that meet at once or by as many
-    levels as there can be.
+def eager_collective(ranks: int, pieces: int, algorithm: str, *, several: bool) -> Plan:
+    """A collective of a few rows through eager buffers, among ranks that synchronize flat or by the
+    most levels.
     """
     levels = nested(ranks, latency=0.0) if several else flat(ranks)
     if algorithm == "broadcast":
@@ -116,7 +114,7 @@ SCHEDULES: dict[Callable[..., Plan], tuple[Sequence[str], Sequence[str]]] = {
         for links in (1, 2)
     },
     all_reduce: (PLAIN_ALL_REDUCES, ("symmetric_a", "symmetric_out")),
-    handed_out: (
+    eager_collective: (
         ("all_gather", "all_reduce", "broadcast", "reduce_scatter", "all_to_all"),
         ("several",),
     ),
@@ -126,9 +124,7 @@ SCHEDULES: dict[Callable[..., Plan], tuple[Sequence[str], Sequence[str]]] = {
 
 
 def every(ranks: int, pieces: int) -> list[Plan]:
-    """The distinct plans that all schedules make for so many ranks, whose rows are cut into so many
-    pieces.
-    """
+    """The distinct plans of all schedules for a number of ranks and pieces."""
     found = [
         schedule(ranks, pieces, algorithm, **dict(zip(flags, choice, strict=True)))
         for schedule, (algorithms, flags) in SCHEDULES.items()
@@ -140,7 +136,7 @@ def every(ranks: int, pieces: int) -> list[Plan]:
 
 @st.composite
 def any_plan(draw: st.DrawFn, ranks: st.SearchStrategy[int] = st.integers(1, 16)) -> Plan:  # noqa: B008
-    """Any plan that a schedule can make; of fewer pieces where there are many ranks."""
+    """Any plan of a schedule, with fewer pieces for many ranks."""
     schedule, many = draw(st.sampled_from([*SCHEDULES])), draw(ranks)
     algorithms, flags = SCHEDULES[schedule]
     chosen = {flag: draw(st.booleans()) for flag in flags}
@@ -153,19 +149,19 @@ def any_plan(draw: st.DrawFn, ranks: st.SearchStrategy[int] = st.integers(1, 16)
 
 
 def row_counts(ranks: int) -> st.SearchStrategy[list[int]]:
-    """Rows of each rank: ragged, with zeros, fewer where there are many ranks."""
+    """Rows of each rank: ragged, with zeros, fewer for many ranks."""
     return st.lists(st.integers(0, 7 if ranks <= 4 else 2), min_size=ranks, max_size=ranks)
 
 
 @st.composite
 def bound_plan(draw: st.DrawFn, ranks: st.SearchStrategy[int] = st.integers(1, 16)) -> Plan:  # noqa: B008
-    """Any plan as one over rows."""
+    """Any plan, bound to rows."""
     plan = draw(any_plan(ranks))
     return bound(plan, draw(row_counts(plan.ranks)))
 
 
 def bound(plan: Plan, rows: Sequence[int]) -> Plan:
-    """A plan as one over rows, of which each rank gives so many, or keeps them."""
+    """A plan bound to rows: `rows` are the rows that each rank gives or keeps."""
     if plan.operator == "broadcast":
         return bind(plan, [max(rows)])
     if plan.operator == "all_to_all":
@@ -177,8 +173,8 @@ def bound(plan: Plan, rows: Sequence[int]) -> Plan:
 
 
 def _odd(rank: int, ranks: int) -> list[int]:
-    """Of each rank whether it is an odd number away: these get the rows of an all-to-all, in equal
-    shares.
+    """For each rank whether its distance is odd: these ranks get the rows of an all-to-all, in
+    equal shares.
     """
     return [(rank + other) % 2 for other in range(ranks)]
 
@@ -197,7 +193,7 @@ def call(plan: Plan, seed: int) -> Call:
 
 
 def expected(call: Call) -> list[dict[str, Tensor]]:
-    """What the operator of a call means, without any plan."""
+    """The results of a call's operator, computed without a plan."""
     plan, inputs = call.plan, [inputs["a"] for inputs in call.inputs]
     gathered = torch.cat(inputs)
     kept = plan.buffers["out"].rows if "out" in plan.buffers else ()

@@ -19,8 +19,8 @@ def put_and_get(
     max_polls,
     BLOCK: tl.constexpr,
 ):
-    """Put row 0 to row 1 of the following rank; get row 0 of the previous one to row 2 when its own
-    has come.
+    """Put row 0 to row 1 of the following rank; get row 0 of the previous one to row 2 after the
+    arrival of its own row.
     """
     put(box + 100, box, 100, box_bases, rank, following, BLOCK)
     notify(counters, counter_bases, rank, following)
@@ -39,8 +39,8 @@ def consume(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Say that it runs by the last counter, then copy each row once its counter has come to
-    `expected`.
+    """Raise the last counter to show that the kernel runs, then copy each row after its counter has
+    reached `expected`.
     """
     tl.atomic_add(counters + ROWS * 8, 1)
     columns = tl.arange(0, COLUMNS)

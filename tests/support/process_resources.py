@@ -31,13 +31,14 @@ def resources() -> dict[str, list[str]]:
 
 
 def leaked(before: dict[str, list[str]], excused: bool = False) -> list[str]:
-    """The resources that this process has and had not before, once threads have had time to end.
+    """The resources that this process has in addition to `before`, after threads have had time to
+    end.
 
     Threads and files are `excused` where a compiler keeps its own.
     """
     deadline = time.monotonic() + 10
     while True:
-        gc.collect()  # also objects that an ended thread referred to
+        gc.collect()  # also frees objects that an ended thread referred to
         now = resources()
         found = [f"{kind}: {one}" for kind in now for one in set(now[kind]) - set(before[kind])]
         if excused:
@@ -48,7 +49,7 @@ def leaked(before: dict[str, list[str]], excused: bool = False) -> list[str]:
 
 
 def _reasons() -> list[str]:
-    """The stacks of other threads, and the referrers of worlds that are still there."""
+    """The stacks of other threads, and the referrers of worlds that are still alive."""
     own = threading.get_ident()
     stacks = [
         "".join(traceback.format_stack(at))

@@ -1,5 +1,5 @@
-"""How far products, and sums of them over ranks, may be from the exact ones: errors of rounding,
-and no more.
+"""The allowed distance of products, and of their sums over ranks, from the exact values: rounding
+errors alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def assert_sum(
     op: str = "sum",
     bias: Tensor | None = None,
 ) -> None:
-    """What `take` takes of the sum of all ranks' ``a @ b``, averaged for `op` avg, and `bias`.
+    """The part `take` of the sum of all ranks' ``a @ b``, averaged for `op` avg, and `bias`.
 
     Within the error of one rounding of each product, of each partial product of bfloat16, and of
     the sum.

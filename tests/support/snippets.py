@@ -1,5 +1,5 @@
-"""What snippets of documents that are no programs take for granted: ranks, tensors, a model whose
-layers have the names that are used, its mesh.
+"""The names that snippets in documents use without defining them: ranks, tensors, a model, its
+mesh.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ MODULES = {
 }
 
 
-def given(world):
-    """Names of its own for each snippet."""
+def names(world):
+    """New names for each snippet."""
 
     def linear():
         return nn.Linear(8, 8)
@@ -59,8 +59,8 @@ def given(world):
 
 
 def run(world, snippets, folder):
-    """Run each as one of the ranks, in a folder for what they write."""
+    """Run each snippet as one of the ranks, in a folder for its files."""
     os.chdir(folder)
     with contextlib.redirect_stdout(io.StringIO()):
         for where, text in snippets:
-            exec(compile(text, where, "exec"), given(world))
+            exec(compile(text, where, "exec"), names(world))

@@ -1,6 +1,4 @@
-"""What sums over ranks must be to the bit: which terms are added in which order, and where anything
-is rounded.
-"""
+"""The exact bits of sums over ranks: the order of the terms, and the roundings."""
 
 from __future__ import annotations
 
@@ -33,15 +31,15 @@ def numbers(seed: int, *shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def products(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """``a @ b`` for one column of a and one row of b, rounded as products are: those of bfloat16
-    for bfloat16 to bfloat16.
+    """``a @ b`` for one column of a and one row of b, rounded like a product: to bfloat16 if the
+    output is.
     """
     exact = a.double() * b.double()
     return exact.to(torch.bfloat16 if a.dtype == out_dtype == torch.bfloat16 else wide(a.dtype))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums of this dtype are accumulated in."""
+    """The dtype in which sums of this dtype are accumulated."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -51,8 +49,8 @@ def added(terms: Sequence[Tensor]) -> Tensor:
 
 
 def terms(parts: Sequence[Tensor], hosts: Sequence[int], keeper: int) -> list[list[Tensor]]:
-    """What is added for rows that `keeper` keeps, by hosts: its own host's parts, and the sum of
-    another's, rounded as these are.
+    """The terms of the sum that `keeper` keeps, by host: its own host's parts, and for each other
+    host the rounded sum of its parts.
     """
     found = []
     for host in dict.fromkeys(hosts):
@@ -70,10 +68,10 @@ def once(
     return added([term for own in terms(parts, hosts, keeper) for term in own]).to(out_dtype)
 
 
-def at_every_hop(
+def at_every_host(
     parts: Sequence[Tensor], hosts: Sequence[int], keeper: int, out_dtype: torch.dtype
 ) -> Tensor:
-    """The same where the sum passes from host to host, in `out_dtype`."""
+    """The sum that passes from host to host, rounded to `out_dtype` each time."""
     first, *others = terms(parts, hosts, keeper)
     return reduce(
         lambda running, own: added([running, *own]).to(out_dtype),
@@ -85,9 +83,11 @@ def at_every_hop(
 def around(
     parts: Sequence[Tensor], hosts: Sequence[int], keeper: int, out_dtype: torch.dtype
 ) -> Tensor:
-    """The same from rank to rank, beginning behind the keeper and ending with it."""
+    """The sum that passes from rank to rank, beginning after the keeper and ending with it, rounded
+    each time.
+    """
     order = [(keeper + step) % len(parts) for step in range(1, len(parts) + 1)]
-    return at_every_hop([parts[rank] for rank in order], range(len(parts)), 0, out_dtype)
+    return at_every_host([parts[rank] for rank in order], range(len(parts)), 0, out_dtype)
 
 
 Sum = Callable[[Sequence[Tensor], Sequence[int], int, torch.dtype], Tensor]

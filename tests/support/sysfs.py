@@ -1,5 +1,5 @@
-"""The sysfs of machines that are not there: small trees made from how real ones number their
-hardware threads.
+"""Synthetic sysfs trees of other machines, made from the numbering of hardware threads of real
+ones.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def recorded(name: str, folder: Path) -> Path:
                         shared if level == 2 else _siblings(cpu, machine)
                     )
                     files |= {
-                        about / f"cache/index{index}/{name}": str(said)
-                        for name, said in about_cache.items()
+                        about / f"cache/index{index}/{name}": str(value)
+                        for name, value in about_cache.items()
                     }
         for several, capacity in machine.get("capacities", {}).items():
             if cpu in numbers(several):
@@ -80,5 +80,5 @@ def _siblings(cpu: int, machine: dict) -> str:
 
 
 def _holding(cpu: int, several: list[str]) -> tuple[str, str]:
-    """Which of the lists has a hardware thread, and the list."""
+    """The index of the list that has a hardware thread, and the list."""
     return next((str(at), cpus) for at, cpus in enumerate(several) if cpu in numbers(cpus))

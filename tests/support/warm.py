@@ -1,10 +1,10 @@
-"""The last that the server of new ranks imports: what it holds by then becomes cheap to inherit."""
+"""The last import of the server of new ranks: it makes the memory of the server cheap to inherit."""
 
 from __future__ import annotations
 
 import ctypes
 
-# what a new process looks at itself with
+# used by every new process at its start
 import multiprocessing.popen_forkserver  # noqa: F401
 
 from torch._dynamo import trace_rules
@@ -16,8 +16,8 @@ _HUGE = 1 << 21  # bytes of a huge page
 
 
 def _to_huge_pages() -> None:
-    """Put this process's own memory into huge pages, where there are any: a fork and an end handle
-    each page that is mapped.
+    """Put this process's own memory into huge pages, if there are any: fork and exit take time for
+    each mapped page.
     """
     libc = ctypes.CDLL(None)
     with open("/proc/self/maps") as file:
@@ -30,6 +30,6 @@ def _to_huge_pages() -> None:
                 libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _COLLAPSE)
 
 
-trace_rules.clear_lru_cache()  # else every rank does that, when it is given a process group
+trace_rules.clear_lru_cache()  # otherwise every rank does that with its process group
 look_through_less()
 _to_huge_pages()

@@ -1,5 +1,5 @@
-"""A rank that runs out of descriptors, threads or memory raises an error: no crash, no hang, no wrong
-number.
+"""A rank that runs out of descriptors, threads or memory raises an error: no crash, no hang, no
+wrong number.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from weft.plan import Buffer, Copy, Notify, Plan, Region, Signal, Wait
 from weft.world import memory, peer_memory
 
 
-def limited(what, value):
-    resource.setrlimit(what, (value, resource.getrlimit(what)[1]))
+def set_limit(resource_name, value):
+    resource.setrlimit(resource_name, (value, resource.getrlimit(resource_name)[1]))
 
 
 def no_more_memory(spare=1 << 20):
-    """Let this process map hardly more than it has."""
+    """Let this process map hardly any further memory."""
     gc.collect()
-    limited(
+    set_limit(
         resource.RLIMIT_AS,
         int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE + spare,
     )
@@ -43,32 +43,32 @@ def no_thread(world):
     try:
         weft.all_reduce_async(torch.ones(3)).wait()
     finally:
-        limited(resource.RLIMIT_AS, resource.RLIM_INFINITY)
+        set_limit(resource.RLIMIT_AS, resource.RLIM_INFINITY)
     return weft.all_reduce(torch.full((3,), 10.0))
 
 
-def test_an_asynchronous_call_for_which_there_is_no_thread():
+def test_an_asynchronous_call_without_a_thread():
     first, second = start(no_thread, 2)
     assert isinstance(first.error, OSError), first
     assert isinstance(second.error, weft.PeerLost), second
     assert "failed with" in str(second.error)
 
 
-def no_room_for_a_copy(world):
+def no_memory_for_a_copy(world):
     there = world.empty(16 << 20)
     weft.put_async(there[:4], there[1:5], world.rank).wait()
     no_more_memory()
     with pytest.raises(MemoryError):
         weft.put_async(there[1:], there[:-1], world.rank)
-    limited(resource.RLIMIT_AS, resource.RLIM_INFINITY)
+    set_limit(resource.RLIMIT_AS, resource.RLIM_INFINITY)
     there.copy_(torch.arange(len(there)))
     weft.put_async(there[1:], there[:-1], world.rank).wait()
     assert torch.equal(there[1:], torch.arange(len(there) - 1).float())
     weft.barrier()
 
 
-def test_a_copy_within_memory_that_there_is_no_room_to_stage():
-    for outcome in start(no_room_for_a_copy, 2):
+def test_an_overlapping_copy_without_memory_to_stage():
+    for outcome in start(no_memory_for_a_copy, 2):
         assert outcome.error is None, outcome.trace
 
 
@@ -77,7 +77,7 @@ def test_a_mesh_without_descriptors():
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.dup(0)
     os.close(free)
-    limited(resource.RLIMIT_NOFILE, free)
+    set_limit(resource.RLIMIT_NOFILE, free)
     try:
         with pytest.raises(OSError, match="Too many open files"):
             _native.Mesh([-1, own.fileno()])
@@ -87,7 +87,7 @@ def test_a_mesh_without_descriptors():
     assert own.recv(100) == b"still open"
 
 
-def test_a_part_of_another_size():
+def test_a_mapping_of_another_size_is_refused():
     _, file = _native.create_mapping(4096)
     with pytest.raises(OSError, match="its part has another size than this rank's"):
         _native.attach_mapping(file, 8192)
@@ -96,7 +96,7 @@ def test_a_part_of_another_size():
 @pytest.mark.parametrize(
     "words", [b"anonsense", b"aKeyError\nx\ngone", b"aKeyError\n7\ngone", b"aKeyError\n-1\n"]
 )
-def test_a_message_that_is_none(words):
+def test_a_malformed_message_is_an_error(words):
     own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     mesh = _native.Mesh([-1, own.detach()])
     theirs.send(words)
@@ -106,7 +106,7 @@ def test_a_message_that_is_none(words):
 
 
 def dropped(_):
-    """Rank 0 drops a world in which it has begun what its peer takes no part in."""
+    """Rank 0 drops a world with outstanding calls that its peer does not make."""
     world = weft.init(timeout=20)
     weft.barrier(world=world)
     if world.rank:
@@ -120,7 +120,7 @@ def dropped(_):
     assert weft.world.world.by_number(number) is None
 
 
-def test_a_world_that_is_dropped_with_calls_under_way():
+def test_a_world_that_is_dropped_with_outstanding_calls():
     first, second = start(dropped, 2)
     assert second is None
     assert first is not None, "it crashed"
@@ -128,7 +128,7 @@ def test_a_world_that_is_dropped_with_calls_under_way():
 
 
 def fetch():
-    """Rank 1 copies rank 0's rows once rank 2, too, says so."""
+    """A plan in which rank 1 copies rank 0's rows after a notify of rank 2."""
     ready, go, row = Signal("ready", 0), Signal("go", 2), Region(0, "a", 0, 1)
     buffers = {"a": Buffer("input", (1, 1, 1)), "out": Buffer("output", (1, 1, 1))}
     fetching = {"compute": (Wait(go, 1), Wait(ready, 1), Copy(row, Region(1, "out", 0, 1)))}
@@ -167,7 +167,7 @@ def closes_before_it_is_read(_, symmetric):
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_what_is_read_of_a_rank_that_has_closed_the_world(symmetric):
+def test_memory_of_a_rank_that_has_closed_the_world(symmetric):
     _, second, _ = start(closes_before_it_is_read, 3, symmetric)
     assert isinstance(second.error, weft.PeerLost), second
     assert "rank 0" in str(second.error)
@@ -175,18 +175,18 @@ def test_what_is_read_of_a_rank_that_has_closed_the_world(symmetric):
 
 
 def out_of_reach(_):
-    """Rank 0's rows lie where the kernel lets nobody read them."""
+    """Rank 0's rows are in memory that the kernel lets no process read."""
     peer_memory.huge_pages = lambda: True
     world = weft.init(timeout=20)
-    room = mmap.mmap(-1, mmap.PAGESIZE)
-    a, out = torch.frombuffer(room, dtype=torch.float32, count=4).view(1, 4), torch.empty(1, 4)
+    mapping = mmap.mmap(-1, mmap.PAGESIZE)
+    a, out = torch.frombuffer(mapping, dtype=torch.float32, count=4).view(1, 4), torch.empty(1, 4)
     if world.rank == 0:
         assert not ctypes.CDLL(None).mprotect(ctypes.c_void_p(a.data_ptr()), mmap.PAGESIZE, 0)
     engine(world).execute(fetch(), {"a": a, "out": out})
     weft.barrier()
 
 
-def test_memory_that_the_kernel_does_not_hand_out():
+def test_memory_that_the_kernel_refuses():
     first, second, third = start(out_of_reach, 3)
     assert "cannot read the rows of a peer for rows 0:1 of fetch call" in str(second.error), second
     assert "Bad address; with WEFT_READ_PEERS=0 large tensors are staged" in str(second.error)
@@ -194,7 +194,7 @@ def test_memory_that_the_kernel_does_not_hand_out():
         assert isinstance(outcome.error, weft.PeerLost), outcome
 
 
-def test_memory_that_may_be_taken(tmp_path):
+def test_the_available_memory(tmp_path):
     meminfo, groups = tmp_path / "meminfo", tmp_path / "groups"
     meminfo.write_text("MemTotal: 900 kB\nMemAvailable: 800 kB\n")
     for path, limit, used in (("", "", ""), ("job", "max", "0"), ("job/step", "5000", "1000")):

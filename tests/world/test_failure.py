@@ -1,5 +1,5 @@
-"""What happens when ranks die, fail, are late or disagree: every survivor says so, at once, and
-nothing is left behind.
+"""Ranks that die, fail, are late or disagree: every survivor raises an error at once, and nothing
+is left behind.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def plan_of(algorithm):
 
 
 def cuts(algorithm):
-    """Every place in the victim's lanes, as (lane, instructions done)."""
+    """Every point in the victim's lanes, as (lane, instructions executed)."""
     lanes = plan_of(algorithm).lanes[VICTIM]
     return [(name, done) for name, lane in lanes.items() for done in range(len(lane) + 1)]
 
 
 def die_at(world, algorithm, lane, done):
-    """The victim executes its lanes up to a place and dies; the others call until they learn of it."""
+    """The victim executes its lanes up to a point and dies; the other ranks call until they notice."""
     plan = plan_of(algorithm)
     tensors = {"a": torch.ones(2, 4), "out": torch.empty(6, 4)}
     death = world.empty(1, dtype=torch.float64)
@@ -115,13 +115,13 @@ def test_a_rank_that_dies_anywhere_is_named_by_all_others(algorithm):
 def late_or_dead(world, how):
     a, b, through = torch.ones(512, 8), torch.ones(8, 8), world.signals(1)
     weft.all_gather_matmul(a, b, algorithm="direct")
-    begun = time.monotonic()
+    start_time = time.monotonic()
     if world.rank != 2:
         weft.notify(through, 0, 2)
     else:
         weft.wait(
             through, 0, ">=", 2
-        )  # else one may still be in that call, and lose this rank there
+        )  # otherwise a rank may still be in that call, and lose this rank there
         if how == "die":
             die()
         if how == "raise":
@@ -134,7 +134,7 @@ def late_or_dead(world, how):
             return None
     with pytest.raises(weft.WeftError) as caught:
         weft.all_gather_matmul(a, b, algorithm="direct", timeout=0.5)
-    return caught.type.__name__, str(caught.value), time.monotonic() - begun
+    return caught.type.__name__, str(caught.value), time.monotonic() - start_time
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,8 @@ def test_each_failure_has_its_own_error(how, kind, words):
         assert outcomes[rank].error is None, outcomes[rank].error
         name, message, late = outcomes[rank].result
         assert name == kind
-        if rank == 0 or how != "hang":  # of those who wait, the first to give up speaks for all
+        # among waiting ranks, the error of the first to give up is that of all
+        if rank == 0 or how != "hang":
             assert all(word in message for word in words), message
         assert late < SOON
 
@@ -179,7 +180,7 @@ def disagree(world, how):
     if how == "cached":
         weft.all_gather_matmul(a, b)
         weft.all_gather_matmul(a[:8], b)
-    if how == "again":  # calls that ranks take for the same though their words differ
+    if how == "again":  # calls that ranks take for equal although their texts differ
         for _ in range(33):
             weft.all_reduce(torch.ones(4))
     symmetric = world.empty(200_000)
@@ -205,14 +206,14 @@ def disagree(world, how):
         ),
         "place": lambda: weft.all_reduce(symmetric if odd else torch.ones(200_000)),
     }
-    said, log = io.StringIO(), logging.getLogger("weft")
-    log.addHandler(logging.StreamHandler(said))
+    log_text, log = io.StringIO(), logging.getLogger("weft")
+    log.addHandler(logging.StreamHandler(log_text))
     log.setLevel(logging.DEBUG)
     with pytest.raises(weft.MismatchError) as caught:
         calls[how]()
     with pytest.raises(weft.WeftError, match="closed: MismatchError"):
         weft.all_gather_matmul(a, b)
-    return str(caught.value), said.getvalue()
+    return str(caught.value), log_text.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -267,7 +268,7 @@ def test_ranks_that_make_different_calls_are_shown_both(how, one, other):
     }
     for rank, outcome in enumerate(start(disagree, 3, how)):
         assert outcome.error is None, outcome.error
-        message, told = outcome.result
+        message, logged = outcome.result
         first, *lines = message.splitlines()
         assert first == f"the ranks do not make the same call: {differs[how]}"
         assert [line[:8] for line in lines] in (
@@ -278,14 +279,14 @@ def test_ranks_that_make_different_calls_are_shown_both(how, one, other):
         assert lines[1][10:].startswith(other), lines
         assert (
             rank == 2
-            or not told
-            or re.search(r"call \d+ of this world, with those that weft makes itself: \{\d", told)
-        ), told
+            or not logged
+            or re.search(r"call \d+ of this world, with those that weft makes itself: \{\d", logged)
+        ), logged
 
 
 def late_everywhere(world, algorithm):
-    """Each rank in turn is late, before it notifies (it calls late) and before it waits (its comm
-    lane is ahead).
+    """One rank after the other is late, before it notifies (a late call) and before it waits (its
+    comm lane is ahead).
     """
     generator = torch.Generator().manual_seed(1)
     b = torch.eye(6)
@@ -312,12 +313,12 @@ def interrupted(world):
         return None
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    begun = time.monotonic()
+    start_time = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         weft.all_gather_matmul(torch.ones(64, 2), torch.ones(2, 2))
     with pytest.raises(weft.WeftError, match="closed: KeyboardInterrupt"):
         world.empty(1)
-    return time.monotonic() - begun
+    return time.monotonic() - start_time
 
 
 def test_a_wait_can_be_interrupted():
@@ -352,7 +353,7 @@ def test_nothing_is_left_behind_when_a_rank_dies():
 def too_many_names(world):
     from weft.plan import Buffer, Notify, Plan, Signal
 
-    for n in range(_native.Executor.max_names):  # one is taken already
+    for n in range(_native.Executor.max_names):  # one name is in use already
         lane = (
             Notify(1 - world.rank, Signal(f"s{n}", world.rank)),
             Wait(Signal(f"s{n}", 1 - world.rank), 1),
@@ -371,7 +372,7 @@ def too_many_names(world):
         )
 
 
-def told_later(world):
+def raised_later(world):
     if world.rank == 0:
         world.fail(
             weft.MismatchError("rank 0 calls this, but rank 1 calls that"), 1, in_background=True
@@ -384,9 +385,9 @@ def told_later(world):
         weft.barrier()
 
 
-def test_what_a_thread_beside_the_caller_finds_is_raised_by_the_next_call():
-    """A relay's may find that calls differ while no call waits."""
-    on_ranks(told_later, 2)
+def test_errors_of_background_threads_are_raised_by_the_next_call():
+    """A relay's thread may find a mismatch of calls while no call waits."""
+    on_ranks(raised_later, 2)
 
 
 def test_too_many_signal_names_are_refused():

@@ -1,5 +1,5 @@
-"""A forked child has its parent's worlds and none of their threads: it can use none of them, and
-harms none by its end.
+"""A forked child has its parent's worlds and none of their threads: it can use none of the worlds,
+and its end harms none.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import weft
 
 
 def end():
-    """End this process as a program ends, with all that Python does then."""
+    """End this process as a program ends, with all of Python's finalizers."""
     ctypes.pythonapi.Py_Exit(0)
 
 
 def forked(work):
-    """What `work` says in a forked child, which then ends as programs do, and how that ended."""
+    """The text of `work` in a forked child, which then ends as programs do, and its exit code."""
     ours, theirs = os.pipe()
     child = os.fork()
     if not child:
@@ -33,14 +33,14 @@ def forked(work):
             os.write(theirs, f"{type(error).__name__}: {error}".encode())
         end()
     os.close(theirs)
-    with open(ours) as said:
-        words = said.read()
-    return words, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with open(ours) as output:
+        text = output.read()
+    return text, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def forks(world):
     out, counted, symmetric = torch.empty(4), world.signals(1), world.empty(4)
-    begun = (
+    handle = (
         weft.all_reduce_async(torch.ones(1 << 16), out=torch.empty(1 << 16)) if world.rank else None
     )
     calls = {
@@ -53,14 +53,14 @@ def forks(world):
         "wait": lambda: weft.wait(counted, 0, ">=", 1),
         "close": world.close,
     }
-    if begun is not None:
-        calls["a handle"] = begun.wait
+    if handle is not None:
+        calls["a handle"] = handle.wait
     own = f"WeftError: this world belongs to process {os.getpid()}: a forked child makes a world of its own, or none"
     for name, call in calls.items():
-        words, code = forked(call)
-        assert (words, code) == ("None" if name == "close" else own, 0), name
-    begun = begun or weft.all_reduce_async(torch.ones(1 << 16))
-    assert torch.equal(begun.wait(), torch.full((1 << 16,), 2.0))
+        text, code = forked(call)
+        assert (text, code) == ("None" if name == "close" else own, 0), name
+    handle = handle or weft.all_reduce_async(torch.ones(1 << 16))
+    assert torch.equal(handle.wait(), torch.full((1 << 16,), 2.0))
     for again in range(3):
         assert torch.equal(
             weft.all_reduce(torch.full((4,), world.rank + 1.0 + again), out=out),
@@ -68,7 +68,7 @@ def forks(world):
         )
 
 
-def test_a_child_uses_no_world_of_its_parent_and_ends_none():
+def test_a_child_cannot_use_or_end_its_parents_worlds():
     on_ranks(forks, 2)
 
 
@@ -88,7 +88,7 @@ def dies_before_its_child(world, seen):
     return time.monotonic() - began
 
 
-def test_a_death_is_seen_though_a_child_holds_the_sockets(tmp_path):
+def test_a_death_is_noticed_although_a_child_holds_the_sockets(tmp_path):
     first, second = start(dies_before_its_child, 2, tmp_path / "seen")
     assert second is None
     assert first.error is None, first.trace
@@ -103,8 +103,8 @@ def grandchildren(world):
         end()
     os.close(theirs)
     signal.alarm(20)
-    with open(ours) as said:
-        assert said.read() == "it ended"
+    with open(ours) as output:
+        assert output.read() == "it ended"
     signal.alarm(0)
     weft.barrier()
 
@@ -113,7 +113,7 @@ def test_children_of_children():
     on_ranks(grandchildren, 2)
 
 
-def forks_beside_a_group(_):
+def forks_with_a_group(_):
     work = dist.all_reduce(torch.ones(1 << 16), async_op=True)
     calls = {
         "all_reduce": lambda: dist.all_reduce(torch.ones(4)),
@@ -130,4 +130,4 @@ def forks_beside_a_group(_):
 
 
 def test_a_child_and_a_group_of_its_parent():
-    on_ranks(forks_beside_a_group, 2, context=group)
+    on_ranks(forks_with_a_group, 2, context=group)

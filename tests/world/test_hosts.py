@@ -1,6 +1,4 @@
-"""Ranks on several hosts: all operators, what is refused, and what happens when hosts or ranks are
-lost.
-"""
+"""Ranks on several hosts: all operators, refusals, and the loss of hosts or ranks."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ from support.on_hosts.losses import LIMIT
 
 SCRIPT = Path(host_ranks.__file__)
 SOON = 5.0  # seconds; survivors take milliseconds, and the machine may be busy
-# seconds by which clocks may be off on a busy machine; they are off by less than the fastest
-# message takes
+# seconds by which aligned clocks may differ on a busy machine; the error is less than the time of
+# the fastest message
 SLACK = 0.1
 pytestmark = needs_hosts
 
@@ -43,7 +41,7 @@ def wait_for(net, *files):
         time.sleep(0.02)
 
 
-def assert_told_of_the_death(folder, ranks):
+def assert_death_was_reported(folder, ranks):
     death = float((folder / "death").read_text())
     for name, words, when in found(folder, "killed", ranks - 1):
         assert name == "PeerLost", words
@@ -54,7 +52,7 @@ def assert_told_of_the_death(folder, ranks):
 
 @pytest.fixture(scope="module")
 def two_by_two(two_hosts, tmp_path_factory):
-    """What two ranks on each of two hosts have found, of which the last has died."""
+    """The results of two ranks on each of two hosts, the last of which has died."""
     folder = tmp_path_factory.mktemp("two_by_two")
     two_hosts.start(
         SCRIPT, 2, "operators,calls_at_random,sums_to_the_bit,traces,traffic,killed", folder
@@ -72,12 +70,12 @@ def test_two_hosts_of_two_ranks_and_one_that_dies(two_by_two):
         == found(two_by_two, "sums_to_the_bit", 4)
         == [None] * 4
     )
-    assert_told_of_the_death(two_by_two, 4)
+    assert_death_was_reported(two_by_two, 4)
 
 
 @pytest.mark.slow
 def test_rows_cross_to_each_host_once(two_by_two):
-    """Bytes are counted where they leave a host; ranks 0 and 1 are on one."""
+    """Bytes are counted as they leave a host; ranks 0 and 1 share one."""
     one, _, other, _ = found(two_by_two, "traffic", 4)
     ratios = {
         name: (one[name][0] + other[name][0]) / (one[name][1] + other[name][1]) for name in one
@@ -88,16 +86,16 @@ def test_rows_cross_to_each_host_once(two_by_two):
 @pytest.mark.skipif(not AHEAD, reason="hosts share a clock where unshare has no --time")
 @pytest.mark.slow
 def test_traces_of_several_hosts_are_aligned(two_by_two):
-    """Nobody is through a barrier before all have come to it, whatever their clocks say."""
+    """No rank leaves a barrier before all have entered it, by the aligned clocks."""
     (barrier, ahead), *_ = found(two_by_two, "traces", 4)
     assert [round(offset / 1e9) for offset in ahead] == [0, 0, AHEAD, AHEAD]
-    assert max(begun for begun, _ in barrier) < min(ended for _, ended in barrier) + 1e9 * SLACK
+    assert max(start for start, _ in barrier) < min(ended for _, ended in barrier) + 1e9 * SLACK
 
 
 @pytest.mark.data
 @pytest.mark.slow
 def test_a_host_that_is_cut_off_and_the_next_job(two_by_two, two_hosts, tmp_path):
-    """Right after a job that lost a rank, over a slower link."""
+    """Immediately after a job that lost a rank, over a slower link."""
     two_hosts.shape(gbps=4)
     two_hosts.start(
         SCRIPT,
@@ -131,8 +129,8 @@ def test_a_host_that_is_cut_off_and_the_next_job(two_by_two, two_hosts, tmp_path
     ), late
     gbps = float(re.search(r"0 - 1 *│ *([0-9.]+)", late)[1])
     assert 0 < gbps < 1.1 * 4, late
-    [kind, said], own = found(tmp_path, "gives_up", 2)
-    assert (kind, said) == (
+    [kind, text_of_peer], own = found(tmp_path, "gives_up", 2)
+    assert (kind, text_of_peer) == (
         "PeerLost",
         "rank 1 gave up while rank 0 waited for its address: no address",
     )
@@ -149,8 +147,10 @@ def test_a_host_that_is_cut_off_and_the_next_job(two_by_two, two_hosts, tmp_path
 
 
 @pytest.mark.slow
-def test_a_peer_that_is_gone_in_the_middle_of_a_message(two_hosts, tmp_path):
-    """Half of one has come, of another half is sent: threads that wait for the rest end."""
+def test_a_peer_that_is_lost_in_the_middle_of_a_message(two_hosts, tmp_path):
+    """Half of one message has arrived, and half of another one is sent: the threads that wait for
+    the rest end.
+    """
     two_hosts.start_forked("halfway", tmp_path)
     ended = two_hosts.finish()
     assert (tmp_path / "halfway0").exists(), ended
@@ -183,4 +183,4 @@ def test_three_hosts_and_one_that_leaves_and_one_that_dies(tmp_path):
         net.start_forked("operators,sums_to_the_bit,leaves,killed", tmp_path)
         ended = net.finish()
     assert (tmp_path / "death").exists(), ended
-    assert_told_of_the_death(tmp_path, 3)
+    assert_death_was_reported(tmp_path, 3)

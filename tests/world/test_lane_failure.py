@@ -1,4 +1,4 @@
-"""A lane that fails ends the waits of its rank's other lanes at once, with its own cause, on every
+"""A lane that fails ends the waits of its rank's other lanes at once, with its own error, on every
 engine.
 """
 
@@ -16,9 +16,9 @@ from weft.kernels import products
 from weft.plan import Buffer, Copy, Notify, Plan, Region, Signal, Wait
 
 
-def handed_on():
+def passed_on():
     """Rank 0's comm lane waits for a row of rank 2, its compute lane only for its comm lane; rank 1
-    has no part in it.
+    takes no part.
     """
     ready, pulled, row = Signal("ready", 2), Signal("pulled", 0), Region(2, "a", 0, 1)
     comm = (Wait(ready, 1), Copy(row, Region(0, "out", 0, 1)), Notify(0, pulled))
@@ -33,16 +33,16 @@ def handed_on():
 
 def leaves(world):
     a, out, signals = world.empty(1, 4), torch.empty(1, 4), world.signals(1)
-    weft.all_reduce(torch.ones(3))  # the engine is there on all ranks
+    weft.all_reduce(torch.ones(3))  # creates the engine on all ranks
     if world.rank == 1:
         weft.wait(signals, 0, ">=", 1)
     if world.rank == 0:
-        engine(world).execute(handed_on(), {"a": a, "out": out})
+        engine(world).execute(passed_on(), {"a": a, "out": out})
 
 
-@pytest.mark.parametrize("given", [world, stream_world])
-def test_the_error_is_that_of_the_lane_that_stopped(given):
-    first, second, _ = start(leaves, 3, context=given)
+@pytest.mark.parametrize("context", [world, stream_world])
+def test_the_error_is_that_of_the_lane_that_stopped(context):
+    first, second, _ = start(leaves, 3, context=context)
     for outcome in (first, second):
         assert isinstance(outcome.error, weft.PeerLost), outcome
         assert str(outcome.error).startswith("rank 2 (pid "), outcome.error

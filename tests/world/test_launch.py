@@ -1,4 +1,4 @@
-"""Ranks that are started in every way that users start them."""
+"""Every launcher of ranks: weft run, torchrun, mpiexec, and weft.launch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.world.topology import assign
 
 BOUND = assign(
     placement.host_topology(), os.sched_getaffinity(0), 2, 1
-)  # of two ranks with a thread each
+)  # the cores of two ranks with a thread each
 BIN = Path(sys.executable).parent
 SCRIPT = textwrap.dedent(
     """
@@ -64,7 +64,7 @@ def assert_all_ranks(done, ranks, rest=""):
 
 
 def shares(done):
-    """The hardware threads of each rank, as it saw them."""
+    """The hardware threads of each rank, as seen by the rank."""
     return [
         ast.literal_eval(cpus)
         for _, cpus in sorted(re.findall(r"rank (\d+) of .* on (\[.*?\])", done.stdout))
@@ -124,7 +124,7 @@ FAILING = textwrap.dedent(
         ("1 / 0", 1, "failed: ZeroDivisionError: division by zero"),
     ],
 )
-def test_weft_run_names_the_rank_that_failed_first_and_ends_as_it_did(how, code, words, tmp_path):
+def test_weft_run_names_the_first_failed_rank_and_exits_with_its_code(how, code, words, tmp_path):
     path = tmp_path / "fail.py"
     path.write_text(FAILING)
     done = run(BIN / "weft", "run", "-n", 2, path, how)
@@ -134,30 +134,30 @@ def test_weft_run_names_the_rank_that_failed_first_and_ends_as_it_did(how, code,
         done.stderr
     )
     assert sum("Traceback" in line for line in before) == (code == 1), (
-        "of the rank that failed by itself"
+        "of the rank that failed first"
     )
     assert not [line for line in before if "rank0" in line and "PeerLost: rank 1" not in line], (
-        "a line, if at all"
+        "one line at most"
     )
     assert "elastic" not in done.stderr
 
 
 @pytest.mark.slow
-def test_weft_run_tells_an_error_in_a_few_lines(tmp_path):
+def test_weft_run_prints_an_error_in_a_few_lines(tmp_path):
     script = tmp_path / "differ.py"
     script.write_text(
         "import torch, weft\nworld = weft.init()\nweft.all_reduce(torch.ones(4 + world.rank))\n"
     )
     done = run(BIN / "weft", "run", "-n", 2, script)
     assert done.returncode == 1
-    *said, last = done.stderr.splitlines()
-    assert len(said) <= 9, done.stderr
+    *lines, last = done.stderr.splitlines()
+    assert len(lines) <= 9, done.stderr
     for line in (
         "  rank 0: all_reduce((4,) float32, op=sum)",
         "  rank 1: all_reduce((5,) float32, op=sum)",
     ):
-        assert any(each.endswith(line) for each in said), done.stderr
-    assert not [line for line in said if "File" in line and str(script) not in line], (
+        assert any(each.endswith(line) for each in lines), done.stderr
+    assert not [line for line in lines if "File" in line and str(script) not in line], (
         "the user's part of the traceback"
     )
     assert re.fullmatch(
@@ -168,7 +168,7 @@ def test_weft_run_tells_an_error_in_a_few_lines(tmp_path):
 
 
 @pytest.mark.slow
-def test_weft_run_ends_as_a_shell_expects_on_an_interrupt(tmp_path):
+def test_weft_run_exits_with_the_code_of_an_interrupt(tmp_path):
     path = tmp_path / "wait.py"
     path.write_text(
         "import sys, time, "
@@ -180,9 +180,9 @@ def test_weft_run_ends_as_a_shell_expects_on_an_interrupt(tmp_path):
     ) as process:
         assert [process.stdout.readline() for _ in range(2)] == ["there\n"] * 2
         os.killpg(process.pid, signal.SIGINT)
-        _, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
-    assert sorted(said.splitlines()) == [
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert sorted(errors.splitlines()) == [
         "[rank0]: KeyboardInterrupt",
         "[rank1]: KeyboardInterrupt",
         "weft run: stopped by SIGINT",
@@ -205,7 +205,7 @@ def test_weft_run_runs_modules(tmp_path):
 
 
 @pytest.mark.slow
-def test_launch_says_what_a_script_lacks(tmp_path):
+def test_launch_requires_a_main_guard(tmp_path):
     path = tmp_path / "bare.py"
     path.write_text("import weft\nweft.launch(print, 1)")
     done = run(sys.executable, path)
@@ -239,7 +239,7 @@ def fail():
         weft.all_gather_matmul(torch.ones(40, 2), torch.eye(2))
 
 
-def test_launch_tells_which_rank_failed_and_why():
+def test_launch_names_the_failed_rank_and_its_error():
     with pytest.raises(RuntimeError, match=r"rank 1 .*failed.* ValueError: seven is not eight"):
         weft.launch(fail, 2)
     with pytest.raises(ValueError, match="at least one rank"):

@@ -53,7 +53,7 @@ def test_every_operator(ranks, streams):
         weft.barrier()
     assert (
         threading.active_count() <= threads + 2 * ranks * streams
-    )  # lanes end when they are collected
+    )  # lanes end at garbage collection
 
 
 def test_calls_back_to_back():
@@ -62,7 +62,7 @@ def test_calls_back_to_back():
         for call in range(100):
             shards = [
                 shard(r, 3, 2, call=call).round() for r in range(world.ranks)
-            ]  # exact, however products are made
+            ]  # exact with every kernel
             b = torch.full((2, 2), float(call))
             y = weft.all_gather_matmul(
                 shards[world.rank], b, algorithm=("pull", "push", "ring", "direct")[call % 4]
@@ -107,7 +107,7 @@ def test_ranks_that_call_different_things():
         local.run(lambda: weft.barrier() if weft.init().rank else weft.all_reduce(torch.ones(3)))
 
 
-def test_two_at_once_and_nested_defaults():
+def test_concurrent_worlds_and_nested_defaults():
     def sums(value):
         return weft.all_reduce(torch.full((2,), float(value))).tolist()
 
@@ -118,16 +118,16 @@ def test_two_at_once_and_nested_defaults():
 
 
 @pytest.fixture
-def cores_of_their_own(monkeypatch):
-    """Ranks meet as where each has a core."""
+def one_rank_per_core(monkeypatch):
+    """Ranks synchronize as if each had a core."""
     monkeypatch.setattr(peers, "oversubscribed", lambda places: False)
 
 
-@pytest.mark.usefixtures("cores_of_their_own")
-def test_ranks_that_meet_by_levels():
+@pytest.mark.usefixtures("one_rank_per_core")
+def test_ranks_synchronize_by_levels():
     came = [0] * 16
 
-    def meet():
+    def synchronize():
         world = weft.init()
         for call in range(1, 200):
             came[world.rank] = call
@@ -136,12 +136,12 @@ def test_ranks_that_meet_by_levels():
         return len(world.levels)
 
     with weft.local_world(16) as local:
-        assert local.run(meet) == [2] * 16
+        assert local.run(synchronize) == [2] * 16
 
 
 @pytest.mark.parametrize("several", [False, True])
 def test_few_rows_by_levels(several, monkeypatch):
-    """Small collectives of many ranks, one after the other: sums in rank order, to the bit."""
+    """Small collectives of many ranks, one after the other: sums in rank order, with exact bits."""
     monkeypatch.setattr(peers, "oversubscribed", lambda places: not several)
     ranks, uneven = 12, [rank % 2 for rank in range(12)]
 
@@ -161,8 +161,8 @@ def test_few_rows_by_levels(several, monkeypatch):
         assert torch.equal(
             weft.reduce_scatter(own.repeat(ranks, 1)), summed[3 * world.rank : 3 * world.rank + 3]
         )
-        told = weft.broadcast(own.clone(), source := call % ranks)
-        assert torch.equal(told, rows[source])
+        received = weft.broadcast(own.clone(), source := call % ranks)
+        assert torch.equal(received, rows[source])
         assert torch.equal(
             later[0].wait(),
             functools.reduce(torch.add, [r.bfloat16().float() for r in rows]).bfloat16(),
@@ -176,11 +176,11 @@ def test_few_rows_by_levels(several, monkeypatch):
             local.run(gather, call)
 
 
-@pytest.mark.usefixtures("cores_of_their_own")
-def test_who_is_late_is_named_by_ranks_that_do_not_hear_it():
-    said = []
+@pytest.mark.usefixtures("one_rank_per_core")
+def test_a_late_rank_is_named_by_ranks_that_do_not_wait_for_it():
+    errors = []
 
-    def meet():
+    def synchronize():
         world = weft.init()
         if world.rank == 7:
             assert late.wait(60)
@@ -188,7 +188,7 @@ def test_who_is_late_is_named_by_ranks_that_do_not_hear_it():
         try:
             weft.all_reduce(torch.zeros(2))
         except weft.PeerTimeout as error:
-            said.append(str(error))
+            errors.append(str(error))
             raise
         finally:
             late.set()
@@ -198,11 +198,11 @@ def test_who_is_late_is_named_by_ranks_that_do_not_hear_it():
         weft.local_world(12, timeout=0.5) as local,
         pytest.raises(weft.PeerTimeout, match="rank 7"),
     ):
-        local.run(meet)
-    assert said
+        local.run(synchronize)
+    assert errors
     assert all(
-        ": rank 7 (pid " in error and ") has not made the call; " in error for error in said
-    ), said
+        ": rank 7 (pid " in error and ") has not made the call; " in error for error in errors
+    ), errors
 
 
 def test_bad_arguments():
@@ -220,7 +220,7 @@ def test_bad_arguments():
 
 
 def test_memory_that_ranks_of_a_process_share():
-    """What local ranks on one GPU use, here on a CPU."""
+    """The memory of local ranks on one GPU, here on a CPU."""
 
     def shares():
         world = weft.init()

@@ -1,5 +1,5 @@
-"""A rank that dies, leaves or lacks a resource while a world or its workspace is made is named by the
-errors of all.
+"""A rank that dies, leaves or lacks a resource during the creation of a world or its workspace is
+named by the errors of all.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import weft._native as _native
 
 @contextlib.contextmanager
 def at(step, then, calls=1):
-    """Do `then` as this rank comes to a step for the `calls`-th time, instead of it."""
+    """Call `then` in place of a function's call number `calls` on this rank."""
     kept, seen = pkgutil.resolve_name(step), []
 
-    def turn(*arguments, **named):
+    def replacement(*arguments, **named):
         seen.append(step)
         return then() if len(seen) == calls else kept(*arguments, **named)
 
-    with mock.patch(step, turn):
+    with mock.patch(step, replacement):
         yield
 
 
@@ -40,7 +40,7 @@ def lacks():
 
 
 def grows(world, how, step, calls):
-    """Rank 1 ends as it comes to a step of growing the workspace."""
+    """Rank 1 ends at a step of growing the workspace."""
     weft.all_gather_matmul(torch.ones(2, 4), torch.eye(4), algorithm="push")
     rows = torch.ones(50_000, 4)
     if world.rank != 1:
@@ -61,7 +61,7 @@ def grows(world, how, step, calls):
         ("lacks", "weft._native.attach_mapping", 2, "failed with SymmetricMemoryError: empty("),
     ],
 )
-def test_a_peer_that_is_gone_while_the_workspace_grows(how, step, calls, words):
+def test_a_peer_that_is_lost_while_the_workspace_grows(how, step, calls, words):
     outcomes = start(grows, 3, how, step, calls)
     for outcome in (outcomes[0], outcomes[2]):
         assert isinstance(outcome.error, weft.PeerLost), outcome
@@ -81,7 +81,7 @@ def sends_to_the_dead(world):
     world.empty(3)
 
 
-def test_a_note_to_a_dead_peer_is_no_error_of_its_own():
+def test_a_control_message_to_a_dead_peer_raises_the_loss():
     first, _ = start(sends_to_the_dead, 2)
     assert isinstance(first.error, weft.PeerLost), first.trace
     assert "died while rank 0 waited for empty((3,), float32) (call 2)" in str(first.error)
@@ -90,8 +90,8 @@ def test_a_note_to_a_dead_peer_is_no_error_of_its_own():
 @pytest.mark.parametrize(
     ("last", "left", "kind"), [(b"f", True, ""), (b"aKeyError\n1\ngone", False, "KeyError")]
 )
-def test_last_words_count_though_notes_to_who_said_them_are_unread(last, left, kind):
-    """The kernel resets such a connection, and says so before it gives what was sent."""
+def test_the_last_message_of_a_peer_with_unread_messages_counts(last, left, kind):
+    """The kernel resets such a connection, and reports that before the data that was sent."""
     own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     mesh = _native.Mesh([-1, own.detach()])
     mesh.send(1, "unread", None)
@@ -103,7 +103,7 @@ def test_last_words_count_though_notes_to_who_said_them_are_unread(last, left, k
 
 
 def joins(world, how, step):
-    """Rank 1 ends as it comes to a step of making a second world."""
+    """Rank 1 ends at a step of making a second world."""
     ends = {"dies": die, "lacks": lacks}[how]
     with (
         at(step, ends) if world.rank == 1 else contextlib.nullcontext(),
@@ -128,7 +128,7 @@ def joins(world, how, step):
         ("lacks", "weft._native.attach_mapping"),
     ],
 )
-def test_a_peer_that_is_gone_while_a_world_is_made(how, step):
+def test_a_peer_that_is_lost_while_a_world_is_made(how, step):
     outcomes = start(joins, 3, how, step)
     for outcome in (outcomes[0], outcomes[2]):
         assert isinstance(outcome.error, weft.PeerLost), outcome
@@ -151,19 +151,19 @@ def test_a_rank_that_makes_no_world_is_named():
     assert any("waited 0.5 s for the address of rank 1" in str(error) for error in errors), errors
 
 
-def few_files(world, room):
-    """A rank with room for no, or only one, more open file."""
+def few_files(world, spare):
+    """A rank that can open no, or only one, more file."""
     weft.barrier()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if world.rank == 1:
         free = os.dup(0)
         os.close(free)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free + room, limits[1]))
-    weft.barrier()  # before which no file of a peer is on its way
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + spare, limits[1]))
+    weft.barrier()  # no file of a peer arrives before the barrier
     try:
         world.empty(1000)
     except weft.SymmetricMemoryError as error:
-        if room:
+        if spare:
             raise
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         weft.barrier()
@@ -195,7 +195,7 @@ def verbose(world):
     weft.barrier()
 
 
-def test_errors_may_say_anything():
+def test_errors_may_have_any_text():
     first, _ = start(verbose, 2)
     assert isinstance(first.error, weft.PeerLost), first.trace
     assert "failed with KeyError: '€€€" in str(first.error)

@@ -1,5 +1,5 @@
-"""One-sided calls against a simple model of memory: whatever real ranks do, in any order, memory is
-what plain tensors would be.
+"""One-sided calls compared with a simple model of memory: after any calls of real ranks, in any
+order, their memories equal the model's tensors.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def view(memory, dtype, shape, strides, offset):
 
 
 class Model:
-    """What a rank's memories and counters hold, as plain tensors and numbers."""
+    """A rank's memories and counters, as plain tensors and numbers."""
 
     def __init__(self, rank):
         generator = torch.Generator().manual_seed(rank)
@@ -58,7 +58,7 @@ class Model:
 
 
 def obey(world, address):
-    """Do what the test says, and tell it what the memories hold."""
+    """Execute the commands of the test, and send it the contents of the memories."""
     memories = {
         "symmetric": world.empty(BYTES, dtype=torch.uint8),
         "local": torch.empty(BYTES, dtype=torch.uint8),
@@ -71,13 +71,15 @@ def obey(world, address):
         weft.notify(signals, slice(None), world.rank, "set", 0)
 
     def move(kind, moves):
-        begun = []
+        handles = []
         for dst, dst_view, src, src_view, peer in moves:
             call = getattr(weft, kind)
-            begun.append(call(view(memories[dst], *dst_view), view(memories[src], *src_view), peer))
+            handles.append(
+                call(view(memories[dst], *dst_view), view(memories[src], *src_view), peer)
+            )
         if kind.endswith("async"):
-            begun[-1].wait()
-            assert all(transfer.done() for transfer in begun)
+            handles[-1].wait()
+            assert all(transfer.done() for transfer in handles)
 
     def compare(index, cmp, value):
         satisfied = weft.test(signals, index, cmp, value)
@@ -102,14 +104,12 @@ def obey(world, address):
 
 @st.composite
 def views(draw):
-    """A dtype and a shape, and two ways in which they lie in a memory, each element at a place of
-    its own.
-    """
+    """A dtype, a shape, and two layouts in a memory, without overlapping elements."""
     dtype = draw(st.sampled_from(DTYPES))
     shape = draw(st.lists(st.integers(0, 5), max_size=4))
     elements = BYTES // dtype.itemsize
 
-    def lay():
+    def layout():
         strides, stride = [0] * len(shape), draw(st.integers(1, 2))
         for dimension in draw(st.permutations(range(len(shape)))):
             strides[dimension] = stride
@@ -123,7 +123,7 @@ def views(draw):
             return None
         return dtype, tuple(shape), tuple(strides), draw(st.integers(0, elements - 1 - last))
 
-    one, other = lay(), lay()
+    one, other = layout(), layout()
     return None if one is None or other is None else (one, other)
 
 
@@ -212,9 +212,9 @@ def machine(ranks):
 
 
 @pytest.mark.data
-def test_memory_is_what_the_model_says():
-    """Thousands of copies of random views, asynchronous or not, and of notifies, on three ranks
-    that the test directs.
+def test_memory_equals_the_model():
+    """Thousands of copies of random views, synchronous and asynchronous, and of notifies, on three
+    ranks that the test directs.
     """
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -239,8 +239,8 @@ def test_memory_is_what_the_model_says():
 
 
 def exchange(world, steps):
-    """Each step every rank sends a random view to another, or to itself, through one of two slots,
-    and checks what it is sent.
+    """In each step every rank sends a random view to another rank, or to itself, through one of two
+    slots, and checks the view it receives.
     """
     words = 4096
     slots = world.empty(world.ranks, 2, words, dtype=torch.int32)
@@ -254,12 +254,12 @@ def exchange(world, steps):
         how = choose.choice(["put_notify", "put", "put_async"])
 
         def place(source, slot, shape=(rows, columns), gap=gap, begin=begin, transposed=transposed):
-            lay = slots[source, slot].as_strided(
+            layout = slots[source, slot].as_strided(
                 shape, (shape[1] + gap, 1), int(slots[source, slot].storage_offset()) + begin
             )
-            return lay.t() if transposed else lay
+            return layout.t() if transposed else layout
 
-        def letter(source, shape=(rows, columns), step=step, transposed=transposed):
+        def payload(source, shape=(rows, columns), step=step, transposed=transposed):
             numbers = (
                 torch.arange(shape[0] * shape[1], dtype=torch.int32).view(shape)
                 + 10_000 * step
@@ -268,20 +268,20 @@ def exchange(world, steps):
             return numbers.t() if transposed else numbers
 
         target, source = targets[world.rank], targets.index(world.rank)
-        turn, slot = divmod(sent[world.rank, target], 2)
-        weft.wait(free, 2 * target + slot, ">=", turn)
+        round_of_slot, slot = divmod(sent[world.rank, target], 2)
+        weft.wait(free, 2 * target + slot, ">=", round_of_slot)
         if how == "put_notify":
             weft.put_notify(
-                place(world.rank, slot), letter(world.rank), full, 2 * world.rank + slot, target
+                place(world.rank, slot), payload(world.rank), full, 2 * world.rank + slot, target
             )
         else:
-            begun = getattr(weft, how)(place(world.rank, slot), letter(world.rank), target)
-            if begun is not None:
-                begun.wait()
+            handle = getattr(weft, how)(place(world.rank, slot), payload(world.rank), target)
+            if handle is not None:
+                handle.wait()
             weft.notify(full, 2 * world.rank + slot, target)
-        turn, slot = divmod(sent[source, world.rank], 2)
-        weft.wait(full, 2 * source + slot, ">=", turn + 1)
-        assert torch.equal(place(source, slot), letter(source)), step
+        round_of_slot, slot = divmod(sent[source, world.rank], 2)
+        weft.wait(full, 2 * source + slot, ">=", round_of_slot + 1)
+        assert torch.equal(place(source, slot), payload(source)), step
         slots[source, slot] = -1
         weft.notify(free, 2 * world.rank + slot, source)
         for rank, other in enumerate(targets):
@@ -290,5 +290,5 @@ def exchange(world, steps):
 
 @pytest.mark.data
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_thousands_of_letters_between_ranks_that_run_freely(ranks):
+def test_thousands_of_messages_between_unsynchronized_ranks(ranks):
     on_ranks(exchange, ranks, 2000)

@@ -1,5 +1,5 @@
-"""A world is used by one thread at a time: another that calls meanwhile closes it, since ranks
-would make calls in different orders.
+"""A world is used by one thread at a time: a concurrent call of another thread closes it, since
+ranks would make calls in different orders.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from support.ranks import start
 import weft
 
 
-def calls_meanwhile(world, call):
-    """Rank 0 waits in a call of one thread while another makes one; rank 1 takes no part until the
-    world is closed.
+def calls_concurrently(world, call):
+    """Rank 0 waits in a call of one thread while another thread makes one; rank 1 makes no call
+    until the world is closed.
     """
     a, b = torch.ones(4, 4), torch.ones(4, 4)
     calls = {
@@ -26,7 +26,7 @@ def calls_meanwhile(world, call):
         "all_gather_matmul": lambda: weft.all_gather_matmul(a, b),
         "empty": lambda: world.empty(3),
     }
-    for each in calls.values():  # from now on the native core finds them again
+    for each in calls.values():  # from now on the native call cache finds these calls
         each()
         each()
     never = world.signals(1)
@@ -56,7 +56,7 @@ def calls_meanwhile(world, call):
 
 @pytest.mark.parametrize("call", ["all_reduce", "all_reduce_async", "all_gather_matmul", "empty"])
 def test_a_second_thread(call):
-    first, second = start(calls_meanwhile, 2, call)
+    first, second = start(calls_concurrently, 2, call)
     assert first.error is None, first.trace
     assert second.error is None, second.trace
     assert "thread 'first' is in a call on this world" in first.result["second"]
@@ -71,20 +71,20 @@ def calls_from_a_handler(world):
         ):
             weft.wait(never, 0, ">=", 1)
         return
-    said = []
+    errors = []
 
     def handler(*_):
         with pytest.raises(
             weft.WeftError, match="a signal handler that interrupts it cannot make another"
         ) as error:
             weft.all_reduce(torch.ones(3))
-        said.append(error)
+        errors.append(error)
 
     signal.signal(signal.SIGALRM, handler)
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     with pytest.raises(weft.WeftError):
         weft.barrier()
-    assert said
+    assert errors
 
 
 def test_a_signal_handler():
@@ -92,7 +92,7 @@ def test_a_signal_handler():
         assert outcome.error is None, outcome.trace
 
 
-def in_turn(world):
+def one_thread_at_a_time(world):
     """Threads that do not call at the same time may share a world."""
     for _ in range(3):
         thread = threading.Thread(target=weft.barrier)
@@ -101,6 +101,6 @@ def in_turn(world):
         weft.barrier()
 
 
-def test_threads_that_take_turns():
-    for outcome in start(in_turn, 2):
+def test_threads_that_call_one_at_a_time():
+    for outcome in start(one_thread_at_a_time, 2):
         assert outcome.error is None, outcome.trace

@@ -1,5 +1,5 @@
-"""One-sided calls on real ranks: what they move, what they order, how they fail, and the examples
-of their documentation.
+"""One-sided calls on real ranks: copies, ordering, failures, and the examples of their
+documentation.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def random_bytes(shape, dtype, generator):
 
 
 def same(one, other):
-    """Bit by bit, so that NaNs count."""
+    """Whether tensors are equal bit by bit, so that NaNs count."""
     return torch.equal(
         one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
     )
@@ -94,9 +94,9 @@ def test_every_view_reaches_every_peer_and_nothing_else_changes(ranks):
         on_ranks(every_view_to_every_peer, ranks, dtype)
 
 
-def of_less_than_a_byte(world):
-    """Elements that hold two numbers of four bits go as others do; those of which torch does not
-    tell how they lie are refused.
+def sub_byte(world):
+    """Elements of two four-bit numbers are copied as others are; dtypes whose layout torch does not
+    reveal are refused.
     """
     for dtype in (torch.float4_e2m1fn_x2, torch.bits8):
         memory = world.empty(4, 8, dtype=torch.uint8).fill_(17 + world.rank).view(dtype)
@@ -124,7 +124,7 @@ def of_less_than_a_byte(world):
 
 @pytest.mark.data
 def test_elements_of_less_than_a_byte():
-    on_ranks(of_less_than_a_byte, 2)
+    on_ranks(sub_byte, 2)
 
 
 def unaligned(world):
@@ -250,16 +250,16 @@ def transfers_in_order(world):
     weft.barrier()
     handles = [
         weft.put_async(memory[:1], torch.tensor([world.rank + 7]), peer)
-    ]  # whose source lives by the transfer alone
+    ]  # the transfer alone keeps its source alive
     for step in range(steps):
         source = world.peer(memory, peer)[step : step + 1]
         handles.append(
             weft.put_async(memory[step + 1 : step + 2], source, peer)
-        )  # reads what the one before has written
+        )  # reads the result of the transfer before it
         if step % 100 == 0:
             torch.full((1,), -1)
     over = [handle.done() for handle in handles]
-    assert over == sorted(over, reverse=True), "they end in the order in which they were begun"
+    assert over == sorted(over, reverse=True), "they end in the order in which they were started"
     handles[-1].wait()
     assert all(handle.done() for handle in handles)
     assert "over" in repr(handles[0])
@@ -332,8 +332,8 @@ def comparisons(world):
     with pytest.raises(weft.PeerTimeout, match=r"for s\[2\] < 9: it is 18446744073709551615"):
         weft.wait(signals, slice(0, 3, 2), "<", 9, timeout=0.001)
     weft.wait(signals, slice(1, 3), "==", 2**64 - 1)
-    weft.wait(signals, slice(1, 1), "==", 77)  # all of nothing
-    weft.barrier()  # once all peers are gone a wait says so instead
+    weft.wait(signals, slice(1, 1), "==", 77)  # an empty slice is always satisfied
+    weft.barrier()  # after all peers have left, a wait would raise their loss instead
 
 
 def test_comparisons_values_and_slices():
@@ -358,12 +358,12 @@ def test_a_slice_is_satisfied_by_all_its_counters():
 def late_notify(world):
     signals = world.signals(2, "late")
     if world.rank == 0:
-        begun = time.monotonic()
+        start_time = time.monotonic()
         with pytest.raises(
             weft.PeerTimeout, match=r"rank 0 waited 0.2 s for late\[1\] >= 3: it is 2"
         ):
             weft.wait(signals, 1, ">=", 3, timeout=0.2)
-        assert 0.2 <= time.monotonic() - begun < SOON
+        assert 0.2 <= time.monotonic() - start_time < SOON
         weft.notify(signals, 0, 1)
         weft.wait(signals, 1, ">=", 3)
         assert weft.all_gather_matmul(torch.ones(1, 1), torch.ones(1, 1)).shape == (2, 1), (
@@ -383,7 +383,7 @@ def test_a_timed_out_wait_leaves_the_world_open():
 def lost_while_waiting(world, how, call):
     signals, memory = world.signals(2, "news"), world.empty(4)
     weft.barrier()
-    begun = time.monotonic()
+    start_time = time.monotonic()
     if world.rank == 1:
         time.sleep(0.2)
         if how == "die":
@@ -402,9 +402,9 @@ def lost_while_waiting(world, how, call):
         "barrier": lambda: weft.barrier(),
     }
     with pytest.raises(weft.PeerLost) as caught:
-        while time.monotonic() < begun + 10:
+        while time.monotonic() < start_time + 10:
             calls[call]()
-    late = time.monotonic() - begun
+    late = time.monotonic() - start_time
     with pytest.raises(weft.WeftError, match="closed: PeerLost"):
         weft.notify(signals, 0, 0)
     return str(caught.value), late
@@ -443,12 +443,12 @@ def satisfied_though_lost(world):
     time.sleep(0.3)
     weft.wait(signals, 0, ">=", 1)
     got = torch.zeros(4)
-    weft.get(got, memory, 1)  # a departed peer's memory is still there
+    weft.get(got, memory, 1)  # a departed peer's memory stays readable
     return memory.sum().item()
 
 
 @pytest.mark.data
-def test_what_a_departed_peer_left_can_be_had():
+def test_the_memory_of_a_departed_peer_stays_readable():
     assert on_ranks(satisfied_though_lost, 2)[0] == 36
 
 
@@ -459,10 +459,10 @@ def interrupted(world):
         return None
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    begun = time.monotonic()
+    start_time = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         weft.wait(signals, 0, ">=", 1)
-    late = time.monotonic() - begun
+    late = time.monotonic() - start_time
     weft.notify(signals, 0, 1)
     return late
 
@@ -472,7 +472,7 @@ def test_a_wait_can_be_interrupted_and_the_world_goes_on():
 
 
 def many_threads(world):
-    """Each of several threads sends numbers to its counterpart on the other rank, which sends back
+    """Each of several threads sends numbers to its counterpart on the other rank, which returns
     their doubles.
     """
     count, peer, wrong = 6, 1 - world.rank, []
@@ -480,12 +480,12 @@ def many_threads(world):
 
     def play(n):
         place = memory[n : n + 1]
-        for turn in range(1, 201):
+        for number in range(1, 201):
             if world.rank == 0:
-                weft.put_notify(place, torch.tensor([turn + n]), signals, n, peer)
-            weft.wait(signals, n, ">=", turn)
-            if place.item() != (turn + n) * (2 - world.rank):
-                wrong.append((n, turn, place.item()))
+                weft.put_notify(place, torch.tensor([number + n]), signals, n, peer)
+            weft.wait(signals, n, ">=", number)
+            if place.item() != (number + n) * (2 - world.rank):
+                wrong.append((n, number, place.item()))
             if world.rank == 1:
                 weft.put_notify(place, 2 * place, signals, n, peer)
 
@@ -518,7 +518,7 @@ def barriers(world):
 
 @pytest.mark.data
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_barrier_orders_all_before_it_before_all_after_it(ranks):
+def test_a_barrier_orders_earlier_calls_before_later_ones(ranks):
     weft.verify(barrier_plan(flat(ranks)))
     on_ranks(barriers, ranks)
 

@@ -1,4 +1,4 @@
-"""Ordinary tensors that peers read through the kernel, where they lie."""
+"""Ordinary tensors that peers read in place, through the kernel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUMBERS = peer_memory.LEAST_BYTES // 4  # float32 of a tensor that is just large
 
 @pytest.fixture(scope="module", autouse=True)
 def allowed():
-    """The kernel lets a process read another's memory here, which containers may forbid."""
+    """Whether the kernel lets a process read another's memory here, which containers may forbid."""
     program = "import torch; t = torch.tensor([7]); print(t.data_ptr(), flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -40,7 +40,9 @@ def allowed():
 
 
 def remade(large=True):
-    """The world made again by ranks whose large tensors lie in huge pages, or do not."""
+    """A new world of the same ranks; `large` is whether large tensors of this rank are in huge
+    pages.
+    """
     peer_memory.huge_pages = lambda: large
     return weft.init()
 
@@ -51,7 +53,7 @@ def collectives(_):
     ranks, rank = world.ranks, world.rank
     whole = torch.arange(ranks * NUMBERS, dtype=torch.float32)
     mine = whole.view(ranks, NUMBERS)[rank]
-    assert "read through the kernel" in told(world, lambda: weft.all_gather(mine.clone()))
+    assert "read through the kernel" in call_text(world, lambda: weft.all_gather(mine.clone()))
     out = torch.empty_like(whole)
     for again in range(3):
         assert torch.equal(weft.all_gather(mine + again), whole + again), "a new result"
@@ -78,8 +80,8 @@ def collectives(_):
     assert torch.equal(weft.all_to_all(shares), expected), "by more than one thread"
 
 
-def told(world, call):
-    """What ranks tell each other of a call."""
+def call_text(world, call):
+    """The description of a call that this rank sends to its peers."""
     call()
     return world.executor.peer_call(world.rank, world.executor.calls)
 
@@ -89,17 +91,17 @@ def test_collectives(ranks):
     on_ranks(collectives, ranks)
 
 
-def not_alike(first):
+def small_pages_on_one(first):
     world = remade(large=first.rank == 0)
     assert not world.reads_memory, "all ranks or none"
     assert world.staging_reason == "tensors of rank 1 are in small pages"
     mine = torch.full((NUMBERS,), float(world.rank))
-    assert "read through the kernel" not in told(world, lambda: weft.all_gather(mine))
+    assert "read through the kernel" not in call_text(world, lambda: weft.all_gather(mine))
     assert weft.all_gather(mine)[::NUMBERS].tolist() == [*map(float, range(world.ranks))]
 
 
-def test_a_rank_whose_tensors_lie_in_small_pages():
-    on_ranks(not_alike, 2)
+def test_a_rank_with_tensors_in_small_pages():
+    on_ranks(small_pages_on_one, 2)
 
 
 def written_by_peers(_):
@@ -118,7 +120,9 @@ def test_peers_only_read():
 
 
 def two_to_read(_):
-    """A plan that reads more than one buffer of a peer, of which only one address is told."""
+    """A plan that reads more than one buffer of a peer, although a call sends the address of one
+    only.
+    """
     world = remade()
     buffers = {name: Buffer.of("input", [range(1), range(1, 2)]) for name in "ab"} | {
         "out": Buffer.of("output", [range(2)] * 2)
@@ -146,7 +150,7 @@ def test_peers_read_one_buffer():
 
 
 def forbidden(first):
-    """One rank that may not read its peers' memory keeps all from it."""
+    """If one rank may not read its peers' memory, no rank does."""
     refuse = peer_memory.refusal
     if first.rank == 1:
         peer_memory.refusal = lambda pids, probes: refuse(pids, probes) or "it is not to"
@@ -204,7 +208,7 @@ def test_why_memory_cannot_be_read():
 
 
 @pytest.mark.parametrize(
-    ("policy", "asked", "huge"),
+    ("policy", "requested", "huge"),
     [
         ("[always] madvise never", "0", True),
         ("always [madvise] never", "0", False),
@@ -212,10 +216,10 @@ def test_why_memory_cannot_be_read():
         ("always madvise [never]", "1", False),
     ],
 )
-def test_huge_pages(tmp_path, monkeypatch, policy, asked, huge):
+def test_huge_pages(tmp_path, monkeypatch, policy, requested, huge):
     (tmp_path / "enabled").write_text(policy)
     monkeypatch.setattr(peer_memory, "_ENABLED", tmp_path / "enabled")
-    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", asked)
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", requested)
     assert peer_memory.huge_pages() is huge
     monkeypatch.setattr(peer_memory, "_ENABLED", tmp_path / "none")
     assert not peer_memory.huge_pages(), "a kernel without them"
@@ -223,16 +227,16 @@ def test_huge_pages(tmp_path, monkeypatch, policy, asked, huge):
 
 
 def test_processes_have_numbers_of_their_own():
-    """Else one whose id and addresses another has, as in containers that share a network, would be
-    read in its place.
+    """Otherwise a process with the same id and addresses as another one's, as in containers that
+    share a network, would be read in its place.
     """
-    before, (told, tell) = peer_memory.probe().number, os.pipe()
+    before, (reader, writer) = peer_memory.probe().number, os.pipe()
     if not (child := os.fork()):
-        os.write(tell, peer_memory.probe().number.to_bytes(8, "little"))
+        os.write(writer, peer_memory.probe().number.to_bytes(8, "little"))
         os._exit(0)
     os.waitpid(child, 0)
-    forked = int.from_bytes(os.read(told, 8), "little")
-    os.close(told)
-    os.close(tell)
+    forked = int.from_bytes(os.read(reader, 8), "little")
+    os.close(reader)
+    os.close(writer)
     assert len({before, forked, os.getpid(), child}) == 4
     assert peer_memory.probe().number == before

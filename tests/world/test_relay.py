@@ -1,5 +1,5 @@
-"""Relays over the loopback: rows arrive in the order of calls, whichever lane is ahead, and garbled
-messages name their sender.
+"""Relays over the loopback: rows arrive in the order of calls, whichever lane is ahead, and
+malformed messages name their sender.
 """
 
 import queue
@@ -14,11 +14,11 @@ from weft.world.relay import CALL, LONGEST, Relay
 from weft.world.tcp import HEADER, TcpTransport
 from weft.world.transport import Tag
 
-LIMIT = 20.0  # seconds that anything here may take
+LIMIT = 20.0  # the longest wait in seconds
 
 
 class _Expected:
-    """The rows that a call expects from the peer: a message of each of these lanes."""
+    """The rows that a call expects from the peer: one message for each of `lanes`."""
 
     digest = 7
 
@@ -29,10 +29,10 @@ class _Expected:
         return True
 
     def receive(self, lane, size, read):
-        room = bytearray(size)
-        read(memoryview(room))
+        received = bytearray(size)
+        read(memoryview(received))
         self.lanes.remove(lane)
-        self.taken.put((self.call, lane, bytes(room)))
+        self.taken.put((self.call, lane, bytes(received)))
         return bool(self.lanes)
 
 
@@ -51,7 +51,7 @@ def two():
         Relay(rank, {1 - rank: control[rank]}, TcpTransport({1 - rank: rows[rank]}), LIMIT)
         for rank in range(2)
     ]
-    ends = [end for relay in relays for end in relay.sockets().values()]  # which are the mesh's
+    ends = [end for relay in relays for end in relay.sockets().values()]  # the mesh's ends
     for relay in relays:
         relay.start(None, lambda error, rank: pytest.fail(f"rank {rank}: {error}"))
     yield relays
@@ -65,13 +65,13 @@ def two():
 
 
 def test_a_lane_that_is_ahead_lets_the_other_finish_its_call(two):
-    """Else a rank that waits for the one would not read past the other's next call, which it has
-    not come to.
+    """Otherwise a rank that waits for the first lane would be stuck behind the other lane's rows of
+    the next call, which it has not made.
     """
     one, other = two
     taken = queue.Queue()
     for relay in two:
-        relay._send_control = lambda *_: None  # there is no native core to be told of calls
+        relay._send_control = lambda *_: None  # no native core receives the calls here
     for call in (1, 2):
         one.begin(call, 7, "", {}, {1: 2})
     other.begin(1, 7, "", {0: _Expected(1, (0, 1), taken)}, {})
@@ -101,8 +101,8 @@ def test_closing_ends_the_wait_for_an_earlier_call(two):
     assert not waiting.is_alive()
 
 
-def test_who_leaves_first_takes_what_it_is_owed(two):
-    """It may be for another rank of its host."""
+def test_a_leaving_rank_receives_the_messages_on_their_way(two):
+    """They may be for another rank of its host."""
     one, other = two
     taken = queue.Queue()
     for relay in two:
@@ -110,7 +110,7 @@ def test_who_leaves_first_takes_what_it_is_owed(two):
     other.begin(1, 7, "", {0: _Expected(1, (0,), taken)}, {})
     leaving = threading.Thread(target=other.finish)
     leaving.start()
-    leaving.join(0.2)  # as long as it would take to hang up
+    leaving.join(0.2)  # long enough for the connection to be closed
     one.begin(1, 7, "", {}, {1: 1})
     one.send(1, Tag(0, 1, 7), memoryview(b"rows"))
     assert taken.get(timeout=LIMIT) == (1, 0, b"rows")
@@ -118,8 +118,8 @@ def test_who_leaves_first_takes_what_it_is_owed(two):
     assert not leaving.is_alive()
 
 
-class _Calls:
-    """What a rank notes of its peers' calls."""
+class _NativeCalls:
+    """The calls of peers that a relay reports to the native core."""
 
     def __init__(self):
         self.noted = queue.Queue()
@@ -130,20 +130,20 @@ class _Calls:
 
 @pytest.fixture
 def one():
-    """A relay, the two ends of its peer, the end of its world's mesh, what it notes, and what it
-    fails with.
+    """A relay, the two ends of its peer, the world's end of its socket, the reported calls, and the
+    errors.
     """
     (control, theirs), (rows, their_rows), failed, native = (
         connected(),
         connected(),
         queue.Queue(),
-        _Calls(),
+        _NativeCalls(),
     )
     relay = Relay(0, {1: control}, TcpTransport({1: rows}), LIMIT)
-    near = relay.sockets()[1]
+    mesh_end = relay.sockets()[1]
     relay.start(native, lambda error, rank: failed.put((error, rank)))
-    yield relay, theirs, their_rows, near, native.noted, failed
-    for end in (theirs, their_rows, near):
+    yield relay, theirs, their_rows, mesh_end, native.noted, failed
+    for end in (theirs, their_rows, mesh_end):
         end.close()
     relay.close()
 
@@ -153,7 +153,7 @@ def framed(message):
 
 
 @pytest.mark.parametrize(
-    ("frame", "what"),
+    ("frame", "problem"),
     [
         (b"\xff\xff\xff\xff", "a message of 4294967295 bytes"),
         ((LONGEST + 1).to_bytes(4, "little"), f"a message of {LONGEST + 1} bytes"),
@@ -162,24 +162,24 @@ def framed(message):
         (framed(b"?"), "a message b'?'"),
         (framed(b"aKeyError\nrank 1\nbad news"), "a message b'aKeyError\\nrank 1\\nbad"),
     ],
-    ids=["endless", "long", "empty", "short call", "unknown", "bad news of nobody"],
+    ids=["endless", "long", "empty", "short call", "unknown", "error without a rank"],
 )
-def test_what_nobody_understands_names_who_said_it(one, frame, what):
-    _, theirs, _, near, noted, failed = one
+def test_a_malformed_message_names_its_sender(one, frame, problem):
+    _, theirs, _, mesh_end, noted, failed = one
     call = CALL.pack(b"h", 3, 7) + b"all_reduce"
     both = framed(call) + framed(b"nnote") + frame
-    for byte in range(0, len(both), 5):  # messages come in any parts
+    for byte in range(0, len(both), 5):  # messages arrive in any pieces
         theirs.sendall(both[byte : byte + 5])
     assert noted.get(timeout=LIMIT) == (1, 3, 7, "all_reduce")
-    near.settimeout(LIMIT)
-    assert near.recv(100) == b"nnote"
+    mesh_end.settimeout(LIMIT)
+    assert mesh_end.recv(100) == b"nnote"
     error, rank = failed.get(timeout=LIMIT)
     assert (type(error), rank) == (PeerLost, 1)
-    assert str(error).startswith(f"rank 1 sent what rank 0 does not understand ({what}"), error
-    assert near.recv(100) == b"", "the world hears nothing more of that rank"
+    assert str(error).startswith(f"rank 1 sent what rank 0 does not understand ({problem}"), error
+    assert mesh_end.recv(100) == b"", "the world receives nothing more of that rank"
 
 
-def test_rows_that_nobody_expects_name_who_sent_them(one):
+def test_unexpected_rows_name_their_sender(one):
     relay, _, their_rows, _, _, failed = one
     relay._send_control = lambda *_: None
     arrivals = network._Arrivals(None, 1, 7)
@@ -188,7 +188,7 @@ def test_rows_that_nobody_expects_name_who_sent_them(one):
     error, rank = failed.get(timeout=LIMIT)
     assert (type(error), rank) == (PeerLost, 1)
     assert (
-        "rank 1 sent what rank 0 does not understand (rows of lane 9, of which there are no more "
+        "rank 1 sent what rank 0 does not understand (rows of lane 9, which receives no more rows "
         "in call 1)" in str(error)
     )
 

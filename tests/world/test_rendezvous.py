@@ -39,7 +39,7 @@ INFO = RankInfo(
     (-1, 0),
     probe=Probe(2**62, 1),
 )
-SOON = 20.0  # seconds within which anything here is over that does not wait for its limit
+SOON = 20.0  # seconds within which everything here ends that does not wait for its limit
 
 
 @pytest.mark.parametrize(
@@ -50,12 +50,12 @@ SOON = 20.0  # seconds within which anything here is over that does not wait for
         Announcement("0.1", "a job", "", [1, "2"]),
     ],
 )
-def test_what_ranks_tell_each_other_is_understood(value):
+def test_records_are_decoded_as_they_were_encoded(value):
     assert decode(encode(value), type(value)) == value
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         b"",
         b"\xff",
@@ -76,13 +76,13 @@ def test_what_ranks_tell_each_other_is_understood(value):
     ],
     ids=range(16),
 )
-def test_what_is_no_place_is_refused(said):
+def test_malformed_records_are_refused(message):
     with pytest.raises(ValueError):  # noqa: PT011
-        decode(said, RankInfo)
+        decode(message, RankInfo)
 
 
 class _Harmful:
-    """What makes a file when it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -92,7 +92,7 @@ class _Harmful:
 
 
 @pytest.mark.parametrize(
-    ("said", "kind", "text"),
+    ("message", "kind", "text"),
     [
         (
             lambda path: pickle.dumps(_Harmful(path)),
@@ -122,10 +122,10 @@ class _Harmful:
     ],
     ids=["pickled", "garbled", "version", "job", "gives up"],
 )
-def test_what_others_say_is_looked_at_and_not_run(tmp_path, monkeypatch, said, kind, text):
+def test_messages_are_parsed_and_not_executed(tmp_path, monkeypatch, message, kind, text):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     store = HashStore()
-    store.set("weft 1/0 1", said(tmp_path / "harm"))
+    store.set("weft 1/0 1", message(tmp_path / "harm"))
     with (
         pytest.raises(kind, match=re.escape(text)),
         StoreRendezvous(store, 0, 2).exchange(INFO, SOON),
@@ -134,7 +134,7 @@ def test_what_others_say_is_looked_at_and_not_run(tmp_path, monkeypatch, said, k
     assert not (tmp_path / "harm").exists()
 
 
-def test_a_store_that_is_lost_is_no_limit_that_is_over():
+def test_the_loss_of_the_store_is_no_timeout():
     server = TCPStore("127.0.0.1", 0, None, True)
     meeting = StoreRendezvous(TCPStore("127.0.0.1", server.port, None, False), 0, 2)
     with ThreadPoolExecutor() as pool:
@@ -155,7 +155,7 @@ def test_a_store_that_is_lost_is_no_limit_that_is_over():
 
 @contextlib.contextmanager
 def all_but(missing):
-    """A world of all ranks but one, which has not been started."""
+    """A world of all ranks but one, which was not started."""
     if int(os.environ["RANK"]) == missing:
         yield None
     else:
@@ -176,7 +176,7 @@ def nothing(_):
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("context", "text"),
     [
         (
             without_the_last,
@@ -190,9 +190,9 @@ def nothing(_):
     ],
     ids=["last", "first"],
 )
-def test_a_rank_that_is_not_started_is_named_in_time(given, text):
+def test_a_rank_that_is_not_started_is_named_in_time(context, text):
     began = time.monotonic()
-    missed = [outcome.error for outcome in start(nothing, 3, context=given) if outcome.error]
+    missed = [outcome.error for outcome in start(nothing, 3, context=context) if outcome.error]
     assert time.monotonic() - began < SOON
     assert len(missed) == 2
     for error in missed:
@@ -200,7 +200,7 @@ def test_a_rank_that_is_not_started_is_named_in_time(given, text):
         assert re.search(text, str(error)), error
 
 
-def test_a_long_wait_is_told(monkeypatch, caplog):
+def test_a_long_wait_is_logged(monkeypatch, caplog):
     monkeypatch.setattr(rendezvous, "_PATIENCE", 0.1)
     with pytest.raises(PeerTimeout, match=r"waited 0.5 s for ranks 1, 2 of 3 to join the job"):
         rendezvous._store(0, 3, "127.0.0.1", 0, 0.5)
@@ -211,7 +211,7 @@ def test_a_long_wait_is_told(monkeypatch, caplog):
 
 @contextlib.contextmanager
 def one_of_two_jobs():
-    """A world of two ranks of a job, one of two that have got the same port."""
+    """A world of two ranks of a job, one of two jobs with the same port."""
     job, rank = divmod(int(os.environ["RANK"]), 2)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "WEFT_JOB": "AB"[job]}
     with weft.init(timeout=2) as world:
@@ -220,16 +220,18 @@ def one_of_two_jobs():
 
 def gathered(world):
     found = weft.all_gather(torch.tensor([float(ord(os.environ["WEFT_JOB"]))])).tolist()
-    time.sleep(2.5)  # the port is taken until the other job has given up
+    time.sleep(2.5)  # the port is in use until the other job has given up
     return found
 
 
-def test_two_jobs_at_one_port_do_not_meet():
+def test_two_jobs_at_one_port_stay_separate():
     outcomes = start(gathered, 4, context=one_of_two_jobs)
     jobs = {"A": outcomes[:2], "B": outcomes[2:]}
-    [met] = [name for name, ranks in jobs.items() if not any(outcome.error for outcome in ranks)]
-    assert [outcome.result for outcome in jobs[met]] == [[float(ord(met))] * 2] * 2
-    [other] = {*jobs} - {met}
+    [complete] = [
+        name for name, ranks in jobs.items() if not any(outcome.error for outcome in ranks)
+    ]
+    assert [outcome.result for outcome in jobs[complete]] == [[float(ord(complete))] * 2] * 2
+    [other] = {*jobs} - {complete}
     first, second = (outcome.error for outcome in jobs[other])
     assert isinstance(first, WeftError), first
     assert f"for the ranks of job {other}" in str(first)
@@ -259,8 +261,8 @@ def test_jobs_have_names_and_ports_of_their_own():
 # Connections
 
 
-def met(listeners, timeout=SOON):
-    """The connections of ranks that listen so, each on a thread."""
+def connect_all(listeners, timeout=SOON):
+    """The connections of ranks with these listeners, each on a thread."""
     with ThreadPoolExecutor(len(listeners)) as pool:
         peers = [
             {peer: (7, other.address) for peer, other in enumerate(listeners) if other is not own}
@@ -274,16 +276,16 @@ def met(listeners, timeout=SOON):
 
 
 def check_joined(connected):
-    """Both ends of what every two ranks have are those of the same calls."""
+    """Both ends of the connections of every two ranks belong to the same purpose."""
     for rank, theirs in enumerate(connected):
         for peer, both in theirs.items():
-            for way, connection in enumerate(both):
+            for number, connection in enumerate(both):
                 assert connection.getblocking()
-                connection.send(bytes([rank, peer, way]))
+                connection.send(bytes([rank, peer, number]))
     for rank, theirs in enumerate(connected):
         for peer, both in theirs.items():
-            for way, connection in enumerate(both):
-                assert connection.recv(3) == bytes([peer, rank, way])
+            for number, connection in enumerate(both):
+                assert connection.recv(3) == bytes([peer, rank, number])
                 connection.close()
 
 
@@ -297,13 +299,13 @@ def listeners(ranks, host=""):
 
 
 @pytest.mark.parametrize("host", ["", "127.0.0.1"], ids=["unix", "tcp"])
-def test_strangers_delay_nobody(host):
-    """They say nothing, or too little, or much that is wrong, or what another rank was to hear; and
-    more of them than are kept.
+def test_strangers_delay_no_rank(host):
+    """Foreign processes send nothing, too little, malformed data, or the hello for another rank;
+    and they are more than a listener keeps.
     """
     with listeners(3, host) as ranks, contextlib.ExitStack() as stack:
         strangers = []
-        for said in [b""] * 80 + [
+        for message in [b""] * 80 + [
             b"x",
             b"garbled" * 1000,
             ranks[1].address.secret + b"\7\0\0\0",
@@ -313,10 +315,10 @@ def test_strangers_delay_nobody(host):
                 socket.socket(ranks[0].address.family, ranks[0].socket.type)
             )
             stranger.connect(ranks[0].address.at)
-            stranger.sendall(said) if said else None
+            stranger.sendall(message) if message else None
             strangers.append(stranger)
         began = time.monotonic()
-        check_joined(met(ranks))
+        check_joined(connect_all(ranks))
         assert time.monotonic() - began < SOON / 2
         for stranger in strangers:
             stranger.settimeout(SOON)
@@ -325,7 +327,7 @@ def test_strangers_delay_nobody(host):
 
 
 @pytest.mark.parametrize("host", ["", "127.0.0.1"], ids=["unix", "tcp"])
-def test_the_limit_holds_whatever_strangers_say(host):
+def test_strangers_do_not_prolong_the_limit(host):
     with (
         listeners(2, host) as (own, absent),
         socket.socket(own.address.family, own.socket.type) as stranger,
@@ -342,7 +344,7 @@ def test_the_limit_holds_whatever_strangers_say(host):
 
 
 @pytest.mark.parametrize("host", ["", "127.0.0.1"], ids=["unix", "tcp"])
-def test_a_peer_may_be_slow_to_say_who_it_is(host):
+def test_a_peer_may_send_its_hello_slowly(host):
     with listeners(2, host) as (own, theirs), ThreadPoolExecutor() as pool:
         waiting = pool.submit(own.connect, 0, {1: (7, theirs.address)}, SOON)
         with socket.socket(own.address.family, own.socket.type) as slow:
@@ -355,13 +357,13 @@ def test_a_peer_may_be_slow_to_say_who_it_is(host):
                 connection.close()
 
 
-def test_more_callers_than_the_kernel_keeps(monkeypatch):
+def test_more_connections_than_the_backlog(monkeypatch):
     monkeypatch.setattr(listening, "_LISTEN_BACKLOG", 1)
     with listeners(8) as ranks:
-        check_joined(met(ranks))
+        check_joined(connect_all(ranks))
 
 
-def test_a_peer_that_nobody_can_reach():
+def test_an_unreachable_peer():
     with socket.create_server(("127.0.0.1", 0)) as server, listeners(1, "127.0.0.1") as [own]:
         port = server.getsockname()[1]
         server.close()
@@ -379,14 +381,15 @@ def test_a_peer_that_nobody_can_reach():
 @contextlib.contextmanager
 def as_two_users():
     if os.environ["RANK"] == "1":
-        "host".encode("idna")  # imported while its file can be read, which may be root's alone
+        # imported before the change of user, after which root's files are unreadable
+        "host".encode("idna")
         os.setuid(54321)
     with weft.init(timeout=20) as world:
         yield world
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
-def test_ranks_of_two_users_are_told_so():
+def test_ranks_of_two_users_are_refused():
     for rank, outcome in enumerate(start(nothing, 2, context=as_two_users)):
         users = (54321, 0) if rank == 0 else (0, 54321)
         assert isinstance(outcome.error, WeftError), outcome
@@ -414,7 +417,7 @@ def waits(world):
     weft.barrier(timeout=1e300)
 
 
-def test_limits_may_be_as_long_as_anybody_likes():
+def test_limits_may_have_any_length():
     on_ranks(waits, 2, context=patient)
     with weft.local_world(2, timeout=math.inf) as local:
         assert local.run(lambda: weft.all_reduce(torch.ones(1)).item()) == [2.0, 2.0]
@@ -433,5 +436,5 @@ def reduces(_):
     return x.tolist()
 
 
-def test_groups_may_have_a_year():
+def test_groups_may_have_a_timeout_of_a_year():
     assert on_ranks(reduces, 2, context=patient_group) == [[2.0] * 3] * 2

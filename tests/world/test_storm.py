@@ -15,8 +15,10 @@ from support.storm.trial import trial_of
 QUICK = "kill,mismatch,files,outstanding,outstanding-mismatch,fork,fork-all,threads-share,threads-come,ctrl-c,jobs,containers"
 
 
-def made(*options: str) -> subprocess.CompletedProcess[str]:
-    """A storm, whose ranks are forked from a process of its own, which has no threads."""
+def run_storm(*options: str) -> subprocess.CompletedProcess[str]:
+    """The outcome of a storm, whose ranks are forked from a process of its own, which has no
+    threads.
+    """
     command = [sys.executable, Path(__file__).parents[1] / "storm.py", *options]
     return subprocess.run(
         command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
@@ -34,18 +36,18 @@ def made(*options: str) -> subprocess.CompletedProcess[str]:
 )
 @pytest.mark.slow
 def test_a_short_storm(places, kinds, trials):
-    done = made("--seed", "3", "--trials", str(trials), "--places", places, "--kind", kinds)
+    done = run_storm("--seed", "3", "--trials", str(trials), "--places", places, "--kind", kinds)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{trials} trials from seed 3 on" in done.stdout
 
 
-def test_a_trial_is_made_again_by_its_seed_kind_and_place():
+def test_a_trial_is_repeated_by_its_seed_kind_and_place():
     for name, kind in KINDS.items():
         trial = trial_of(5, name, kind, ("shared", "hosts", "compile"))
         assert trial == trial_of(5, name, kind, (trial.place,))
 
 
-def test_a_kind_that_is_none_is_refused():
-    done = made("--kind", "kill,thunder")
+def test_an_unknown_kind_is_refused():
+    done = run_storm("--kind", "kill,thunder")
     assert done.returncode == 2
     assert "thunder" in done.stderr

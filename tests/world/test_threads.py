@@ -1,5 +1,5 @@
-"""Copies and sums of many bytes are shared by torch's threads: the same bits for any number of
-them, and none that stay.
+"""Copies and sums of many bytes are divided among torch's threads: equal bits for any number of
+threads, and no threads are left.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def same(one, other):
 
 
 def with_threads(count, call, *args, **options):
-    """A call while torch has so many threads; what tests do beside it takes one."""
+    """A call while torch has `count` threads; the rest of a test uses one."""
     torch.set_num_threads(count)
     try:
         return call(*args, **options)
@@ -53,7 +53,7 @@ def with_threads(count, call, *args, **options):
 
 
 def by_any_number(make, counts):
-    """What is made by one thread, and by each number of them again."""
+    """The result with one thread, and with each number of threads."""
     alone = make(1)
     for count in counts:
         assert all(same(one, other) for one, other in zip(alone, make(count), strict=True)), (
@@ -100,10 +100,10 @@ def moves(world, dtype, *counts):
 
 
 def everything(world):
-    _native.let_teams(True)  # as if there were cores enough
+    _native.let_teams(True)  # as if there were enough cores
     sums(
         world, torch.float32, 3, 8
-    )  # more than cores: a library's idle threads then leave these to others
+    )  # more than cores: a library's idle threads then leave the cores to others
     sums(world, torch.bfloat16, 4)
     sums(world, torch.float16, 3)
     sums(world, torch.int8, 3)
@@ -182,13 +182,13 @@ def additions(world):
     yield
     weft.all_reduce(
         memory, out=out, algorithm="one_shot"
-    )  # each rank adds up all there is, and nothing is copied
+    )  # each rank adds up all rows, and nothing is copied
     yield
     assert out.eq(world.ranks).all()
 
 
-def come(world, kind, threads):
-    """How many threads come when torch has so many and a large call of a kind is made."""
+def additional_threads(world, kind, threads):
+    """The number of threads that torch starts for a large call of a kind, with `threads` allowed."""
     steps = kind(world)
     next(steps)
     before = tasks()
@@ -200,11 +200,11 @@ def come(world, kind, threads):
 
 def sharing(world, kind, threads):
     _native.let_teams(True)
-    return come(world, kind, threads)
+    return additional_threads(world, kind, threads)
 
 
 @pytest.mark.parametrize("kind", [put, transposing_put, overlapping_put, copies, additions])
-def test_threads_of_torch_share_what_is_large(kind):
+def test_threads_of_torch_share_large_calls(kind):
     assert on_ranks(sharing, 2, kind, 3) == [2, 2]
 
 
@@ -213,12 +213,12 @@ def as_many_as_cores():
     return weft.init(timeout=20)
 
 
-def crowded(world):
-    return come(world, put, torch.get_num_threads())
+def oversubscribed(world):
+    return additional_threads(world, put, torch.get_num_threads())
 
 
 def test_one_thread_copies_where_ranks_have_more_threads_than_cores():
-    assert on_ranks(crowded, 2, context=as_many_as_cores) == [0, 0]
+    assert on_ranks(oversubscribed, 2, context=as_many_as_cores) == [0, 0]
 
 
 def test_slots_are_as_large_as_threads_are_many():
@@ -228,16 +228,16 @@ def test_slots_are_as_large_as_threads_are_many():
     assert eight // 8 == alone == Thresholds().slot_bytes // 3 // 4
 
 
-def test_what_is_sent_is_worth_a_message():
+def test_messages_have_a_minimum_size():
     row = torch.empty(1, 1)
     assert [
         pieces(rows, sent_rows(row, rows)) for rows in (1, 1 << 10, 1 << 15, 1 << 20, 1 << 26)
     ] == [1, 1, 2, 16, 16]
 
 
-def beside(world):
-    """How many threads come for transfers, and then for asynchronous collectives, though torch has
-    many.
+def background_threads(world):
+    """The number of threads for transfers, and then for asynchronous collectives, although torch
+    has many.
     """
     memory, own = world.empty(1 << 20), torch.randn(1 << 20)
     before = tasks()
@@ -250,10 +250,10 @@ def beside(world):
 
 
 def lanes(world):
-    found = beside(world)
+    found = background_threads(world)
     before = tasks()
     with weft.init(dist.group.WORLD, timeout=20, comm_threads=3) as other:
-        found += beside(other)
+        found += background_threads(other)
         assert "the comm lane has 3 threads" in weft.explain(
             torch.ones(64, 64), torch.ones(64, 64), world=other
         )
@@ -265,7 +265,7 @@ def lanes(world):
     return found, tasks() - before
 
 
-def test_lanes_beside_the_caller_have_the_threads_they_are_given_while_their_world_lives():
+def test_background_lanes_have_comm_threads_while_their_world_lives():
     assert on_ranks(lanes, 2) == [((1, 2, 3, 6), 0)] * 2
 
 
@@ -293,5 +293,5 @@ def forks(world):
     return bool(ended)
 
 
-def test_a_child_of_a_rank_copies_alone_and_does_not_wait_for_threads_that_its_parent_had():
+def test_a_forked_child_copies_by_one_thread():
     assert on_ranks(forks, 1) == [True]

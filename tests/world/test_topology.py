@@ -1,6 +1,4 @@
-"""Where cores are and which of them each rank gets, on machines of every kind, from what their
-kernels say.
-"""
+"""Cores, and their assignment to ranks, on machines of every kind, from the sysfs of their kernels."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ def test_lists_of_numbers():
     assert listed([]) == ""
 
 
-def test_cores_are_told_from_siblings(machine):
+def test_siblings_are_distinguished_from_cores(machine):
     found = machine("xeon")
     assert len(found.cores) == 64
     assert found.cores[40].cpus == (40, 104)
@@ -50,14 +48,14 @@ def test_each_rank_has_a_node(machine):
     assert topology.threads_for(found, everything(found), 2) == 32
     assert shares(found, 2, 32) == ["0-31", "32-63"]
     assert shares(found, 4, 16) == ["0-15", "16-31", "32-47", "48-63"]
-    assert shares(found, 2, 1) == ["0-31", "32-63"]  # room for more than its threads
+    assert shares(found, 2, 1) == ["0-31", "32-63"]  # more cores than threads
 
 
-def test_ranks_that_do_not_go_into_the_nodes_get_smaller_shares_rather_than_two_nodes(machine):
+def test_ranks_get_smaller_shares_rather_than_two_nodes(machine):
     found = machine("xeon")
     assert topology.threads_for(found, everything(found), 3) == 16
     assert shares(found, 3, 16) == ["0-15", "16-31", "32-63"]
-    assert shares(found, 3, 21) == ["0-20", "21-41", "42-63"]  # unless they are asked for
+    assert shares(found, 3, 21) == ["0-20", "21-41", "42-63"]  # unless more threads are requested
 
 
 def test_ranks_are_spread_over_caches(machine):
@@ -97,12 +95,12 @@ def test_slow_cores_are_left_alone(machine):
     assert [core.fast for core in laptop.cores] == [True] * 6 + [False] * 8
     assert topology.threads_for(laptop, everything(laptop), 2) == 3
     assert shares(laptop, 2, 3) == ["0,2,4", "6,8,10"]
-    assert shares(laptop, 2, 7) == ["0,2,4,6,8,10,12", "13-19"]  # too many for the fast ones alone
+    assert shares(laptop, 2, 7) == ["0,2,4,6,8,10,12", "13-19"]  # too many for the fast cores alone
     assert shares(phone, 2, 2) == ["4-5", "6-7"]
-    assert shares(phone, 2, 1, allowed=range(4)) == ["0-1", "2-3"]  # where there are no others
+    assert shares(phone, 2, 1, allowed=range(4)) == ["0-1", "2-3"]  # without any other cores
 
 
-def test_a_container_has_what_its_group_and_its_affinity_leave(machine, tmp_path):
+def test_a_container_has_the_cores_of_its_group_and_affinity(machine, tmp_path):
     group = tmp_path / "fs/cgroup/pods/one"
     group.mkdir(parents=True)
     (group / "cpuset.cpus.effective").write_text("30-33,94-97\n")
@@ -110,7 +108,8 @@ def test_a_container_has_what_its_group_and_its_affinity_leave(machine, tmp_path
     assert found.cpuset == numbers("30-33,94-97")
     assert shares(found, 2, 2, found.cpuset) == ["30-31", "32-33"]
     assert topology.threads_for(found, found.cpuset, 2) == 2
-    assert machine("xeon", "0::/pods/other\n").cpuset == everything(found)  # which says nothing
+    # a group without a list of cores
+    assert machine("xeon", "0::/pods/other\n").cpuset == everything(found)
     old = tmp_path / "fs/cgroup/cpuset/one"
     old.mkdir(parents=True)
     (old / "cpuset.effective_cpus").write_text("7\n")
@@ -120,7 +119,7 @@ def test_a_container_has_what_its_group_and_its_affinity_leave(machine, tmp_path
 def test_more_threads_than_cores(machine):
     found = machine("xeon")
     assert shares(found, 2, 3, numbers("0-2,64-66")) == ["0-1,64", "2,65-66"]  # siblings count
-    assert shares(found, 4, 1, numbers("0-1")) == ["0", "1", "0", "1"]  # in turn
+    assert shares(found, 4, 1, numbers("0-1")) == ["0", "1", "0", "1"]  # alternately
     assert shares(found, 3, 1, numbers("0-1")) is None
 
 
@@ -138,16 +137,16 @@ def test_memory_without_cores(machine):
         ("epyc", "3,70", (32, 512)),
         ("graviton", "0-63", (64, 1024)),
         ("laptop", "0-3", (48, 1280)),
-        ("laptop", "12", (32, 512)),  # a quarter of what four cores share
+        ("laptop", "12", (32, 512)),  # a quarter of the cache of four cores
         ("laptop", "0-19", (32, 512)),
-        ("phone", "0-7", (0, 0)),  # not told
+        ("phone", "0-7", (0, 0)),  # unknown
     ],
 )
 def test_the_least_caches_of_the_cores_of_a_rank(machine, name, cpus, sizes):
     assert topology.data_caches(machine(name), numbers(cpus)) == tuple(size << 10 for size in sizes)
 
 
-def test_a_host_that_says_nothing_of_itself(tmp_path):
+def test_a_host_without_topology(tmp_path):
     online = tmp_path / "devices/system/cpu/online"
     online.parent.mkdir(parents=True)
     online.write_text("0-3\n")
@@ -181,7 +180,7 @@ def test_ranks_are_grouped_by_what_their_cores_share(machine, name, ranks, sizes
     assert all(level == tuple(sorted(level)) for level in levels)
 
 
-def test_ranks_are_grouped_as_deep_as_all_are_known(machine):
+def test_ranks_are_grouped_by_the_levels_known_of_all(machine):
     found = machine("epyc-4-nodes")
     assert topology.locality(found, numbers("0-7")) == (0, 0, 0)
     assert topology.locality(found, numbers("64,65")) == (0, 0, 0)

@@ -1,4 +1,4 @@
-"""Ranks on two hosts exchange rows over another wire: a `Transport` is all that it needs."""
+"""Ranks on two hosts exchange rows over another medium: a `Transport` is all that it needs."""
 
 import os
 import queue
@@ -24,8 +24,8 @@ RANKS = 2
 
 
 class MemoryTransport:
-    """A wire between threads of one process; `wires[sender, receiver]` is a queue of messages, with
-    None for the end.
+    """A transport between threads of one process; `wires[sender, receiver]` is a queue of messages,
+    with None for the end.
     """
 
     def __init__(self, rank, wires):

@@ -119,7 +119,7 @@ def test_memory_is_freed_with_the_last_view():
     assert on_ranks(freed_with_the_last_view, 2) == [
         2,
         2,
-    ]  # what remains are the counters of the two ranks
+    ]  # the counters of the two ranks remain
 
 
 def different_requests(world):
@@ -141,7 +141,7 @@ def different_requests(world):
 @pytest.mark.parametrize(
     ("call", "digest"), [("", 0xCBF29CE484222325), ("foobar", 0x85944171F73967E8)]
 )
-def test_what_hosts_compare_is_alike_in_all_builds(call, digest):
+def test_digests_are_equal_in_all_builds(call, digest):
     assert _native.Compiled(call, 1, [], 1).digest == digest
 
 
@@ -199,7 +199,7 @@ def closed(world):
     return kept.sum().item()
 
 
-def test_a_closed_world_says_so():
+def test_a_closed_world_refuses_calls():
     assert on_ranks(closed, 2) == [12.0, 12.0]
 
 
@@ -286,7 +286,7 @@ def raise_on_one(world):
 
 
 def resident(tensor):
-    """Bytes of the mapping that a tensor lies in that this process has pages of."""
+    """Bytes of the pages that this process has of the mapping of a tensor."""
     found = None
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
@@ -305,5 +305,5 @@ def pages(world):
     assert resident(theirs) == theirs.nbytes
 
 
-def test_own_pages_are_there_at_once_and_peers_when_they_are_used():
+def test_own_pages_are_mapped_at_once_and_peers_on_use():
     on_ranks(pages, 2)

@@ -15,7 +15,7 @@ from weft.schedules.all_gather_matmul import ALGORITHMS
 
 
 def gathered(tensor):
-    """All ranks' rows, by way of torch."""
+    """All ranks' rows, gathered by torch."""
     return torch.cat(everyones(tensor))
 
 
@@ -197,4 +197,4 @@ def bad_arguments(world):
         weft.all_gather_matmul(a, b, world=other)
     assert_product(
         weft.all_gather_matmul(a, b), gathered(a), b
-    )  # nothing was sent: the world goes on
+    )  # nothing was sent: the world stays usable

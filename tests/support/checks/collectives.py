@@ -68,7 +68,7 @@ def reducing(world, symmetric):
         for op, right in expected.items():
             for algorithm in ("auto", "one_shot", "two_shot", "ring"):
                 if op == "avg" and algorithm == "ring" and dtype in (torch.float16, torch.bfloat16):
-                    continue  # rounded at every hop: tested within a bound below
+                    continue  # rounded on every rank: tested within a bound below
                 assert_same(weft.all_reduce(a, op=op, algorithm=algorithm), right)
                 here = input_like(world, a, symmetric)
                 assert weft.all_reduce(here, op=op, algorithm=algorithm, out=here) is here
@@ -133,7 +133,7 @@ def in_the_background(world):
             weft.all_to_all_async(a),
         ]
         handles.append(weft.broadcast_async(a.clone(), 1))
-        y = weft.all_gather_matmul(a, b)  # comes after all of them
+        y = weft.all_gather_matmul(a, b)  # runs after all of them
         assert all(handle.done() for handle in handles)
         assert torch.equal(y, weft.all_gather(a))
         results = [handle.wait() for handle in handles]
@@ -148,7 +148,7 @@ def in_the_background(world):
 
 def late_in_the_background(world):
     a = torch.ones(10)
-    weft.all_reduce(a)  # the first call of its kind takes a workspace, together
+    weft.all_reduce(a)  # the first call of its kind allocates the workspace, collectively
     if world.rank == 1:
         dist.barrier()
     handle = weft.all_reduce_async(a)
@@ -161,19 +161,19 @@ def late_in_the_background(world):
 
 
 def the_same_tensors_again(world):
-    """Calls that are found by their tensors' identity notice when these are changed in place or
-    others take their place.
+    """Calls that are found by their tensors' identity detect tensors that were changed in place or
+    replaced.
     """
     a, out = torch.full((6,), float(world.rank)), torch.empty(6 * world.ranks)
-    for turn in range(50):
-        a.fill_(float(10 * turn + world.rank))
+    for number in range(50):
+        a.fill_(float(10 * number + world.rank))
         weft.all_gather(a, out=out)
         assert out.view(world.ranks, 6)[:, 0].tolist() == [
-            10.0 * turn + rank for rank in range(world.ranks)
+            10.0 * number + rank for rank in range(world.ranks)
         ]
     with pytest.raises(ValueError, match="timeout must be a positive"):
         weft.all_gather(a, out=out, timeout=-1.0)
-    a.data = a.data.view(torch.int32)  # at the same address, and as large
+    a.data = a.data.view(torch.int32)  # at the same address, and of equal size
     with pytest.raises(TypeError, match="out has dtype float32; supported are int32"):
         weft.all_gather(a, out=out)
     a.data = a.data.view(torch.float32)
@@ -194,22 +194,24 @@ def the_same_tensors_again(world):
         (a, {"algorithm": ["pull"]}),
         (a, {"timeout": -1.0}),
     ]
-    for given, options in wrong:
+    for tensor, options in wrong:
         with pytest.raises((TypeError, ValueError)):
-            weft.all_gather(given, out=out, **options)
+            weft.all_gather(tensor, out=out, **options)
     assert weft.all_gather(a, out=out) is out, (
-        "a call that is refused does not touch what was remembered, or the world"
+        "a refused call leaves the cache and the world unchanged"
     )
-    for turn in range(50):
-        mine = torch.full((6,), float(turn))
-        assert weft.all_reduce(mine, out=torch.empty(6)).tolist() == [float(turn * world.ranks)] * 6
+    for number in range(50):
+        mine = torch.full((6,), float(number))
+        assert (
+            weft.all_reduce(mine, out=torch.empty(6)).tolist() == [float(number * world.ranks)] * 6
+        )
         weft.all_reduce(mine, out=mine)
-        assert mine.tolist() == [float(turn * world.ranks)] * 6
+        assert mine.tolist() == [float(number * world.ranks)] * 6
 
 
 def mixed_back_to_back(world):
-    """Hundreds of collectives of all kinds and sizes without a barrier, in one order drawn alike on
-    all ranks.
+    """Hundreds of collectives of all kinds and sizes without a barrier, in one random order, equal
+    on all ranks.
     """
     dice = random.Random(3)
     for call in range(400):

@@ -1,1 +1,1 @@
-"""Checks for ranks on several hosts, by what they look at; `host_ranks` runs them by name."""
+"""Checks for ranks on several hosts, one module per topic; `host_ranks` runs them by name."""

@@ -18,8 +18,8 @@ from weft.doctor.checks import diagnose
 
 
 def doctor():
-    """What is printed of hosts that something is wrong with: a firewall, an interface, and the
-    clock of the last; the rest is well.
+    """The output of weft doctor on hosts with a fault: a firewall, an interface, and the last
+    host's clock.
     """
     first, last = (
         os.environ["RANK"] == "0",
@@ -34,7 +34,7 @@ def doctor():
         "sport",
         "30000-60999",
         "blackhole",
-    ]  # its answers do not get out
+    ]  # its answers are dropped
 
     def diagnosed():
         printed = io.StringIO()
@@ -59,7 +59,7 @@ def doctor():
 
 
 def benches(folder):
-    """Benchmarks of every kind measure, or say what cannot be measured on several hosts."""
+    """Benchmarks of every kind measure, or refuse to measure on several hosts."""
     few = ["--warmup", "0", "--iterations", "1", "--threads", "1"]
     fused, sizes = ["--shape", "64x32x16", *few], ["--sizes", "4K", *few]
     measured = {
@@ -98,11 +98,11 @@ def benches(folder):
 
 
 def command(*arguments):
-    """The exit code of a weft command that this rank joins in, and what it says of errors."""
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+    """The exit code of a weft command that this rank joins, and its error output."""
+    output = io.StringIO()
+    with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
         try:
             app([str(argument) for argument in arguments], standalone_mode=True)
         except SystemExit as end:
-            return end.code or 0, said.getvalue()
-    return 0, said.getvalue()
+            return end.code or 0, output.getvalue()
+    return 0, output.getvalue()

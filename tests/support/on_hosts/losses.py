@@ -25,41 +25,39 @@ LIMIT = 2.0  # seconds that a wait may take where something goes wrong
 
 
 def error_of(call):
-    """The error that a call raises at last, as (class, words, its seconds)."""
+    """The error that a repeated call finally raises, as (class, text, seconds of the last call)."""
     try:
         while True:
-            begun = time.monotonic()
+            started = time.monotonic()
             call()
     except weft.WeftError as error:
-        return type(error).__name__, str(error), time.monotonic() - begun
+        return type(error).__name__, str(error), time.monotonic() - started
 
 
 @contextlib.contextmanager
-def patient_farewell():
-    """Let ranks that leave wait long for an answer: that all get one shows in that the test ends."""
-    usual, relay._LINGER = relay._LINGER, 300.0
+def long_linger():
+    """Let leaving ranks wait long for an answer: a missing answer makes the test time out."""
+    default, relay._LINGER = relay._LINGER, 300.0
     yield
-    relay._LINGER = usual
+    relay._LINGER = default
 
 
 def mismatch():
-    """Ranks that call something else are shown both calls; nothing is received in place of
-    something else.
-    """
-    with patient_farewell(), weft.init(timeout=20) as world:
+    """Ranks with different calls are shown both calls; no rows of another call are received."""
+    with long_linger(), weft.init(timeout=20) as world:
         a, b = torch.ones(64, 8), torch.ones(8, 8)
         weft.all_gather_matmul(a, b)
         odd = world.rank == world.ranks - 1
-        name, words, _ = error_of(
+        name, text, _ = error_of(
             lambda: weft.all_reduce(a) if odd else weft.all_gather_matmul(a, b)
         )
-        assert name == "MismatchError", words
-        assert "all_gather_matmul(" in words, words
-        assert "all_reduce(" in words, words
+        assert name == "MismatchError", text
+        assert "all_gather_matmul(" in text, text
+        assert "all_reduce(" in text, text
 
 
 def gives_up():
-    """A rank that cannot go on before ranks have told each other all is not waited for."""
+    """A rank that fails before the end of the rendezvous is not waited for."""
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == dist.get_world_size() - 1:
             patch.setattr(
@@ -71,8 +69,8 @@ def gives_up():
 
 
 def cut_off(folder):
-    """A host's interface goes down in mid-operator: every rank gives up within its limit, and says
-    so.
+    """A host's interface goes down in mid-operator: every rank gives up within its limit, and
+    reports it.
     """
     with weft.init(timeout=20) as world:
         a, b = torch.ones(256, 64), torch.ones(64, 8)
@@ -86,8 +84,8 @@ def cut_off(folder):
 
 
 def leaves():
-    """A rank that leaves its world is named by those that still need it, and they do not lose each
-    other.
+    """A rank that leaves its world is named by the ranks that still need it, and only that rank is
+    lost.
     """
     with weft.init(timeout=20) as world:
         weft.barrier()
@@ -96,18 +94,18 @@ def leaves():
             return
         while not world.relay.hung_up[leaver].is_set():
             time.sleep(0.001)
-        name, words, _ = error_of(weft.barrier)
-        assert name == "PeerLost", words
-        assert words.startswith(f"rank {leaver} (pid "), words
-        assert "closed its world" in words, words
+        name, text, _ = error_of(weft.barrier)
+        assert name == "PeerLost", text
+        assert text.startswith(f"rank {leaver} (pid "), text
+        assert "closed its world" in text, text
 
 
 def halfway():
-    """The last rank takes nothing of a long message, sends half of its own, and is gone: nothing
-    stays behind elsewhere.
+    """The last rank receives nothing of a long message, sends half of its own, and is gone: no
+    thread or file is left on the other rank.
     """
-    a, found = torch.ones(16 << 20), []  # more than sockets hold
-    weft.init(timeout=20).close()  # now torch.distributed has what it keeps
+    a, found = torch.ones(16 << 20), []  # more than the buffers of sockets hold
+    weft.init(timeout=20).close()  # from now on torch.distributed opens no more files
     worlds._default = None
 
     def half(peer, tag, rows):
@@ -140,7 +138,7 @@ def halfway():
             if world.rank == world.ranks - 1:
                 patch.setattr(
                     world.relay, "timeout", 1.0
-                )  # which leaving takes, before the other's waiting does
+                )  # bytes that a leaving rank receives, before the other's wait does
                 patch.setattr(world.relay, "send", half)
                 patch.setattr(network._Rows, "fill", nothing)
             weft.barrier()
@@ -163,12 +161,12 @@ def halfway():
 
 
 def _waiting(connection, where):
-    """The bytes that a socket has in one of its queues."""
+    """The bytes in one of the queues of a socket."""
     return struct.unpack("i", fcntl.ioctl(connection, where, bytes(4)))[0]
 
 
 def killed(folder):
-    """A rank dies in mid-operator; all others learn of it at once."""
+    """A rank dies in mid-operator; all others notice it at once."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from the agent of the dead rank's host
     with weft.init(timeout=20) as world:
         a, b = torch.ones(256, 64), torch.ones(64, 8)
@@ -176,9 +174,9 @@ def killed(folder):
         if world.rank == world.ranks - 1:
             while not all(
                 world.executor.peer_call(rank, world.relay.call + 1) for rank in range(world.rank)
-            ):  # they are in the next
+            ):  # the others are in the next call
                 time.sleep(0.001)
             (folder / "death").write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
-        name, words, _ = error_of(lambda: weft.all_gather_matmul(a, b))
-        return name, words, time.time()
+        name, text, _ = error_of(lambda: weft.all_gather_matmul(a, b))
+        return name, text, time.time()

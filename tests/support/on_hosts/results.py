@@ -12,15 +12,17 @@ from weft.schedules.peers import one_rank_per_host
 
 
 def whole(rank, *shape, call=0):
-    """Whole numbers whose products and sums floats hold exactly, other ones for each rank and call."""
+    """Small integers, different for each rank and call, whose products and sums floats represent
+    exactly.
+    """
     return torch.randint(
         -8, 8, shape, generator=torch.Generator().manual_seed(1000 * call + rank)
     ).float()
 
 
 def operators(world):
-    """Every operator and collective with every algorithm there is, on new data each time, equals
-    the single-process result.
+    """Every operator and collective with every algorithm, on new data each time, equals the
+    single-process result.
     """
     ranks = range(world.ranks)
     shards = [5 + 7 * rank for rank in ranks]
@@ -85,18 +87,18 @@ def operators(world):
         for repeats in (
             1,
             40,
-        ):  # through eager buffers, where ranks share a host, and through the workspace
-            given = [product.repeat(1, repeats) for product in products]
-            taken = torch.cat([given[r].chunk(world.ranks)[world.rank] for r in ranks])
+        ):  # through eager buffers, if ranks share a host, and through the workspace
+            inputs = [product.repeat(1, repeats) for product in products]
+            taken = torch.cat([inputs[r].chunk(world.ranks)[world.rank] for r in ranks])
             there, back = torch.empty_like(taken), torch.empty_like(taken)
             handles = [
-                weft.all_to_all_async(given[world.rank], out=there),
+                weft.all_to_all_async(inputs[world.rank], out=there),
                 weft.all_to_all_async(there, out=back),
             ]
             assert torch.equal(handles[0].wait(), taken)
-            assert torch.equal(handles[1].wait(), given[world.rank])
+            assert torch.equal(handles[1].wait(), inputs[world.rank])
             sizes = [[(r + p) % 3 * 4 for p in ranks] for r in ranks]
-            shares = [given[r][: sum(sizes[r])].split(sizes[r]) for r in ranks]
+            shares = [inputs[r][: sum(sizes[r])].split(sizes[r]) for r in ranks]
             received = [shares[r][world.rank] for r in ranks]
             options = {
                 "input_split_sizes": sizes[world.rank],
@@ -119,7 +121,7 @@ def operators(world):
         )
         for _ in range(2)
     )
-    assert torch.equal(once, again)  # the same bits on every run, and on every rank
+    assert torch.equal(once, again)  # equal bits in every run, and on every rank
     everyone = weft.all_gather(once.view(1, -1))
     assert all(torch.equal(everyone[0], theirs) for theirs in everyone)
     wide = torch.randn(40, 64)[:, ::2][:, :6]  # rows that are not contiguous
@@ -132,7 +134,7 @@ def operators(world):
 
 
 def calls_at_random(world):
-    """Calls of all kinds one after the other and beside each other: each gives what it must."""
+    """Calls of all kinds, consecutive and concurrent, with checked results."""
     random_calls.check(world, seed=2, number=300)
 
 
@@ -156,14 +158,14 @@ def sums_to_the_bit(world):
             assert torch.equal(y, torch.cat(wanted)), (algorithm, dtype, out_dtype)
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         parts = [sums.numbers(rank, rows, columns, dtype=dtype) for rank in ranks]
-        for algorithm, how in (("push", sums.once), ("ring", sums.at_every_hop)):
+        for algorithm, how in (("push", sums.once), ("ring", sums.at_every_host)):
             y = weft.reduce_scatter(parts[world.rank], shard_rows=kept, algorithm=algorithm)
             assert torch.equal(y, sums.blocks(how, parts, world.hosts, kept, dtype)[world.rank]), (
                 algorithm,
                 dtype,
             )
         parts, kept_each = [part.view(-1) for part in parts], split(rows * columns, world.ranks)
-        around = sums.around if one_rank_per_host(world.hosts) else sums.at_every_hop
+        around = sums.around if one_rank_per_host(world.hosts) else sums.at_every_host
         for algorithm, how in (("two_shot", sums.once), ("ring", around)):
             y = weft.all_reduce(parts[world.rank], algorithm=algorithm)
             assert torch.equal(
@@ -172,7 +174,7 @@ def sums_to_the_bit(world):
 
 
 def refusals(world):
-    """What hosts cannot do is refused by name, before anything is sent."""
+    """Options that several hosts do not support are refused by name, before anything is sent."""
     a, b = torch.ones(64, 4), torch.ones(4, 4)
     far = next(rank for rank in range(world.ranks) if not world.same_host(rank))
     symmetric, signals = world.empty(4), world.signals(1)

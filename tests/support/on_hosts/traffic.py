@@ -1,4 +1,4 @@
-"""Bytes and clocks of several hosts: what operators send, and traces of a barrier."""
+"""Bytes and clocks of several hosts: the bytes sent by operators, and traces of a barrier."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from weft.engines.recording import clock_offsets, record
 
 
 def traffic(world):
-    """What this host sends for each operator and collective, in bytes, and the least that could do.
+    """The bytes that this host sends for each operator and collective, and the least possible
+    number.
 
-    Rows reach each other host once, and so do sums of a host's rows: what a rank of another host
-    keeps goes to it, and comes back where all are to have it.
+    Rows reach each other host once, and so do sums of a host's rows: the part that a rank of
+    another host keeps goes to that rank, and comes back if all ranks need it.
     """
     rows, columns = 1024, 512
     size, hosts = rows * columns * 4, len(set(world.hosts))
@@ -50,10 +51,10 @@ def traffic(world):
     found = {}
     for name, (call, least) in calls.items():
         rounds = []
-        for _ in range(2):  # since now and then something is sent again
+        for _ in range(2):  # since packets are sent again now and then
             weft.barrier()
             before = sent()
-            weft.barrier()  # nobody begins until all have looked
+            weft.barrier()  # no rank begins before all have read their counters
             call()
             weft.barrier()
             rounds.append(sent() - before)
@@ -62,9 +63,7 @@ def traffic(world):
 
 
 def traces(world):
-    """What rank 0 makes of a barrier on all ranks: when each began and ended it; and by how much
-    the clocks of others are ahead.
-    """
+    """On rank 0, the begin and end of a barrier on all ranks, and the offsets of the other clocks."""
     with record(world) as recording:
         weft.barrier()
     trace, ahead = recording.gather("a barrier"), clock_offsets(world)
