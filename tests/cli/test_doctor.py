@@ -191,16 +191,14 @@ def test_thresholds_are_printed_with_their_source():
             for line in console.export_text().splitlines()[3:-1]
         ]
 
-    cache_sizes = {"first_level": 48 << 10, "second_level": 2 << 20, "hop": 4.0}
-    first, *seconds, hop = texts(Thresholds(**cache_sizes), cache_sizes, cache_sizes)
+    cache_sizes = {"first_level": 48 << 10, "second_level": 2 << 20}
+    first, *seconds, latency = texts(Thresholds(**cache_sizes), cache_sizes, cache_sizes)
     assert first == ["24 KiB", "first-level cache of 48 KiB (sysfs)"]
     assert [size for size, _ in seconds] == ["2048 KiB", "1024 KiB", "512 KiB"]
     assert {source for _, source in seconds} == {"second-level cache of 2048 KiB (sysfs)"}
-    assert hop == ["4.0 notifies", "weft calibrate"]
-    first, *_, hop = texts(Thresholds(), cache_sizes, {})
+    assert latency == ["3.0 notifies", "default"]
+    first, *_ = texts(Thresholds(), cache_sizes, {})
     assert first == ["16 KiB", "first-level cache of 32 KiB (sysfs and default)"]
-    assert hop == ["3.0 notifies", "weft calibrate and default"]
-    assert texts(Thresholds(), {}, {})[-1] == ["3.0 notifies", "default"]
     assert texts(Thresholds(), cache_sizes, cache_sizes, oversubscribed=True)[-1] == [
         "50.0 notifies",
         "default, as ranks share cores",

@@ -16,7 +16,6 @@ from weft import cache
 from weft.kernels import products
 from weft.predict import machine, tuned
 from weft.schedules.workload import Variant, Workload
-from weft.world import placement
 
 NOT_AS_EXPECTED = (
     "[]",
@@ -67,7 +66,6 @@ def test_without_a_home_directory(monkeypatch):
     assert cache.directory() is None
     assert cache.stored("a", is_a_number) is None
     assert cache.once("a", lambda: 5, is_a_number) == 5
-    assert "hop" not in placement.known()
     with pytest.raises(OSError, match="no home directory to store measurements in: set WEFT_CACHE"):
         cache.store("a", 5)
 
@@ -98,7 +96,6 @@ def test_malformed_files_are_ignored(text, directory, monkeypatch):
     assert products._table.__wrapped__(torch.float32, torch.float32, 1)["columns"]["512"] == "mm"
     assert tuned.find(workload, None) is None
     assert machine.calibrated() is None
-    assert "hop" not in placement.known()
     tables()
     assert tuned.find(workload, None) == variant
     assert all(json.loads(file.read_text()) for file in files), (

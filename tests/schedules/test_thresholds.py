@@ -1,5 +1,5 @@
-"""Thresholds by the caches of a core: the usual ones on usual cores, bounds on others, and the same
-on all ranks, whatever each has.
+"""Thresholds by the caches of a core: the defaults on common cores, bounds on others, and equal
+ones on all ranks of a world.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import torch
 from support.ranks import on_ranks
 
 import weft
-from weft import cache
-from weft.schedules.levels import nested
+from weft.schedules.levels import SIGNAL_LATENCY, nested
 from weft.schedules.thresholds import EAGER_BUFFER_BYTES, Thresholds, agreed
 from weft.world import placement
 from weft.world.topology import Core, Topology
@@ -43,42 +42,39 @@ def sizes(limits):
         (4, 64, [4, 256, 128, 64]),
     ],
 )
-def test_what_follows_from_caches(first, second, found):
+def test_thresholds_follow_from_caches(first, second, found):
     limits = Thresholds(first * KIB, second * KIB)
     assert sizes(limits) == found
     assert limits.eager_bytes <= EAGER_BUFFER_BYTES
 
 
-def test_a_core_of_which_nothing_is_known_has_the_usual_ones():
-    assert Thresholds() == Thresholds(32 * KIB, 1024 * KIB, 3.0)
+def test_a_core_without_known_caches_has_the_defaults():
+    assert Thresholds() == Thresholds(32 * KIB, 1024 * KIB)
 
 
-def test_agreed_is_what_suits_all():
-    one, other = Thresholds(48 * KIB, 512 * KIB, 2.0), Thresholds(32 * KIB, 2048 * KIB, 4.0)
-    assert agreed([one, other]) == agreed([other, one]) == Thresholds(32 * KIB, 512 * KIB, 4.0)
+def test_ranks_agree_on_thresholds_that_suit_all():
+    one, other = Thresholds(48 * KIB, 512 * KIB), Thresholds(32 * KIB, 2048 * KIB)
+    assert agreed([one, other]) == agreed([other, one]) == Thresholds(32 * KIB, 512 * KIB)
     assert agreed([one]) == one
 
 
-def test_levels_are_taken_where_they_save_more_than_a_hop():
-    latencies = (0.0, Thresholds.hop, 8.0, 20.0)
+def test_levels_are_taken_if_they_save_more_than_the_latency():
+    latencies = (0.0, SIGNAL_LATENCY, 8.0, 20.0)
     assert [len(nested(16, latency=latency)) for latency in latencies] == [4, 2, 2, 1]
 
 
 def with_caches_of_its_own():
-    """A world in which each rank has other caches than the others, and has measured another hop."""
+    """A world in which each rank has different caches."""
     rank = int(os.environ["RANK"])
-    near = [(128 * KIB, 512 * KIB), (48 * KIB, 2048 * KIB), (64 * KIB, 0)][rank]
+    caches = [(128 * KIB, 512 * KIB), (48 * KIB, 2048 * KIB), (64 * KIB, 0)][rank]
     placement.host_topology = lambda: Topology(
-        tuple(Core((cpu,), 0, 0, 0, caches=near) for cpu in os.sched_getaffinity(0))
+        tuple(Core((cpu,), 0, 0, 0, caches=caches) for cpu in os.sched_getaffinity(0))
     )
-    cache.stored = lambda name, fits: [{"thresholds": {"hop": 7.5}}, None, None][rank]
     return weft.init(timeout=20)
 
 
 def collectives(world):
-    """Sizes around the thresholds that ranks would have by themselves: each takes a workspace or
-    none, as all others must.
-    """
+    """Sizes around the thresholds of the single ranks: all ranks must agree on using the workspace."""
     for count in (5 * KIB, 7 * KIB, 9 * KIB, 17 * KIB, 150 * KIB, 400 * KIB):
         own, symmetric, out = (
             torch.full((count,), float(world.rank)),
@@ -98,11 +94,11 @@ def collectives(world):
 
 def test_ranks_with_different_caches_agree():
     (limits, levels), *others = on_ranks(collectives, 3, context=with_caches_of_its_own)
-    assert limits == Thresholds(48 * KIB, 512 * KIB, 7.5)
+    assert limits == Thresholds(48 * KIB, 512 * KIB)
     assert others == [(limits, levels)] * 2
 
 
-def test_eager_buffers_have_room_for_what_large_caches_allow():
+def test_eager_buffers_suffice_for_large_caches():
     def sums(limits):
         world, own = weft.init(), torch.ones(EAGER_BUFFER_BYTES // 4)
         world.thresholds = limits
@@ -116,6 +112,6 @@ def test_eager_buffers_have_room_for_what_large_caches_allow():
         assert all(all(sums) for sums in local.run(sums, Thresholds(256 * KIB)))
 
 
-def test_ranks_that_are_threads_have_those_of_their_process():
+def test_ranks_that_are_threads_share_the_thresholds_of_their_process():
     with weft.local_world(2) as local:
         assert local.run(lambda: weft.init().thresholds) == [placement.thresholds()] * 2

@@ -67,7 +67,6 @@ def calibrate(
         "a slow copy": f"{profile['wake_us']:.1f} us late",
         "turn": f"{profile['turn_us']:.0f} us",
     }
-    lines |= {"64 rounds of 1": f"a hop takes {profile['thresholds']['hop']:.1f} notifies"}
     for what, text in lines.items():
         found = [
             percent

@@ -34,7 +34,8 @@ from weft.errors import SymmetricMemoryError
 from weft.kernels.products import multiply
 from weft.kernels.weights import pack
 from weft.ops.barrier import barrier
-from weft.schedules.thresholds import CROWDED_HOP, Thresholds
+from weft.schedules.levels import OVERSUBSCRIBED_SIGNAL_LATENCY, SIGNAL_LATENCY
+from weft.schedules.thresholds import Thresholds
 from weft.world import World, init, peer_memory, placement
 from weft.world.listener import addresses, family_of, named_interface
 from weft.world.rendezvous import (
@@ -256,7 +257,7 @@ def _look(world: World) -> RankReport:
         {dtype_name(dtype): _gflops(dtype) for dtype in (torch.float32, torch.bfloat16)},
         placement.host_topology(),
         _native.team_size(),
-        placement.known(),
+        placement.cache_sizes(),
     )
 
 
@@ -370,13 +371,13 @@ def _troubles(
 def _thresholds(everyone: Sequence[RankReport], agreed: Thresholds, oversubscribed: bool) -> Table:
     """The thresholds of these ranks' world, and their sources."""
 
-    def source(name: str, by: str) -> str:
+    def source(name: str) -> str:
         return " and ".join(
-            dict.fromkeys(by if name in seen.known else "default" for seen in everyone)
+            dict.fromkeys("sysfs" if name in seen.cache_sizes else "default" for seen in everyone)
         )
 
     first, second = (
-        f"{level}-level cache of {size >> 10} KiB ({source(f'{level}_level', 'sysfs')})"
+        f"{level}-level cache of {size >> 10} KiB ({source(f'{level}_level')})"
         for level, size in (("first", agreed.first_level), ("second", agreed.second_level))
     )
     table = Table("threshold", "here", "from")
@@ -386,12 +387,12 @@ def _thresholds(everyone: Sequence[RankReport], agreed: Thresholds, oversubscrib
     table.add_row(
         "pushed though it could be read, from", f"{agreed.pushed_bytes >> 10} KiB", second
     )
-    hop = (
-        (CROWDED_HOP, "default, as ranks share cores")
+    latency, reason = (
+        (OVERSUBSCRIBED_SIGNAL_LATENCY, "default, as ranks share cores")
         if oversubscribed
-        else (agreed.hop, source("hop", "weft calibrate"))
+        else (SIGNAL_LATENCY, "default")
     )
-    table.add_row("another level of ranks, if it saves", f"{hop[0]:.1f} notifies", hop[1])
+    table.add_row("another level of ranks, if it saves", f"{latency:.1f} notifies", reason)
     return table
 
 

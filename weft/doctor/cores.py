@@ -26,7 +26,7 @@ class RankReport(NamedTuple):
     providers: dict[str, float]
     topology: Topology
     team: int  # threads that share what is copied and added
-    known: Mapping[str, float]  # of what its thresholds follow from
+    cache_sizes: Mapping[str, int]  # from which its thresholds follow
 
     @property
     def place(self) -> str:

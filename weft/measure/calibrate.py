@@ -45,7 +45,6 @@ from weft.predict.interpolation import Grid
 from weft.predict.machine import ITEMSIZE, Link, Machine, Product
 from weft.schedules.lanes import enter, leave, notify_all, wait_all
 from weft.schedules.peers import after, before, members
-from weft.schedules.thresholds import Thresholds
 from weft.world import World
 
 _ROWS = (1, 2, 4, 7, 8, 16, 32, 63, 64, 128, 256, 512)
@@ -60,8 +59,6 @@ _COPIED = (1, 4, 16, 64, 256, 1024, 4096)
 """Rows that are copied and added."""
 _PASSES = 7
 _ROUNDS = 64
-_COUNTERS = 8  # that a rank raises in a round where it is timed what a notify takes
-_HOPS = 1.0, 50.0  # in notifies; what seems shorter or longer was disturbed
 _TURNS = 4  # in a pass: how long one takes is a matter of chance
 _GBPS, _ASLEEP_US = 1000.0, 50.0  # of an emulated link
 _WARM = 3  # calls before one that is short
@@ -156,7 +153,6 @@ def measure(threads: int) -> dict[str, Any]:
         found, spread = bench.summarize()
         slower = slowdown(found["products"], found["copies"], found["products and copies"])
         signal = _round(found, "signals")
-        meeting, more = _round(found, "rounds of 1"), _round(found, f"rounds of {_COUNTERS}")
         link, memory, reduce = (
             _rate({rows * reads * _ROW: found[f"{what} {rows}"] for rows in _COPIED})
             for what, reads in (("link", 1), ("memory", 1), ("reduce", 2))
@@ -177,9 +173,7 @@ def measure(threads: int) -> dict[str, Any]:
             compute_slowdown=slower,
             communicate_slowdown=slower,
             in_place=True,
-            thresholds=world.thresholds
-            if world.oversubscribed
-            else replace(world.thresholds, hop=hop(meeting, more, _COUNTERS)),
+            thresholds=world.thresholds,
             source=f"measured by weft calibrate: {world.ranks} ranks of {threads} threads, processor {cache.processor()}, "
             f"torch {torch.__version__}",
         )
@@ -342,29 +336,6 @@ def _time_signals(bench: _Timings) -> None:
         bench.run(f"{rounds} signals", rank_lanes.__getitem__, _ones(1))
 
 
-def _time_rounds(bench: _Timings) -> None:
-    """Time one round of signals between each two ranks, and many, by one counter of each and by
-    several.
-    """
-
-    def lanes(r: int, rounds: int, counters: int) -> Lanes:
-        other, lane = r ^ 1, list[Instruction]()
-        names = (
-            [f"counter {number}" for number in range(counters)] if other < bench.world.ranks else []
-        )
-        for count in range(1, rounds + 1):
-            lane += [Notify(other, Signal(name, r)) for name in names]
-            lane += [Wait(Signal(name, other), count) for name in names]
-        return {"compute": tuple(lane)}
-
-    for rounds, counters in itertools.product((1, _ROUNDS), (1, _COUNTERS)):
-        bench.run(
-            f"{rounds} rounds of {counters}",
-            partial(lanes, rounds=rounds, counters=counters),
-            _ones(1),
-        )
-
-
 def _round(found: Mapping[str, float], what: str) -> float:
     """Seconds of one round."""
     return (found[f"{_ROUNDS} {what}"] - found[f"1 {what}"]) / (_ROUNDS - 1)
@@ -374,7 +345,6 @@ def _calls(bench: _Timings) -> None:
     """Time what is the same for every size: signals, a call, its lanes, waking up."""
     world, ranks, one = bench.world, bench.world.ranks, _ones(1)
     _time_signals(bench)
-    _time_rounds(bench)
     bench.run("one lane", lambda r: {"compute": _signals(r, ranks, 1)}, one)
     bench.run("two lanes", lambda r: {"compute": (), "comm": _signals(r, ranks, 1)}, one)
 
@@ -436,16 +406,6 @@ def _lanes(bench: _Timings) -> None:
     for _ in range(_TURNS):
         spans = bench.spans(plan, tensors, weight)
         bench.times["turn"].append(1e-9 * max(spans["comm", ranks][0] - spans["compute", 0][1], 1))
-
-
-def hop(one: float, several: float, notifies: int) -> float:
-    """How many notifies a rank makes in the time until one is seen, if two ranks meet in `one`
-    second by a notify of each, and in `several` by so many: a notify takes what a further one does,
-    and the hop the rest.
-    """
-    least, most = _HOPS
-    further = (several - one) / (notifies - 1)
-    return min(most, max(least, one / further - 1)) if further > 0 else Thresholds.hop
 
 
 def slowdown(products: float, copies: float, both: float) -> float:

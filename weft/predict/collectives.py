@@ -54,7 +54,7 @@ def ways(collective: str, size: int, ranks: int, machine: Machine) -> list[Candi
     ):
         levels_of = {
             "flat": flat(ranks),
-            "levels": nested(ranks, machine.groups(ranks), machine.thresholds.hop),
+            "levels": nested(ranks, machine.groups(ranks)),
         }
         found = {
             name: EAGER_PLANS[collective](levels)

@@ -174,8 +174,7 @@ class Machine:
         comm lanes of a rank, each with a link. in_place: products and sums read the memory of peers
         like their own. fetches: peers from which a core fetches rows at a time. cores: the source
         of figures that follow from the ranks and their threads (`of_ranks`). ranks: the number on
-        which the figures were measured, if that matters. thresholds: of its collectives, with the
-        signal latency for levels. source: of the figures; `residuals`: of their fit, in percent.
+        which the figures were measured, if that matters. thresholds: of its collectives. source: of the figures; `residuals`: of their fit, in percent.
     """
 
     name: str
@@ -391,7 +390,10 @@ def remember(profile: Mapping[str, Any]) -> None:
 def from_dict(profile: Mapping[str, Any]) -> Machine:
     """A machine from what a profile says; other keys than a machine's are notes for readers."""
     known = {key: value for key, value in profile.items() if key in Machine.__dataclass_fields__}
-    known["thresholds"] = Thresholds(**profile.get("thresholds", {}))
+    sizes = profile.get("thresholds", {})
+    known["thresholds"] = Thresholds(
+        **{key: sizes[key] for key in Thresholds.__dataclass_fields__ if key in sizes}
+    )
     known |= {key: _grid(known.get(key)) for key in ("memory_factors", "reduce_factors")}
     if cores := known.get("cores"):
         levels = tuple(CoreGroup(**level) for level in cores["levels"])

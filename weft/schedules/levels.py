@@ -17,7 +17,16 @@ from typing import NamedTuple
 from weft.plan import Copy, Instruction, Region
 from weft.schedules.lanes import notify_all, wait_all
 from weft.schedules.peers import Hosts
-from weft.schedules.thresholds import Thresholds
+
+SIGNAL_LATENCY = 3.0
+"""The signal latency in notifies: the number that a core makes, to different peers, until the first
+of them is seen.
+"""
+
+OVERSUBSCRIBED_SIGNAL_LATENCY = 50.0
+"""The signal latency in notifies of ranks that share cores: each level then costs every rank a time
+slice, and a notify wakes a sleeping rank.
+"""
 
 Levels = tuple[tuple[int, ...], ...]
 """The group of each rank, level by level: groups of one level are parts of groups of the next, and
@@ -89,7 +98,7 @@ def flat(ranks: int) -> Levels:
 
 
 @cache
-def nested(ranks: int, groups: Levels = (), latency: float = Thresholds.hop) -> Levels:
+def nested(ranks: int, groups: Levels = (), latency: float = SIGNAL_LATENCY) -> Levels:
     """The fastest levels to synchronize by, where `latency` is the signal latency in notifies.
 
     `groups`, innermost first, are the ranks that share a cache, a package, a host. A group with too

@@ -1,5 +1,4 @@
-"""Thresholds: the sizes at which collectives change their plan, from the caches and the signal
-latency of a core.
+"""Thresholds: the sizes at which collectives change their plan, from the caches of a core.
 
 Ranks must agree, so they exchange their own when a world is made, and all take the `agreed` ones.
 Sizes that follow from the fixed cost of a message or a signal are in `ops.granularity`.
@@ -13,25 +12,16 @@ from dataclasses import astuple, dataclass
 EAGER_BUFFER_BYTES = 64 << 10
 """Bytes of an eager buffer, the limit of eager messages; equal to `Program::kEager`."""
 
-CROWDED_HOP = 50.0
-"""The signal latency, in notifies, of ranks that share cores: each level then costs every rank a
-time slice, and a notify wakes a sleeping rank. It depends on other load, so it is not measured.
-"""
-
 
 @dataclass(frozen=True)
 class Thresholds:
-    """L1 and L2 sizes and signal latency of a core; the properties are the thresholds derived from
-    them.
+    """L1 and L2 sizes of a core; the properties are the thresholds derived from them.
 
-    `first_level` and `second_level` are the bytes of data caches that a core has for itself. `hop`
-    is the signal latency in notifies: the number that a core could make, to different peers, until
-    one of them is seen.
+    `first_level` and `second_level` are the bytes of data caches that a core has for itself.
     """
 
     first_level: int = 32 << 10
     second_level: int = 1 << 20
-    hop: float = 3.0
 
     @property
     def eager_bytes(self) -> int:
@@ -64,9 +54,8 @@ class Thresholds:
 
 
 def agreed(thresholds: Iterable[Thresholds]) -> Thresholds:
-    """The common thresholds of ranks: the smallest caches, and the longest signal latency."""
-    first, second, hop = zip(*map(astuple, thresholds), strict=True)
-    return Thresholds(min(first), min(second), max(hop))
+    """The common thresholds of ranks: those of the smallest caches."""
+    return Thresholds(*map(min, zip(*map(astuple, thresholds), strict=True)))
 
 
 def _within(least: int, size: int, most: int) -> int:

@@ -16,8 +16,14 @@ import torch.distributed as dist
 import weft._native as _native
 import weft.errors as errors
 from weft.errors import PeerLost, PeerTimeout, SymmetricMemoryError, WeftError
-from weft.schedules.levels import Levels, nested, numbered
-from weft.schedules.thresholds import CROWDED_HOP, agreed
+from weft.schedules.levels import (
+    OVERSUBSCRIBED_SIGNAL_LATENCY,
+    SIGNAL_LATENCY,
+    Levels,
+    nested,
+    numbered,
+)
+from weft.schedules.thresholds import agreed
 from weft.world import peer_memory
 from weft.world.relay import Relay
 from weft.world.rendezvous import RankInfo
@@ -150,7 +156,7 @@ class Peers:
         return nested(
             self.ranks,
             self.locality_groups,
-            CROWDED_HOP if self.oversubscribed else self.thresholds.hop,
+            OVERSUBSCRIBED_SIGNAL_LATENCY if self.oversubscribed else SIGNAL_LATENCY,
         )
 
     def same_host(self, rank: int) -> bool:

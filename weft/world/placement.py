@@ -9,11 +9,9 @@ import os
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
-import weft.cache as cache
 from weft.schedules.thresholds import Thresholds
 from weft.world import topology
 from weft.world.topology import Topology
@@ -27,25 +25,16 @@ def host_topology() -> Topology:
     return topology.read(groups=topology.read_text(Path("/proc/self/cgroup")))
 
 
-def known() -> dict[str, Any]:
-    """The measured fields of this process's `Thresholds`: cache sizes from the kernel, the signal
-    latency from ``weft calibrate``.
-    """
+def cache_sizes() -> dict[str, int]:
+    """The fields of this process's `Thresholds` that the kernel reports."""
     first, second = topology.data_caches(host_topology(), os.sched_getaffinity(0))
-    profile = cache.stored(
-        cache.of_this_machine(cache.PROFILE), lambda found: found["thresholds"]["hop"] > 0
-    )
-    figures = {
-        "first_level": first,
-        "second_level": second,
-        "hop": profile and profile["thresholds"]["hop"],
-    }
-    return {name: figure for name, figure in figures.items() if figure}
+    sizes = {"first_level": first, "second_level": second}
+    return {name: size for name, size in sizes.items() if size}
 
 
 def thresholds() -> Thresholds:
-    """The thresholds of this process; defaults for fields that are not measured."""
-    return Thresholds(**known())
+    """The thresholds of this process; defaults for cache sizes that the kernel does not report."""
+    return Thresholds(**cache_sizes())
 
 
 def threads_per_rank(ranks: int) -> int:
