@@ -85,14 +85,14 @@ def test_streams_and_threads(work):
 
 
 def kernels():
-    from weft.engines.device.kernels.all_gather import AllGather, Traffic
+    from weft.engines.device.kernels.all_gather import AllGather, LaunchOptions
 
     world = weft.init()
     rank, ranks = world.rank, world.ranks
     shards = [shard(world, r, 512, 128) for r in range(ranks)]
     gathered = world.empty(512 * ranks, 128, dtype=torch.bfloat16)
     for gluon in (False, True):
-        gather = AllGather(world, gathered, Traffic(sms=8), gluon=gluon)
+        gather = AllGather(world, gathered, LaunchOptions(sms=8), gluon=gluon)
         for _ in range(5):
             gathered.fill_(float("nan"))
             weft.barrier()
@@ -101,7 +101,7 @@ def kernels():
             gather.check()
             weft.barrier()
     with pytest.raises(ValueError, match="could block the programs that they"):
-        AllGather(world, gathered, Traffic(sms=1024))
+        AllGather(world, gathered, LaunchOptions(sms=1024))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", "3.6")
 import weft
 from weft.engines.device.kernels import symmetric
-from weft.engines.device.kernels.all_gather import Traffic
+from weft.engines.device.kernels.all_gather import LaunchOptions
 from weft.engines.device.kernels.tiles import launch_tables, launches, runs, tiles
 from weft.kernels.matmul import matmul
 from weft.plan import Copy, Notify, Region, Signal, Wait
@@ -39,9 +39,9 @@ def a_gpu(monkeypatch):
     ],
 )
 def test_invalid_options_of_kernels_are_refused(a_gpu, options, why):
-    Traffic().check(SimpleNamespace(ranks_per_device=2), GPU)
+    LaunchOptions().check(SimpleNamespace(ranks_per_device=2), GPU)
     with pytest.raises(ValueError, match=why):
-        Traffic(**options).check(SimpleNamespace(ranks_per_device=2), GPU)
+        LaunchOptions(**options).check(SimpleNamespace(ranks_per_device=2), GPU)
 
 
 def test_each_rank_needs_its_own_queue(monkeypatch):

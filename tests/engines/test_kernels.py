@@ -30,12 +30,12 @@ def data(rank: int, *shape: int, dtype: torch.dtype = torch.float32, call: int =
 
 def gathers(world: World) -> None:
     interpret()
-    from weft.engines.device.kernels.all_gather import AllGather, Traffic
+    from weft.engines.device.kernels.all_gather import AllGather, LaunchOptions
 
     rank, ranks = world.rank, world.ranks
     for dtype, words in ((torch.float32, 1300), (torch.bfloat16, 2048)):
         gathered = world.empty(ranks, words, dtype=dtype)
-        gather = AllGather(world, gathered, Traffic(sms=2 + rank, tile=1024, warps=1))
+        gather = AllGather(world, gathered, LaunchOptions(sms=2 + rank, tile=1024, warps=1))
         for call in range(3):
             gathered.fill_(float("nan"))
             gather(data(rank, words, dtype=dtype, call=call))
@@ -47,7 +47,7 @@ def gathers(world: World) -> None:
             gather(data(rank, words + 1, dtype=dtype))
     in_place = world.empty(ranks, 256)
     in_place.fill_(float("nan"))[rank] = data(rank, 256)
-    AllGather(world, in_place, Traffic(sms=1, tile=1024, warps=1))(in_place[rank])
+    AllGather(world, in_place, LaunchOptions(sms=1, tile=1024, warps=1))(in_place[rank])
     assert torch.equal(in_place, torch.stack([data(r, 256) for r in range(ranks)]))
 
 

@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 from weft.engines.device.kernels import stream_signals
 from weft.engines.device.kernels.all_gather import (
     AllGather,
-    Traffic,
+    LaunchOptions,
     all_gather_gluon_kernel,
     all_gather_kernel,
 )
@@ -65,7 +65,7 @@ def operators():
     weft.matmul_reduce_scatter(a, b, algorithm="put")
     gathered = world.empty(2, 1024)
     for gluon in (False, True):
-        AllGather(world, gathered, Traffic(sms=2), gluon=gluon)(torch.ones(1024))
+        AllGather(world, gathered, LaunchOptions(sms=2), gluon=gluon)(torch.ones(1024))
 
 
 def test_every_kernel_compiles_once_for_all_ranks():

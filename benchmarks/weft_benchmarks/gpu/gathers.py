@@ -27,7 +27,7 @@ def all_gathers(settings: AllGather) -> dict[str, Any]:
     ranks that share this GPU.
     """
     from weft.engines.device.kernels.all_gather import AllGather as Kernel
-    from weft.engines.device.kernels.all_gather import Traffic
+    from weft.engines.device.kernels.all_gather import LaunchOptions
 
     ranks = settings.ranks or 2
     sizes = [ranks * shard for shard in parse_sizes(settings.sizes)]
@@ -53,7 +53,10 @@ def all_gathers(settings: AllGather) -> dict[str, Any]:
         barrier()
         if sms is not None:
             gather = Kernel(
-                world, gathered, Traffic(sms=sms, threads_per_warp=lanes), gluon=kind == "gluon"
+                world,
+                gathered,
+                LaunchOptions(sms=sms, threads_per_warp=lanes),
+                gluon=kind == "gluon",
             )
             times = milliseconds(lambda: gather(own), settings.warmup, settings.iterations)
             gather.check()

@@ -1,8 +1,8 @@
 """Lanes of a device: streams of a GPU, or threads of a CPU, each of which runs its steps in order.
 
-A step runs after all work that was on the caller's stream when the step was started. Its
-`Completion` makes the caller's stream, or on a CPU the caller's thread, wait for it. The host never
-waits for a GPU here.
+On a GPU a step runs after all work that was on the caller's stream when the step was started, and
+its `Completion` makes the caller's stream wait for it, not the host. On a CPU the caller's thread
+waits.
 """
 
 from __future__ import annotations

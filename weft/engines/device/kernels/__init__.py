@@ -1,1 +1,3 @@
-"""Device code in Triton and its Gluon sister, one kernel per file; only these files need Triton."""
+"""Kernels in Triton, and in its lower-level language Gluon, one per file; only this package needs
+Triton.
+"""

@@ -38,7 +38,7 @@ VECTOR = 16
 """Bytes of the widest access of a thread; the size of a shard is a multiple of it."""
 
 
-class Traffic(NamedTuple):
+class LaunchOptions(NamedTuple):
     """Launch parameters of the kernel.
 
     `sms`: programs, each on an SM of its own. `tile`: bytes that a program loads at once, and
@@ -80,7 +80,7 @@ class Traffic(NamedTuple):
             )
 
 
-DEFAULT = Traffic()
+DEFAULT = LaunchOptions()
 
 
 def layout(threads_per_warp: int, warps: int) -> gl.BlockedLayout:
@@ -104,11 +104,11 @@ class AllGather:
         self,
         world: World,
         gathered: Tensor,
-        traffic: Traffic = DEFAULT,
+        launch: LaunchOptions = DEFAULT,
         max_polls: int = MAX_POLLS,
         gluon: bool = False,
     ) -> None:
-        traffic.check(world, gathered.device)
+        launch.check(world, gathered.device)
         size = gathered.numel() * gathered.itemsize // world.ranks
         if (
             not gathered.is_contiguous()
@@ -120,20 +120,20 @@ class AllGather:
                 f"gathered must be contiguous, begin at a multiple of {VECTOR} bytes and hold a "
                 f"multiple of {VECTOR} bytes for each of {world.ranks} ranks; got shape {tuple(gathered.shape)} of {gathered.dtype}"
             )
-        self.world, self.gathered, self.traffic, self.size = world, gathered, traffic, size
+        self.world, self.gathered, self.launch, self.size = world, gathered, launch, size
         device = gathered.device
         self.calls = torch.zeros(1, dtype=torch.int64, device=device)
         self.tickets = torch.zeros(1, dtype=torch.int32, device=device)
         self.timeout_record = symmetric.timeout_record(device)
         self.options: dict[str, Any] = {
             "RANKS": world.ranks,
-            "TILE": traffic.tile // 4,
-            "num_warps": traffic.warps,
+            "TILE": launch.tile // 4,
+            "num_warps": launch.warps,
         }
         self.kernel: Any = all_gather_kernel
         if gluon:
             self.kernel = all_gather_gluon_kernel
-            self.options["LAYOUT"] = layout(traffic.threads_per_warp, traffic.warps)
+            self.options["LAYOUT"] = layout(launch.threads_per_warp, launch.warps)
         words, table = gathered.view(torch.uint8).view(-1).view(torch.int32), self.calls
         state = self.calls, self.tickets, self.timeout_record
         # Loaded before ranks create the counters together: no kernel may wait for a rank that has
@@ -177,7 +177,7 @@ class AllGather:
         if self.world.ranks == 1 or not self.size:
             self.gathered.view(-1).copy_(shard.view(-1).view(self.gathered.dtype))
             return
-        self.kernel[(self.traffic.sms,)](
+        self.kernel[(self.launch.sms,)](
             shard.view(-1).view(torch.int32), *self.arguments, *self.rest, **self.options
         )
         self.calls.add_(1)
