@@ -40,7 +40,7 @@ def test_the_command_without_its_extra_names_it(arguments):
 
 
 def test_the_library_needs_no_extra():
-    """Every module but those of the commands is imported without the libraries of the extra."""
+    """Every module except the commands' is imported without the libraries of the extra."""
     imported = output_of(
         f"""{WITHOUT}
 import importlib, pkgutil, weft

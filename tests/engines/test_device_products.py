@@ -117,7 +117,7 @@ def refused() -> None:
 
 
 def recorded() -> None:
-    """Every instruction has a span; those of one launch have the same."""
+    """Every instruction has a span; instructions of one launch have the same."""
     world = weft.init()
     with record(world) as recording:
         weft.all_gather_matmul(torch.ones(6, 16), torch.ones(16, 8), algorithm="push", chunk_rows=2)

@@ -1,5 +1,5 @@
-"""Sharded layers compute the results of unsharded ones, and weft's styles those of torch's, with
-the same parameters and gradients.
+"""Sharded layers compute the results of unsharded ones, and weft's styles the results of torch's,
+with the same parameters and gradients.
 """
 
 from __future__ import annotations

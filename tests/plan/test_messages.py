@@ -239,7 +239,7 @@ def test_sent_rows_may_not_have_arrived():
     )
     buffers = {"a": Buffer.of("input", [[0], [], []]), "out": Buffer.of("output", [[0]] * 3)}
     plan = Plan(
-        "tell",
+        "notify",
         "early",
         buffers,
         one_lane(lanes),

@@ -83,7 +83,7 @@ def main(folder):
         (folder / f"rank{rank}").write_text(
             json.dumps([time.time(), type(error).__name__, str(error)])
         )
-    os._exit(1)  # agents whose ranks succeed wait minutes for those whose ranks do not
+    os._exit(1)  # agents with successful ranks would wait minutes for agents whose ranks fail
 
 
 if __name__ == "__main__":

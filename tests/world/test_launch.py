@@ -96,7 +96,7 @@ def test_ranks_are_not_bound_where_they_must_not_be(script):
 def test_mpiexec(script):
     mpiexec = BIN / "mpiexec"
     if not mpiexec.exists():
-        pytest.skip("no mpiexec beside this Python")
+        pytest.skip("no mpiexec in the folder of this Python")
     assert_all_ranks(run(mpiexec, "-n", 2, sys.executable, script), 2)
 
 

@@ -1,4 +1,4 @@
-"""Ranks that fork at random moments: children that make calls, that end in several ways, and that
+"""Ranks that fork at random moments: children that make calls, end by various means, and may
 outlive their rank.
 """
 
@@ -25,7 +25,7 @@ _OUTLIVES = 4.0  # seconds that a child lives, longer than any time limit
 
 
 def forking(part: Part) -> None:
-    """A child makes a call, or none, and ends in one of several ways, while its rank goes on
+    """A child makes a call, or none, and ends by one of several means, while its rank goes on
     calling, with or without outstanding calls.
     """
     endings = (

@@ -150,7 +150,7 @@ class Part:
         os.dup2(out, 2)
         os.close(out)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        if kind.victim is not None or not self.victim:  # else it may end in any way
+        if kind.victim is not None or not self.victim:  # otherwise any ending is allowed
             faulthandler.enable(2)  # prints the stacks of an aborted rank
         if network:
             with open(f"/run/netns/{network}") as file:
