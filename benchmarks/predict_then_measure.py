@@ -97,7 +97,7 @@ def measure(rows: list[dict[str, Any]]) -> None:
                 answer
                 for answers in found
                 for answer in answers
-                if answer.way == Variant(*entry["way"])
+                if answer.variant == Variant(*entry["way"])
             ]
             medians = sorted(answer.median for answer in answers)
             entry |= {"measured_ms": medians[PASSES // 4], "median_ms": statistics.median(medians)}

@@ -37,9 +37,9 @@ def is_a_number(value):
 @pytest.fixture(autouse=True)
 def directory(tmp_path, monkeypatch):
     monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
-    tuned._known.cache_clear()
+    tuned._stored.cache_clear()
     yield tmp_path / "cache"
-    tuned._known.cache_clear()
+    tuned._stored.cache_clear()
 
 
 def test_the_path_of_the_directory(monkeypatch):
@@ -92,7 +92,7 @@ def test_malformed_files_are_ignored(text, directory, monkeypatch):
     assert sorted(file.name.split("-")[0] for file in files) == ["fastest", "machine", "tuned"]
     for file in files:
         file.write_text(text)
-    tuned._known.cache_clear()
+    tuned._stored.cache_clear()
     assert products._table.__wrapped__(torch.float32, torch.float32, 1)["columns"]["512"] == "mm"
     assert tuned.find(workload, None) is None
     assert machine.calibrated() is None

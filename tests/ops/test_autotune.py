@@ -193,7 +193,7 @@ def learned(world, directory):
     while not selected(world):
         weft.all_gather_matmul(a, b)
     if world.rank == 0:  # rank 0 has measured the variant
-        weft.predict.tuned._keep()
+        weft.predict.tuned._store_measured()
     weft.barrier()
     found = weft.explain(a, b)
     engine(world).selections.clear()
@@ -211,7 +211,7 @@ def test_selections_are_cached_on_disk(tmp_path):
 def candidates_of_measured_classes(world, directory):
     """The candidates of a class that was measured earlier, whatever the rule selects."""
     os.environ["WEFT_CACHE"] = directory
-    tuned._known.cache_clear()
+    tuned._stored.cache_clear()
     a, b = world.empty(400, 64), torch.randn(64, 32)
     case = Workload("all_gather_matmul", (400, 400), 64, 32, "float32", "float32", packed=False)
     for link in (None, (1.0, 0.0)):

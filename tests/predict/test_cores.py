@@ -64,12 +64,19 @@ def test_a_notify_blocks_its_lane_until_it_owns_the_cache_line():
 def test_levels_are_predicted_to_be_faster_where_ranks_are_many(name):
     host = machine.load(name)
     for collective in ("barrier", "all_reduce"):
-        assert [each.name for each in predict.ways(collective, 8, 2, host.of_ranks(2))] == ["flat"]
+        assert [
+            each.name for each in predict.collective_candidates(collective, 8, 2, host.of_ranks(2))
+        ] == ["flat"]
         for ranks in (16, 32):
-            first, second = predict.ways(collective, 8, ranks, host.of_ranks(ranks))
+            first, second = predict.collective_candidates(
+                collective, 8, ranks, host.of_ranks(ranks)
+            )
             assert (first.name, second.name) == ("levels", "flat")
             assert first.notifies < second.notifies == ranks - 1
-    assert {each.name for each in predict.ways("all_reduce", 1 << 20, 4, host.of_ranks(4))} == {
+    assert {
+        each.name
+        for each in predict.collective_candidates("all_reduce", 1 << 20, 4, host.of_ranks(4))
+    } == {
         "one_shot",
         "two_shot",
         "ring",
@@ -80,7 +87,7 @@ def test_predictions_use_the_thresholds_of_a_machine():
     def names(collective, size, thresholds):
         return {
             each.name
-            for each in predict.ways(
+            for each in predict.collective_candidates(
                 collective, size, 16, replace(machine.load(HOSTS[0]), thresholds=thresholds)
             )
         }

@@ -38,7 +38,7 @@ def uncalibrated(tmp_path, monkeypatch):
 
 def forget():
     """Clear this process's copy of the cache."""
-    tuned._known.cache_clear()
+    tuned._stored.cache_clear()
 
 
 def calibrated(**figures):
@@ -106,7 +106,8 @@ def test_interleaving_is_predicted_to_win_on_concurrent_links(ranks):
         predict.workload("all_gather_matmul", ranks, (8192, 4096, 4096), "float16"),
     )
     found = {
-        (way.algorithm, way.order): seconds for way, seconds in predict.forecast(case, on).ways
+        (variant.algorithm, variant.order): seconds
+        for variant, seconds in predict.forecast(case, on).variants
     }
     assert 0.05 < 1 - found["push", "interleaved"] / found["push", "peer"] < 0.3
 
@@ -117,23 +118,23 @@ def test_free_communication_is_not_overlapped():
         predict.workload("all_gather_matmul", 2, (2, 4096, 4096), "float16"),
         replace(on, links=(Link(1e9),)),
     )
-    assert few.ways[0][0].algorithm == "sequential"
+    assert few.variants[0][0].algorithm == "sequential"
 
 
 def test_a_better_machine_is_never_slower():
     on = machine.load("h100-nvlink-8")
     for operator in predict.OPERATORS:
         case = predict.workload(operator, 8, (4096, 8192, 3584), "bfloat16")
-        saved = predict.savings(case, predict.forecast(case, on).ways[0][0], on)
+        saved = predict.savings(case, predict.forecast(case, on).variants[0][0], on)
         assert [value for _, value in saved] == sorted((value for _, value in saved), reverse=True)
         assert saved[-1][1] > -0.02
 
 
 def test_a_thousand_ranks_over_two_kinds_of_links():
-    on, way = machine.load("h100-nvlink-8"), Variant("push")
+    on, variant = machine.load("h100-nvlink-8"), Variant("push")
     case = predict.workload("all_gather_matmul", 1024, (8192, 1024, 1024), "bfloat16")
-    assert predict.planned(case, way, on) == 8
-    assert predict.time(case, way, on) > predict.compute(case, on)
+    assert predict.planned(case, variant, on) == 8
+    assert predict.time(case, variant, on) > predict.compute(case, on)
 
 
 def test_the_command_prints_sentences():
@@ -212,7 +213,7 @@ def test_files(tmp_path):
     assert found["speedup"] == pytest.approx(
         found["times_ms"]["sequential"] / found["times_ms"]["pipelined"]
     )
-    assert min(way["ms"] for way in found["ways"]) == found["times_ms"]["pipelined"]
+    assert min(entry["ms"] for entry in found["ways"]) == found["times_ms"]["pipelined"]
     assert json.loads((tmp_path / "a.trace").read_text())["traceEvents"]
     assert "<svg" in (tmp_path / "a.svg").read_text()
     command(
@@ -354,14 +355,14 @@ def measured(world, directory):
     questions.append(tune.Question(cases[0], predict.candidates(cases[0], slow), (1.0, 20.0)))
     answers = tune.measure(questions, 1, 1)
     a, b, found = world.empty(4, 16).fill_(1), weft.pack(torch.ones(16, 8)), []
-    for way in (None, Variant("ring", 3)):
-        if way:  # rank 0 alone needs it
-            tuned.remember(cases[0], None, way) if world.rank == 0 else None
+    for variant in (None, Variant("ring", 3)):
+        if variant:  # rank 0 alone needs it
+            tuned.remember(cases[0], None, variant) if world.rank == 0 else None
             engine(world).selections.clear()
             engine(world).calls.clear()
         assert torch.equal(weft.all_gather_matmul(a, b, world=world), torch.full((8, 8), 16.0))
         found += [each.variant.algorithm for each in engine(world).selections.values()]
-    return profile, [ways for _, ways, _ in questions], answers, found
+    return profile, [variants for _, variants, _ in questions], answers, found
 
 
 def test_this_machine_is_measured(tmp_path):
@@ -383,8 +384,8 @@ def test_this_machine_is_measured(tmp_path):
     )
     assert {"float32 1x64x64", "memory 16", "64 signals", "call"} <= profile["spread"].keys()
     assert all(
-        {*ways} <= {answer.way for answer in found}
-        for ways, found in zip(requested, answers, strict=True)
+        {*variants} <= {answer.variant for answer in found}
+        for variants, found in zip(requested, answers, strict=True)
     )
     assert all(0 < answer.least <= answer.median for found in answers for answer in found)
 
@@ -423,7 +424,7 @@ def test_the_link_between_hosts_is_an_option(tmp_path):
     slow, fast = (json.loads((tmp_path / gbs).read_text()) for gbs in ("0.125", "12.5"))
     assert (slow["hosts"], fast["hosts"]) == (2, 2)
     assert slow["times_ms"]["communicate"] > 2 * fast["times_ms"]["communicate"]
-    assert {way["algorithm"] for way in slow["ways"]} == {
+    assert {entry["algorithm"] for entry in slow["ways"]} == {
         "two_shot",
         "ring",
         "sequential",

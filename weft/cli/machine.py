@@ -166,7 +166,9 @@ def tune(given: Tune) -> None:
             packed=not given.plain,
             symmetric=not given.staged,
         )
-        questions.append(tuning.Question(case, [way for way, _ in predict.rank(case, on)], link))
+        questions.append(
+            tuning.Question(case, [variant for variant, _ in predict.rank(case, on)], link)
+        )
     with options.failing("weft tune", given.json_file):
         answers = tuning.tune(
             questions, given.iterations, options.threads_for(given.threads, given.ranks)
@@ -175,28 +177,28 @@ def tune(given: Tune) -> None:
     for shape, (case, _, _), found in zip(given.shape, questions, answers, strict=True):
         rows = [
             {
-                **way._asdict(),
-                "chunk_rows": predict.OPERATORS[case.operator].chunk_rows(case.rows, way),
-                "predicted_ms": 1e3 * predict.time(case, way, on),
+                **variant._asdict(),
+                "chunk_rows": predict.OPERATORS[case.operator].chunk_rows(case.rows, variant),
+                "predicted_ms": 1e3 * predict.time(case, variant, on),
                 "measured_ms": median,
             }
-            for way, median, _ in found
+            for variant, median, _ in found
         ]
         results.append({"operator": given.operator, "shape": str(shape), "ways": rows})
         heading = f"{given.operator} {shape}"
         table = tables.table(
             (heading, "rows per piece", "predicted ms", "measured ms"), left=(heading,)
         )
-        for row, (way, _, _) in zip(rows, found, strict=True):
+        for row, (variant, _, _) in zip(rows, found, strict=True):
             table.add_row(
-                str(way),
+                str(variant),
                 str(row["chunk_rows"]),
                 f"{row['predicted_ms']:.3f}",
                 f"{row['measured_ms']:.3f}",
             )
         console.print(table)
         console.print(
-            f"Remembered: {found[0].way}, at most {rows[0]['chunk_rows']} rows per transfer.",
+            f"Remembered: {found[0].variant}, at most {rows[0]['chunk_rows']} rows per transfer.",
             highlight=False,
         )
     options.write_json({"tuned": results}, given.json_file)

@@ -246,9 +246,9 @@ def _draw(question: Question, cases: list[tuple[Any, ...]], results: list[dict[s
     traces = []
     for (case, on), result in zip(cases, results, strict=True):
         fastest = answers.variant(result)
-        for way in dict.fromkeys([*candidates(case, on, "sequential"), fastest]):
-            title = f"{result['predicted']}, {way}, predicted"
-            traces.append(trace(case, way, on, title))
+        for variant in dict.fromkeys([*candidates(case, on, "sequential"), fastest]):
+            title = f"{result['predicted']}, {variant}, predicted"
+            traces.append(trace(case, variant, on, title))
     title = f"{question.operator} on {results[0]['machine']}"
     ranks = f"{question.ranks} ranks, of equal ones the first"
     options.write_traces(question, traces, f"{title}: {ranks}")

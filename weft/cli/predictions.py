@@ -26,10 +26,10 @@ def show(result: dict[str, Any], console: Console) -> None:
     table = tables.table(("", "ms", "vs sequential", "rows per piece"))
     for name in ("compute", "communicate"):
         table.add_row(name, ms(times[name]), "", "")
-    for way in result["ways"]:
-        speedup = f"{times['sequential'] / way['ms']:.2f}x"
-        table.add_row(str(variant(way)), ms(way["ms"]), speedup, str(way["chunk_rows"]))
-    if all(way["algorithm"] != "sequential" for way in result["ways"]):
+    for entry in result["ways"]:
+        speedup = f"{times['sequential'] / entry['ms']:.2f}x"
+        table.add_row(str(variant(entry)), ms(entry["ms"]), speedup, str(entry["chunk_rows"]))
+    if all(entry["algorithm"] != "sequential" for entry in result["ways"]):
         table.add_row("sequential", ms(times["sequential"]), "1.00x", "")
     console.print(table)
     percent = result["overlap_percent"]
@@ -44,7 +44,9 @@ def show_collective(found: dict[str, Any], console: Console) -> None:
     _title(
         f"{found['predicted']} on {found['machine']}, PREDICTED: {found['ranks']} ranks", console
     )
-    table = tables.table(("bytes of each rank", "way", "us", "notifies of a rank"), left=("way",))
+    table = tables.table(
+        ("bytes of each rank", "algorithm", "us", "notifies of a rank"), left=("algorithm",)
+    )
     for row in found["rows"]:
         table.add_row(str(row["bytes"]), row["way"], f"{row['us']:.2f}", str(row["notifies"]))
     console.print(table)

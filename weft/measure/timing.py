@@ -1,6 +1,6 @@
 """Timing of calls that all ranks of a world make together: from a barrier to the last rank's end.
 
-What is compared is measured in one run, in rounds (`race`), so that noise hits all of it equally.
+Candidates are measured in one run, in rounds (`race`), so that noise affects all of them equally.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from weft.ops.barrier import barrier
 from weft.world import World, init
 
 BUDGET = 10.0
-"""Seconds that the iterations of one view may take together; slower views get fewer iterations."""
+"""The largest number of seconds for all iterations of one view; slower views get fewer iterations."""
 
-_TIMEOUT = 600.0  # seconds; a baseline may keep one rank longer than another
+_TIMEOUT = 600.0  # seconds; a baseline may take longer on one rank than on another
 
 Found = TypeVar("Found")
 
 
 class Statistics(NamedTuple):
-    """Milliseconds over `iterations`, each of them the time of the slowest rank."""
+    """Milliseconds of `iterations`, each the time of the slowest rank."""
 
     median: float
     min: float
@@ -40,7 +40,7 @@ class Statistics(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Microseconds per call, over the batches measured; each is the time of the slowest rank."""
+    """Microseconds per call in the measured batches, each the time of the slowest rank."""
 
     median: float
     min: float
@@ -64,10 +64,10 @@ def per_call(seconds: Sequence[float], calls: int = 1) -> Times:
 
 @contextmanager
 def session(threads: int | None, one_host: str = "") -> Iterator[World]:
-    """The world in which this rank measures: with `threads` compute threads (torch's default
-    without), without gradients, and with a timeout that slow baselines do not reach.
+    """The world in which this rank measures: with `threads` compute threads (None: torch's default),
+    without gradients, and with a timeout that slow baselines do not reach.
 
-    Raises `WeftError` if ranks are on several hosts and `one_host` says why they must not be.
+    Raises `WeftError` if ranks are on several hosts and `one_host` is a reason against that.
     """
     if threads:
         torch.set_num_threads(threads)
@@ -84,11 +84,12 @@ def race(
     iterations: int,
     advance: Callable[[], None],
 ) -> list[list[Found]]:
-    """The results of all `candidates`, called once in each of `iterations` rounds after `warmup` ones.
+    """The results of all `candidates`, each called once in each of `iterations` rounds, after
+    `warmup` rounds.
 
-    Every round has a random order, the same on all ranks, so that no candidate always follows
-    the same other one. `most` limits the calls of each; a candidate limited to fewer than `iterations` is slow
-    and is not warmed up. `advance` is called before every round.
+    Every round has a random order, the same on all ranks, so that no candidate always follows the
+    same other one. `most` limits the number of calls of each; a candidate limited to fewer than
+    `iterations` is slow and is not warmed up. `advance` is called before every round.
     """
     found: list[list[Found]] = [[] for _ in candidates]
     order, shuffle = list(range(len(candidates))), random.Random(0).shuffle
@@ -114,7 +115,7 @@ class Stopwatch:
         self.world = world
 
     def time(self, call: Callable[[], object], calls: int = 1) -> float:
-        """This rank's seconds from a barrier to the end of its own calls."""
+        """This rank's seconds from a barrier to the end of its `calls` calls."""
         barrier(self.world)
         start = perf_counter()
         for _ in itertools.repeat(None, calls):
@@ -130,8 +131,9 @@ class Stopwatch:
     ) -> dict[str, Statistics]:
         """The statistics of each of `views`, timed once per round of a `race`.
 
-        The first of at least one warm-up rounds finds views whose iterations would take longer than
-        `BUDGET`: these get fewer iterations, the slowest none but this first one.
+        There is at least one warm-up round. The first one finds views whose iterations would take
+        longer than `BUDGET`: they get fewer iterations. If a single call takes that long, its first
+        time is the only one.
         """
         first = largest(self.world, [self.time(call) for call in views.values()])
         most = [

@@ -1,5 +1,5 @@
-"""Measuring the candidates that `auto` chooses from, on this machine: for ``weft tune``, and to see
-how good predictions are.
+"""Measurement of the variants that `auto` chooses from, on this machine: for ``weft tune``, and to
+compare predictions with.
 """
 
 from __future__ import annotations
@@ -23,47 +23,51 @@ from weft.world import World
 
 
 class Question(NamedTuple):
-    """A case, the ways to measure it in, and the Gbit/s and latency in microseconds of an emulated
+    """A case, the variants to measure, and the Gbit/s and latency in microseconds of an emulated
     link, if any.
     """
 
     case: Workload
-    ways: list[Variant]
+    variants: list[Variant]
     link: tuple[float, float] | None = None
 
 
 class Answer(NamedTuple):
-    """Milliseconds of one way, the slowest rank's: the median and the least of all runs."""
+    """Milliseconds of one variant on the slowest rank: the median and the least of all runs."""
 
-    way: Variant
+    variant: Variant
     median: float
     least: float
 
 
 def measure(questions: list[Question], iterations: int, threads: int) -> list[list[Answer]]:
-    """Measure every way of every question on this rank, and the usual one, collectively; the ways
-    of a question in turn.
+    """Measure the variants of all questions, and the one that the rule of `auto` selects;
+    collective. The variants of a question are interleaved.
     """
     answers = []
     with session(threads) as world:
         stopwatch = Stopwatch(world)
-        for case, ways, link in questions:
+        for case, requested, link in questions:
             world.emulate_link(*link or (0.0, 0.0))
             call = _prepare(case, world)
-            ways = [*dict.fromkeys([*ways, call.rule("auto").variant])]
+            variants = dict.fromkeys([*requested, call.rule("auto").variant])
             views = {
-                str(number): partial(fused.execute, call, way) for number, way in enumerate(ways)
+                str(number): partial(fused.execute, call, variant)
+                for number, variant in enumerate(variants)
             }
-            times = stopwatch.interleave(views, 1, iterations)
+            times = stopwatch.interleave(views, 1, iterations).values()
             answers.append(
-                [Answer(way, times[str(i)].median, times[str(i)].min) for i, way in enumerate(ways)]
+                [
+                    Answer(variant, time.median, time.min)
+                    for variant, time in zip(variants, times, strict=True)
+                ]
             )
             engine(world).programs.clear()
     return answers
 
 
 def tune(questions: list[Question], iterations: int, threads: int) -> list[list[Answer]]:
-    """Measure, and remember the fastest way of every case. Answers come fastest first."""
+    """Measure, and store the fastest variant of every case. Answers are sorted, fastest first."""
     from weft.world.launcher import launch
 
     answers: list[list[Answer]] = launch(
@@ -71,12 +75,12 @@ def tune(questions: list[Question], iterations: int, threads: int) -> list[list[
     )[0]
     for (case, _, link), found in zip(questions, answers, strict=True):
         found.sort(key=lambda answer: answer.median)
-        tuned.remember(case, link, found[0].way)
+        tuned.remember(case, link, found[0].variant)
     return answers
 
 
 def _prepare(workload: Workload, world: World) -> Call:
-    """A call of this workload, on random data."""
+    """A call of this workload on random data."""
     dtype, rank = getattr(torch, workload.dtype), world.rank
     operator = OPERATORS[workload.operator]
     plan = operator.plan(operator.request(workload, Variant(operator.baseline)))
@@ -87,6 +91,6 @@ def _prepare(workload: Workload, world: World) -> Call:
     )
     if workload.symmetric and operator.exchanges == "a":
         a = world.empty(max(rows), workload.k, dtype=dtype)[: rows[rank]].copy_(a)
-    asked = Options(out_dtype=getattr(torch, workload.out_dtype), shard_rows=workload.rows)
-    given = Given(a, [pack(b) if workload.packed else b], [None], [None])
-    return find(workload.operator).check(world, given, asked)
+    options = Options(out_dtype=getattr(torch, workload.out_dtype), shard_rows=workload.rows)
+    operands = Given(a, [pack(b) if workload.packed else b], [None], [None])
+    return find(workload.operator).check(world, operands, options)

@@ -1,9 +1,7 @@
-"""What a plan would take on a machine, and the machines that are known. Needs neither torch nor
-ranks.
-"""
+"""Predicted times of plans on machine models (`weft.predict.machine`). Needs neither torch nor ranks."""
 
 from weft.predict.collectives import COLLECTIVES as COLLECTIVES
-from weft.predict.collectives import ways as ways
+from weft.predict.collectives import collective_candidates as collective_candidates
 from weft.predict.forecast import Forecast as Forecast
 from weft.predict.forecast import candidates as candidates
 from weft.predict.forecast import changes as changes

@@ -1,4 +1,4 @@
-"""Answers to questions about a machine: predictions as JSON objects, and in plain words."""
+"""Predictions for ``weft predict``: as JSON objects, and as sentences."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from weft.predict import figures
-from weft.predict.collectives import ways
+from weft.predict.collectives import collective_candidates
 from weft.predict.forecast import forecast, savings
 from weft.predict.machine import Machine
 from weft.schedules.operators import OPERATORS
@@ -20,17 +20,17 @@ RESOURCES = {
     "no latencies": "latency",
     "no interference": "interference of communication and computation",
 }
-"""The bottleneck of which each change would be the remedy."""
+"""The bottleneck that each of `weft.predict.changes` would remove."""
 
 
 def answer(
     case: Workload, machine: Machine, algorithm: str = "auto", chunk_rows: int | None = None
 ) -> dict[str, Any]:
     """The prediction for a case as a JSON object: times in milliseconds, K of a rank's product."""
-    found = forecast(case, machine, algorithm, chunk_rows)
-    best, fastest = found.ways[0]
-    times = (*found[:3], fastest)
-    overlap = figures.of_overlap(*times) if found.communicate else {"overlap_percent": None}
+    prediction = forecast(case, machine, algorithm, chunk_rows)
+    best, fastest = prediction.variants[0]
+    times = (*prediction[:3], fastest)
+    overlap = figures.of_overlap(*times) if prediction.communicate else {"overlap_percent": None}
     return {
         "predicted": case.operator.replace("_", "-"),
         "machine": machine.name,
@@ -44,63 +44,64 @@ def answer(
         "times_ms": {
             name: 1e3 * seconds for name, seconds in zip(figures.VIEWS, times, strict=True)
         },
-        "ways": [{**to_json(case, way), "ms": 1e3 * seconds} for way, seconds in found.ways],
-        "speedup": figures.speedup(found.sequential, fastest),
-        "limit_ratio": figures.limit_ratio(found.compute, found.communicate, fastest),
+        "ways": [
+            {**to_json(case, each), "ms": 1e3 * seconds} for each, seconds in prediction.variants
+        ],
+        "speedup": figures.speedup(prediction.sequential, fastest),
+        "limit_ratio": figures.limit_ratio(prediction.compute, prediction.communicate, fastest),
         **overlap,
-        "saved_percent": {what: 100 * saved for what, saved in savings(case, best, machine)},
+        "saved_percent": {change: 100 * saved for change, saved in savings(case, best, machine)},
         "measured_on": machine.ranks,
     }
 
 
-def variant(found: dict[str, Any]) -> Variant:
-    """The variant of an entry of an answer's ways, or of the answer itself: the best one."""
-    return Variant(found["algorithm"], found["pieces"], found["order"])
+def variant(entry: dict[str, Any]) -> Variant:
+    """The variant of an entry of an answer's variants; of the answer itself, the fastest one."""
+    return Variant(entry["algorithm"], entry["pieces"], entry["order"])
 
 
 def to_json(case: Workload, variant: Variant) -> dict[str, Any]:
-    """A variant as a JSON object, with the most rows of its transfers."""
+    """A variant as a JSON object, with the largest number of rows in one of its transfers."""
     rows = OPERATORS[case.operator].chunk_rows(case.rows, variant)
     return {**variant._asdict(), "chunk_rows": rows}
 
 
 def collective(operator: str, sizes: Sequence[int], ranks: int, machine: Machine) -> dict[str, Any]:
-    """The predictions for a collective of each of these sizes in bytes on each rank as a JSON
-    object; times in microseconds.
+    """The predictions for a collective as a JSON object; times in microseconds.
+
+    `sizes` are numbers of bytes on each rank.
     """
     rows = [
-        {"bytes": size, "way": way.name, "us": 1e6 * way.seconds, "notifies": way.notifies}
+        {"bytes": size, "way": each.name, "us": 1e6 * each.seconds, "notifies": each.notifies}
         for size in sizes
-        for way in ways(operator, size, ranks, machine)
+        for each in collective_candidates(operator, size, ranks, machine)
     ]
     name = operator.replace("_", "-")
     return {"predicted": name, "machine": machine.name, "ranks": ranks, "rows": rows}
 
 
 def words(result: dict[str, Any]) -> list[str]:
-    """An answer in plain words: whether overlap helps, by how much, the bottleneck and its
-    remedies.
-    """
+    """An answer as sentences: whether overlap helps, by how much, the bottleneck and its remedies."""
     best = variant(result)
     sequential, pipelined = (ms(result["times_ms"][name]) for name in ("sequential", "pipelined"))
     if best.algorithm == "sequential":
         line = (
             f"Overlap would not help: one after the other takes {sequential} ms, and no overlapping "
-            "way is faster."
+            "algorithm is faster."
         )
     elif result["speedup"] < 1 + _WORTH:
         line = f"Overlap would hardly help: {best} takes {pipelined} ms, sequential {sequential}."
     else:
         gain = f"{result['speedup']:.2f} times as fast"
         line = f"Overlap helps: {best} takes {pipelined} ms instead of {sequential}, {gain}."
-    others = [way for way in result["ways"][1:] if way["algorithm"] != "sequential"]
+    others = [entry for entry in result["ways"][1:] if entry["algorithm"] != "sequential"]
     if others:
         name = str(variant(others[0]))
         line += f" {name[0].upper()}{name[1:]} would take {ms(others[0]['ms'])} ms."
     lines = [line]
     saved = {
-        what: f"{what} would save {percent:.0f} %"
-        for what, percent in result["saved_percent"].items()
+        change: f"{change} would save {percent:.0f} %"
+        for change, percent in result["saved_percent"].items()
         if percent > 100 * _WORTH
     }
     if saved:
@@ -116,7 +117,7 @@ def words(result: dict[str, Any]) -> list[str]:
 
 
 def total(results: Sequence[dict[str, Any]]) -> str:
-    """The time of several operators, one after the other, in plain words."""
+    """A sentence on the time of several operators, one after the other."""
     compute, _, sequential, pipelined = (
         sum(result["times_ms"][name] for result in results) for name in figures.VIEWS
     )
@@ -129,5 +130,5 @@ def total(results: Sequence[dict[str, Any]]) -> str:
 
 
 def ms(milliseconds: float) -> str:
-    """Milliseconds with a precision that suits them."""
+    """Milliseconds with one decimal from 100 on, and else three."""
     return f"{milliseconds:.3f}" if milliseconds < 100 else f"{milliseconds:.1f}"

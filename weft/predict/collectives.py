@@ -1,4 +1,6 @@
-"""Predicted times of collectives on a machine: few rows flat or by levels, many by algorithm."""
+"""Predicted times of collectives on a machine: eager plans, flat or by levels, for few bytes, and
+otherwise one plan for each algorithm.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,7 @@ from weft.schedules.workload import Rows
 
 
 class Candidate(NamedTuple):
-    """A plan for a collective: its predicted seconds, and the largest number of peers' counters
-    that a rank raises.
-    """
+    """A plan for a collective: its predicted seconds, and the largest number of notifies of a rank."""
 
     name: str
     seconds: float
@@ -38,16 +38,17 @@ _STAGED: Mapping[str, Mapping[str, Callable[[int], Plan]]] = {
 COLLECTIVES = ("barrier", *_STAGED)
 
 
-def ways(collective: str, size: int, ranks: int, machine: Machine) -> list[Candidate]:
+def collective_candidates(
+    collective: str, size: int, ranks: int, machine: Machine
+) -> list[Candidate]:
     """The candidates for a collective of `size` bytes on each rank, the fastest first.
 
     Few bytes are sent eagerly: ``flat``, or by ``levels`` if there are several. Raises `ValueError`
-    for a machine without the latency of a signal.
+    for a machine whose signal latency is unknown.
     """
     if not machine.notify_us:
         raise ValueError(
-            f"{machine.name} has no latency of a signal (notify_us), most of the time of this "
-            "collective"
+            f"{machine.name} has no signal latency (notify_us), most of the time of this collective"
         )
     if collective == "barrier" or size <= (
         EAGER_BUFFER_BYTES if collective == "all_gather" else machine.thresholds.eager_bytes
@@ -56,24 +57,22 @@ def ways(collective: str, size: int, ranks: int, machine: Machine) -> list[Candi
             "flat": flat(ranks),
             "levels": nested(ranks, machine.groups(ranks)),
         }
-        found = {
+        plans = {
             name: EAGER_PLANS[collective](levels)
             for name, levels in levels_of.items()
             if name == "flat" or len(levels) > 1
         }
     else:
-        found = {name: plan(ranks) for name, plan in _STAGED[collective].items()}
+        plans = {name: plan(ranks) for name, plan in _STAGED[collective].items()}
     rows = split(-(-size // 4), ranks) if collective == "all_reduce" else [-(-size // 4)] * ranks
     return sorted(
-        (_predicted(name, plan, rows, machine) for name, plan in found.items()),
+        (_predicted(name, plan, rows, machine) for name, plan in plans.items()),
         key=lambda candidate: candidate.seconds,
     )
 
 
 def _predicted(name: str, plan: Plan, rows: Sequence[int], machine: Machine) -> Candidate:
-    """`rows`: of each shard, each of one number of 4 bytes."""
-    bound, numbers = (
-        bind(plan, rows[: len(plan.pieces)]),
-        dict.fromkeys(plan.buffers, Rows(1, "float32")),
-    )
-    return Candidate(name, seconds(bound, machine, numbers), max(plan.notifies()))
+    """The prediction for shards with these numbers of `rows`, each row one number of 4 bytes."""
+    bound = bind(plan, rows[: len(plan.pieces)])
+    columns = dict.fromkeys(plan.buffers, Rows(1, "float32"))
+    return Candidate(name, seconds(bound, machine, columns), max(plan.notifies()))

@@ -1,17 +1,15 @@
-"""The figures of an overlap, measured or predicted. All times of a call have the same unit."""
+"""The figures of a fused operator's overlap, from measured or predicted times of any one unit."""
 
 from __future__ import annotations
 
 VIEWS = ("compute", "communicate", "sequential", "pipelined")
-"""The times of which an overlap's figures are made, in this order."""
+"""The times from which the figures are computed, in this order."""
 
 
 def of_overlap(
     compute: float, communicate: float, sequential: float, pipelined: float
 ) -> dict[str, float]:
-    """The figures of a benchmark that hides `communicate` behind `compute`, by the names that its
-    JSON gives them.
-    """
+    """The figures of an operator that hides `communicate` behind `compute`, by their JSON keys."""
     return {
         "speedup": speedup(sequential, pipelined),
         "overlap_percent": overlap_percent(compute, communicate, pipelined),
@@ -25,20 +23,18 @@ def speedup(sequential: float, pipelined: float) -> float:
 
 
 def overlap_percent(compute: float, communicate: float, pipelined: float) -> float:
-    """``100 · max(0, 1 − (pipelined − compute) / communicate)``: how much of the communication is
-    hidden behind compute.
+    """``100 · max(0, 1 − (pipelined − compute) / communicate)``: the part of the communication that
+    is hidden behind compute.
 
     The definition of the OSU micro-benchmarks for non-blocking collectives. `communicate` is
-    measured alone, not derived from the other two. Not cut off at 100: more says that the fused
-    operator took less than compute alone, that is, how far noise reaches.
+    measured alone, not derived from the other two. The value is not limited to 100: a larger one
+    means that the fused operator took less time than compute alone, and so shows the noise.
     """
     return 100 * max(0.0, 1 - (pipelined - compute) / communicate)
 
 
 def limit_ratio(compute: float, communicate: float, pipelined: float) -> float:
-    """``pipelined / max(compute, communicate)``: 1.0 is perfect overlap of the two, which neither
-    can beat by overlapping.
-    """
+    """``pipelined / max(compute, communicate)``: 1.0 is perfect overlap, the limit."""
     return pipelined / max(compute, communicate)
 
 

@@ -1,9 +1,9 @@
-"""What an operator would take on a machine: its plans under the simulator, the figures of a
-benchmark, the fastest variant.
+"""Predictions for fused operators on a machine: their plans run by the simulator, the figures of
+their benchmarks, and the fastest variant.
 
-`time` predicts a variant of a workload, `forecast` the views of a benchmark, `savings` what holds a
-variant up. Plans and figures are those of the real operators and benchmarks; only the engine
-differs.
+`time` predicts a variant of a workload, `forecast` the views of a benchmark, `savings` the
+bottlenecks of a variant. Plans and figures are the same as in operators and benchmarks; only the
+engine differs.
 """
 
 from __future__ import annotations
@@ -22,19 +22,16 @@ from weft.predict.simulator import seconds, simulate
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import ORDERS, PIECES, Request, Variant, Workload
 
-_CUTS = (
-    PIECES,
-    8,
-    32,
-    4,
-    64,
-    1,
-)  # into how many pieces a shard may be cut, the one that is mostly right first
-_SAME = 0.02  # predictions that differ by less are taken to be equal
-# simulated transfers up to which shards are cut into pieces: among thousands of ranks there are
-# many anyway
+_CUTS = (PIECES, 8, 32, 4, 64, 1)
+"""Candidates for the number of pieces of a shard, in order of preference."""
+_SAME = 0.02
+"""Predictions that differ by a smaller part count as equal."""
 _TRANSFERS = 16_384
-_MANY = 64  # ranks from which on it takes too long to simulate them all for every candidate
+"""The largest number of simulated transfers: more pieces than fit are no candidates, as for
+thousands of ranks.
+"""
+_MANY = 64
+"""The largest number of ranks that are all simulated for every candidate; more take too long."""
 
 
 def workload(
@@ -45,8 +42,8 @@ def workload(
     out_dtype: str | None = None,
     packed: bool = True,
 ) -> Workload:
-    """The workload of a benchmark: `shape` is (M, K, N), M rows shared out over the ranks as evenly
-    as it goes.
+    """The workload of a benchmark of shape (M, K, N), with M rows divided among the ranks as evenly
+    as possible.
     """
     return Workload(
         operator,
@@ -63,7 +60,7 @@ def plan(workload: Workload, variant: Variant, machine: Machine, communicate: bo
     """The plan that an engine of the machine would execute, or that of its communication alone, as
     benchmarks measure it.
 
-    Equal ranks are planned once: of a rotation that changes nothing there is only the first part
+    If a rotation of the ranks changes nothing, the lanes of only the first ranks are planned
     (`weft.predict.simulator`).
     """
     links = 1 if machine.hosts else max(1, min(machine.lanes, workload.ranks - 1))
@@ -88,7 +85,7 @@ def _plan(planner: Callable[[Request], Plan], request: Request, rows: tuple[int,
 
 
 def planned(workload: Workload, variant: Variant, machine: Machine) -> int:
-    """How many ranks have to be simulated: those of one group if all ranks do the same, else all."""
+    """The number of ranks to simulate: of one group if all groups do the same, else all."""
     equal = (
         len(set(workload.rows)) == 1
         and variant.algorithm not in OPERATORS[workload.operator].asymmetric
@@ -106,7 +103,7 @@ def time(
 
 
 def trace(workload: Workload, variant: Variant, machine: Machine, title: str) -> Trace:
-    """What would run when; of equal ranks the first."""
+    """The predicted trace, of the ranks that are `planned`."""
     buffers = OPERATORS[workload.operator].buffers(workload)
     return simulate(plan(workload, variant, machine), machine, buffers, workload.packed, title)
 
@@ -121,10 +118,10 @@ def compute(workload: Workload, machine: Machine) -> float:
 def candidates(
     workload: Workload, machine: Machine, algorithm: str = "auto", chunk_rows: int | None = None
 ) -> list[Variant]:
-    """The variants that the machine's engine could run, or those of one algorithm; of equally fast
-    ones the first is taken.
+    """The variants that the machine's engine could run, or the variants of one algorithm, in order
+    of preference among equally fast ones.
 
-    Those in which ranks differ are left out where there are many, unless they are asked for.
+    With many ranks, algorithms in which ranks differ are left out unless they are requested.
     """
     operator, largest = OPERATORS[workload.operator], max(1, *workload.rows)
     most = max(1, _TRANSFERS // (workload.ranks * machine.group(workload.ranks)))
@@ -133,7 +130,7 @@ def candidates(
         if chunk_rows
         else [-(-largest // pieces) for pieces in _CUTS if pieces <= most]
     )
-    found = []
+    variants = []
     for name in dict.fromkeys((operator.baseline, *operator.predicted)):
         if algorithm not in ("auto", name) or (
             name in operator.moves_nothing and not _reads_peers(machine)
@@ -145,13 +142,13 @@ def candidates(
             continue
         orders = ORDERS if name in operator.ordered and workload.ranks > 2 else ORDERS[:1]
         cuts = dict.fromkeys(operator.pieces(workload.rows, name, size) for size in sizes)
-        found += [Variant(name, pieces, order) for pieces in cuts for order in orders]
-    return found
+        variants += [Variant(name, pieces, order) for pieces in cuts for order in orders]
+    return variants
 
 
 def _reads_peers(machine: Machine) -> bool:
-    """Whether products and sums can read what lies on peers. What they read does not pass an
-    emulated link, so not beside one.
+    """Whether products and sums can read peers' memory. An emulated link does not delay these
+    reads, so they are not used with one.
     """
     return machine.in_place and not machine.links[-1].idle and machine.hosts is None
 
@@ -159,14 +156,14 @@ def _reads_peers(machine: Machine) -> bool:
 class Forecast(NamedTuple):
     """Predicted seconds of a benchmark's views.
 
-    `ways` has the fastest variant of each algorithm and order with its time, the fastest of all
-    first; `communicate` is that of the fastest that overlaps.
+    `variants` has the fastest variant of each algorithm and order with its time, fastest first;
+    `communicate` belongs to the fastest variant that overlaps.
     """
 
     compute: float
     communicate: float
     sequential: float
-    ways: list[tuple[Variant, float]]
+    variants: list[tuple[Variant, float]]
 
 
 def forecast(
@@ -174,25 +171,25 @@ def forecast(
 ) -> Forecast:
     """Predict a workload, over all candidates or those of one algorithm."""
     baseline = OPERATORS[workload.operator].baseline
-    ways = rank(workload, machine, algorithm, chunk_rows)
+    variants = rank(workload, machine, algorithm, chunk_rows)
     [(_, sequential), *_] = rank(workload, machine, baseline)
-    moving = next((variant for variant, _ in ways if variant.algorithm != baseline), ways[0][0])
+    overlapping = (variant for variant, _ in variants if variant.algorithm != baseline)
     return Forecast(
         compute(workload, machine),
-        time(workload, moving, machine, communicate=True),
+        time(workload, next(overlapping, variants[0][0]), machine, communicate=True),
         sequential,
-        ways,
+        variants,
     )
 
 
 def rank(
     workload: Workload, machine: Machine, algorithm: str = "auto", chunk_rows: int | None = None
 ) -> list[tuple[Variant, float]]:
-    """Of the `candidates` the fastest of each algorithm and order, with its predicted seconds, the
+    """The fastest of the `candidates` of each algorithm and order, with its predicted seconds,
     fastest first.
 
-    Where predictions are all but equal the more usual number of pieces comes first, and then the
-    algorithm that the operator names first; the baseline comes last.
+    If predictions are nearly equal, the preferred number of pieces comes first, and then the
+    algorithm that the operator lists first; the baseline comes last.
     """
     found: dict[tuple[str, str], tuple[Variant, float]] = {}
     for variant in candidates(workload, machine, algorithm, chunk_rows):
@@ -210,7 +207,7 @@ def rank(
 
 
 def changes(machine: Machine) -> dict[str, Machine]:
-    """Machines that are better in one respect each, by what is better."""
+    """Machines that are better in one respect each, by the name of the improvement."""
     faster = {
         name: replace(p, tflops=2 * p.tflops, weight_gbs=2 * p.weight_gbs, fixed_us=p.fixed_us / 2)
         for name, p in machine.products.items()
@@ -240,18 +237,18 @@ def changes(machine: Machine) -> dict[str, Machine]:
 
 
 def _linked(machine: Machine, changed: Callable[[Link], Link]) -> Machine:
-    """The machine with other links, that between hosts among them."""
+    """The machine with all links changed, including the one between hosts."""
     network = changed(machine.network) if machine.network else None
     return replace(machine, links=tuple(map(changed, machine.links)), network=network)
 
 
 def savings(workload: Workload, variant: Variant, machine: Machine) -> list[tuple[str, float]]:
-    """What each of `changes` would take off the time of a variant, from 0 to 1, the most first: the
-    first names the bottleneck.
+    """The part of a variant's time, from 0 to 1, that each of `changes` would save, the largest
+    first: the first names the bottleneck.
     """
     now = time(workload, variant, machine)
     saved = {
-        what: 1 - time(workload, variant, changed) / now
-        for what, changed in changes(machine).items()
+        name: 1 - time(workload, variant, changed) / now
+        for name, changed in changes(machine).items()
     }
     return sorted(saved.items(), key=lambda change: -change[1])

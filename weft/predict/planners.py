@@ -1,4 +1,4 @@
-"""The planners of all operators by name, fused ones and collectives, with one signature."""
+"""Planners of all operators, fused ones and collectives, by name and with one signature."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Operator, Request
 
 EAGER = "eager"
-"""The algorithm of few rows, which operators choose by themselves."""
+"""The algorithm for few rows, which operators choose by size."""
 
 EAGER_PLANS: Mapping[str, Callable[[Levels], Plan]] = {
     "barrier": barrier,
@@ -25,12 +25,12 @@ EAGER_PLANS: Mapping[str, Callable[[Levels], Plan]] = {
     "broadcast": partial(broadcast.eager, 0),
     "all_to_all": all_to_all.eager,
 }
-"""The plans of few rows, over the levels of a topology."""
+"""The planners of eager plans, from the levels by which ranks synchronize."""
 
 
 class Planner(NamedTuple):
-    """An operator's algorithms, its plan for a request, and the rows of its shards where the ranks'
-    parts have these rows.
+    """An operator's algorithms, its plan for a request, and the rows of each shard by the rows of
+    each rank.
     """
 
     algorithms: tuple[str, ...]
@@ -91,7 +91,7 @@ PLANNERS: Mapping[str, Planner] = {
 
 
 def planned(operator: str, request: Request) -> Plan:
-    """The plan of an operator for a request; few rows go over the levels of one host."""
+    """The plan of an operator for a request; an eager one for ranks of one host."""
     if request.algorithm == EAGER:
         return EAGER_PLANS[operator](nested(request.ranks))
     return PLANNERS[operator].plan(request)

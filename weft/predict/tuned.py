@@ -1,5 +1,5 @@
-"""What was measured to be the fastest variant, by `weft tune` or in calls, by workload, remembered
-in the cache directory.
+"""The fastest variants by workload, measured by `weft tune` or by calls, and stored in the cache
+directory.
 """
 
 from __future__ import annotations
@@ -13,67 +13,66 @@ import weft.cache as cache
 from weft.schedules.workload import ORDERS, Variant, Workload, size_class
 
 Link = tuple[float, float]
-"""The Gbit/s and microseconds of an emulated link."""
+"""Bandwidth in Gbit/s and latency in microseconds of an emulated link."""
 
 Stored = Mapping[str, str | int]
-"""A variant as the cache directory has it: its fields by name."""
+"""A variant as stored in the cache directory: its fields by name."""
 
-_learned: dict[str, Stored] = {}
+_measured: dict[str, Stored] = {}
+"""Fastest variants that calls of this process have measured, stored when it ends."""
 
 
 def find(workload: Workload, link: Link | None) -> Variant | None:
-    """The variant that was fastest when this workload, or one of its class of sizes, was measured;
-    None if none was.
+    """The variant that was measured to be the fastest for this workload or another of the same size
+    class; None if none was measured.
     """
     key = _key(workload, link)
-    found = _learned.get(key) or _known().get(key)
-    return Variant(**found) if found else None  # type: ignore[arg-type]
+    fastest = _measured.get(key) or _stored().get(key)
+    return Variant(**fastest) if fastest else None  # type: ignore[arg-type]
 
 
 def remember(workload: Workload, link: Link | None, variant: Variant) -> None:
-    """Let `find` return this variant, here and in processes that start from now on."""
+    """Let `find` return this variant, in this process and in all that start later."""
     _store({_key(workload, link): variant._asdict()})
 
 
 def learn(workload: Workload, link: Link | None, variant: Variant) -> None:
-    """Let `find` return this variant, here and, once this process has ended, in those that start
-    then.
-    """
-    if not _learned:
-        atexit.register(_keep)
-    _learned[_key(workload, link)] = variant._asdict()
+    """Let `find` return this variant, in this process and in all that start after its end."""
+    if not _measured:
+        atexit.register(_store_measured)
+    _measured[_key(workload, link)] = variant._asdict()
 
 
-def _keep() -> None:
-    with contextlib.suppress(OSError):  # without a directory to write to, nothing is remembered
-        _store(_learned)
+def _store_measured() -> None:
+    with contextlib.suppress(OSError):  # there is no directory to write to
+        _store(_measured)
 
 
 def _store(more: Mapping[str, Stored]) -> None:
-    _known.cache_clear()  # others may have stored something
-    cache.store(cache.of_this_machine("tuned"), {**_known(), **more})
-    _known.cache_clear()
+    _stored.cache_clear()  # other processes may have stored variants
+    cache.store(cache.of_this_machine("tuned"), {**_stored(), **more})
+    _stored.cache_clear()
 
 
 @once
-def _known() -> dict[str, Stored]:
-    return cache.stored(cache.of_this_machine("tuned"), _fits) or {}
+def _stored() -> dict[str, Stored]:
+    return cache.stored(cache.of_this_machine("tuned"), _valid) or {}
 
 
-def _fits(found: dict[str, Stored]) -> bool:
+def _valid(entries: dict[str, Stored]) -> bool:
     return all(
         each.keys() == {*Variant._fields}
         and isinstance(each["algorithm"], str)
         and type(each["pieces"]) is int
         and each["pieces"] > 0
         and each["order"] in ORDERS
-        for each in found.values()
+        for each in entries.values()
     )
 
 
 def _key(workload: Workload, link: Link | None) -> str:
     operator, rows, k, n, dtype, out_dtype, packed, symmetric = workload
     over = f"over {link[0]:g} Gbit/s {link[1]:g} us" if link else "in shared memory"
-    lies = f"{'' if symmetric else 'staged, '}{'packed' if packed else 'plain'}"
+    operands = f"{'' if symmetric else 'staged, '}{'packed' if packed else 'plain'}"
     size = f"{len(rows)} ranks, up to {size_class(max(rows))} rows of each"
-    return f"{operator} {size} x {k} x {n} {dtype} to {out_dtype} {lies} {over}"
+    return f"{operator} {size} x {k} x {n} {dtype} to {out_dtype} {operands} {over}"
