@@ -162,19 +162,28 @@ class Machine:
     """A machine on which plans are simulated.
 
     Attributes:
-        products: by dtype, and by ``dtype packed`` if that differs. links: the fastest first.
+        products: by dtype, and by ``dtype packed`` if that differs.
+        links: the fastest first.
         network: the link between two hosts, if known: all ranks of a host share it, its latency is
-        that of a signal. hosts: the host of each rank, if there are several (`over`). memory_gbs,
-        reduce_gbs: GB/s that a local copy moves, and that a sum reads; with factors like a link's.
-        notify_us: from a notify until the peer's wait ends. launch_us: from the call until a rank's
-        lanes begin, with comm lanes lane_us later. wake_us: delay of a lane that sleeps for an idle
-        link. turn_us: scheduling delay of a comm lane, after the wait for a signal, on a core that
-        the compute lane uses. compute_slowdown: factor of the compute lane's times while the rank's
-        comm lanes work, and communicate_slowdown: of theirs while the compute lane works. lanes:
-        comm lanes of a rank, each with a link. in_place: products and sums read the memory of peers
-        like their own. fetches: peers from which a core fetches rows at a time. cores: the source
-        of figures that follow from the ranks and their threads (`of_ranks`). ranks: the number on
-        which the figures were measured, if that matters. thresholds: of its collectives. source: of the figures; `residuals`: of their fit, in percent.
+            that of a signal.
+        hosts: the host of each rank, if there are several (`over`).
+        memory_gbs, reduce_gbs: GB/s that a local copy moves, and that a sum reads; with factors
+            like a link's.
+        notify_us: from a notify until the peer's wait ends.
+        launch_us: from the call until a rank's lanes begin, with comm lanes lane_us later.
+        wake_us: delay of a lane that sleeps for an idle link.
+        turn_us: scheduling delay of a comm lane, after the wait for a signal, on a core that the
+            compute lane uses.
+        compute_slowdown: factor of the compute lane's times while the rank's comm lanes work.
+        communicate_slowdown: factor of the comm lanes' times while the compute lane works.
+        lanes: comm lanes of a rank, each with a link.
+        in_place: products and sums read the memory of peers like their own.
+        fetches: peers from which a core fetches rows at a time.
+        cores: the source of figures that follow from the ranks and their threads (`of_ranks`).
+        ranks: the number on which the figures were measured, if that matters.
+        thresholds: of its collectives.
+        source: of the figures.
+        residuals: of the fit of the figures, in percent.
     """
 
     name: str
