@@ -112,8 +112,8 @@ def streaming() -> System:
     points = []
     for row in published("allgather_gemm"):
         ranks, m, k, n = _numbers(row)
-        request = Request(ranks, 64, "push", links=ranks - 1, planned=(0,))
-        plan = bind(split_arrivals(all_gather_matmul(request)), split(m, ranks))
+        request = Request(ranks, 64, "push", links=ranks - 1)
+        plan = bind(split_arrivals(all_gather_matmul(request).part([0])), split(m, ranks))
         points.append(
             Point(f"{ranks} ranks, {m}x{k}x{n}", float(row["value"]) / 1e3, plan, _gathering(k, n))
         )
@@ -138,7 +138,7 @@ def steps() -> System:
     rows = published("all_gather_matmul_v2")
     ranks, m, k, n = _numbers(rows[0])
     cascade, overlapped = (
-        all_gather_matmul(Request(ranks, 4, algorithm, links=ranks - 1, planned=(0,)))
+        all_gather_matmul(Request(ranks, 4, algorithm, links=ranks - 1)).part([0])
         for algorithm in ("sequential", "push")
     )
     plans = [cascade, *(without(overlapped) for without in STEPS.values())]
@@ -199,9 +199,7 @@ def streams() -> System:
     for row in published("bench_overlapped_matmul_allgather"):
         ranks, size, n = int(row["ranks"]), int(row["m"]), int(row["bytes"]) // 2 // 1024
         product = matmul(Region(0, "x", 0, size), Region(0, "y", 0, size))
-        gather = bind(
-            all_gather(ranks, 1, "push", symmetric_gathered=True, planned=(0,)), [n] * ranks
-        )
+        gather = bind(all_gather(ranks, 1, "push", symmetric_gathered=True).part([0]), [n] * ranks)
         communicate = gather.lanes[0]["compute"]
         lanes = (
             {"compute": (*communicate, product)}
@@ -268,7 +266,7 @@ def tiles() -> System:
     points = []
     for row in published("iris_all_gather"):
         ranks, size, variant = int(row["ranks"]), int(row["bytes"]), row["variant"].lower()
-        plan = all_gather(ranks, 1, "push", symmetric_gathered=True, links=ranks - 1, planned=(0,))
+        plan = all_gather(ranks, 1, "push", symmetric_gathered=True, links=ranks - 1).part([0])
         rows = dict.fromkeys(("a", "gathered"), Rows(size // 2, "float16"))
         points.append(
             Point(

@@ -23,7 +23,7 @@ from weft.plan.trace import Trace
 from weft.predict.machine import Link, Machine, Product
 from weft.predict.simulator import seconds, simulate
 from weft.schedules.operators import OPERATORS
-from weft.schedules.workload import Rows, Variant, Workload
+from weft.schedules.workload import Request, Rows, Variant, Workload
 
 # Products take 1 s per row, and 10 s during communication; a link moves a row in 1 s, memory 8
 # rows.
@@ -128,8 +128,8 @@ def test_equal_ranks_are_simulated_once(operator, links, monkeypatch):
     )  # of the same name as the function it replaces
     monkeypatch.setattr(forecast, "planned", lambda workload, *_: workload.ranks)
     for variant, first in zip(variants, once, strict=True):
-        asymmetric = variant.algorithm in OPERATORS[operator].asymmetric
-        assert sum(map(bool, first.lanes)) == (6 if asymmetric else machine.group(6))
+        uniform = OPERATORS[operator].plan(Request(6, 1, variant.algorithm)).uniform
+        assert sum(map(bool, first.lanes)) == (machine.group(6) if uniform else 6)
         everything = predict.plan(case, variant, machine)
         assert all(everything.lanes)
         buffers = OPERATORS[operator].buffers(case)

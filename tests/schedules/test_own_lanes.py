@@ -1,65 +1,149 @@
-"""A rank's own lanes are all that it needs of a plan: what it reckons with from them alone is what
-the whole plan says.
+"""A rank of a uniform plan needs only its own lanes: all that ranks must agree on follows from them
+as from the lanes of all ranks.
 """
 
 import itertools
+import pickle
+from dataclasses import replace
 
 import pytest
 import torch
 
 from weft import PlanError, verify
 from weft.engines.engine import kinds
-from weft.plan import Signal
+from weft.plan import Notify, Signal
+from weft.plan.lazy import PerRank
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import ORDERS, Request
 
-CHOICES = [
-    (operator, algorithm, order, reads, symmetric)
-    for operator in OPERATORS.values()
-    for algorithm in operator.algorithms
-    if algorithm not in operator.asymmetric
-    for order in (ORDERS if algorithm == "push" else ORDERS[:1])
-    for reads in (True, False)
-    for symmetric in (True, False)
+ALGORITHMS = [
+    (operator, algorithm) for operator in OPERATORS.values() for algorithm in operator.algorithms
+]
+NOT_UNIFORM = {
+    ("all_gather_matmul", "pull"),
+    ("matmul_reduce_scatter", "ring"),
+    ("matmul_all_reduce", "ring"),
+}
+UNIFORM = [
+    (operator, algorithm, order, links)
+    for operator, algorithm in ALGORITHMS
+    if (operator.name, algorithm) not in NOT_UNIFORM
+    for order in (ORDERS if algorithm in operator.ordered else ORDERS[:1])
+    for links in (1, 2)
 ]
 
 
-def reckoned(plan, rank):
-    """What a rank does, and what it goes by that all ranks must see alike."""
-    given = {
+def derived(plan, rank):
+    """All that an engine derives from a plan for one rank."""
+    dtypes = {
         name: torch.float32 for name, buffer in plan.buffers.items() if buffer.role != "workspace"
     }
-    counted = {signal: count for signal, count in plan.promised(rank).items() if count}
     return (
         plan.lanes[rank],
-        counted,
+        plan.promised(rank),
         plan.signal_names(),
-        kinds(plan, given, {}),
+        plan.shared_buffers(),
+        kinds(plan, dtypes, {}),
         plan.buffers,
         plan.pieces,
     )
 
 
 @pytest.mark.parametrize(
-    ("operator", "algorithm", "order", "reads", "symmetric"),
-    CHOICES,
+    ("operator", "algorithm", "order", "links"),
+    UNIFORM,
     ids=lambda each: getattr(each, "name", each),
 )
-def test_own_lanes_suffice(operator, algorithm, order, reads, symmetric):
-    for ranks, cut in itertools.product((1, 2, 3, 5, 8), (1, 2, 8)):
+def test_own_lanes_suffice(operator, algorithm, order, links):
+    for ranks, cut, reads, symmetric in itertools.product(
+        (1, 2, 3, 5, 8), (1, 2, 8), (True, False), (True, False)
+    ):
         cut = 1 if algorithm in operator.uncut else cut
-        request = Request(ranks, cut, algorithm, symmetric, order, remote_reads=reads)
-        whole = operator.plan(request)
-        for rank in range(ranks):
-            own = operator.plan(request._replace(planned=(rank,)))
-            assert reckoned(own, rank) == reckoned(whole, rank), (ranks, cut, rank)
-            assert not any(lanes for other, lanes in enumerate(own.lanes) if other != rank)
+        request = Request(
+            ranks, cut, algorithm, symmetric, order, remote_reads=reads, links=min(links, ranks)
+        )
+        assert operator.plan(request).uniform
+        for planner in (operator.plan, operator.communicate):
+            plan = planner(request)
+            every = replace(plan, lanes=tuple(plan.lanes))
+            assert not every.uniform
+            for rank in range(ranks) if plan.uniform else ():
+                part = planner(request).part([rank])
+                assert derived(part, rank) == derived(every, rank), (request, rank)
+                assert part.digest == plan.digest
+                assert not any(lanes for other, lanes in enumerate(part.lanes) if other != rank)
 
 
-def test_only_a_whole_plan_can_be_proved():
-    operator = OPERATORS["all_gather_matmul"]
-    own = operator.plan(Request(2, 1, "push", planned=(0,)))
-    assert own.promised(1) == {}
-    assert Signal("free", 1) in own.promised(0)
-    with pytest.raises(PlanError, match="only a plan with the lanes of all ranks can be proved"):
-        verify(own)
+@pytest.mark.parametrize(
+    ("operator", "algorithm"), ALGORITHMS, ids=lambda each: getattr(each, "name", each)
+)
+def test_plans_of_ranks_that_differ_are_not_uniform(operator, algorithm):
+    plan = operator.plan(Request(3, 1, algorithm))
+    assert plan.uniform == ((operator.name, algorithm) not in NOT_UNIFORM)
+    if algorithm not in operator.shared_memory_only:
+        assert not operator.plan(Request(3, 1, algorithm, hosts=(0, 0, 1))).uniform
+
+
+def test_lanes_are_planned_when_they_are_read(monkeypatch):
+    from weft.schedules import all_gather_matmul as schedule
+
+    planned = []
+
+    def push(request, rank, into):
+        planned.append(rank)
+        return gather(request, rank, into)
+
+    gather = schedule.GATHERINGS["push"]
+    monkeypatch.setitem(schedule.GATHERINGS, "push", push)
+    plan = schedule.all_gather_matmul(Request(64, 1, "push"))
+    assert not planned
+    part = plan.part([5])
+    assert part.promised(5)[Signal("arrived", 6)] == 1
+    assert plan.lanes[5] is part.lanes[5]
+    assert planned == [5]
+    assert list(plan.lanes[-2:]) == [plan.lanes[62], plan.lanes[63]]
+    assert planned == [5, 62, 63]
+
+
+def test_lazy_lanes_compare_and_print_like_a_tuple():
+    plan = OPERATORS["all_gather_matmul"].plan(Request(3, 2, "push"))
+    lanes = tuple(plan.lanes)
+    assert plan.lanes == lanes
+    assert lanes == plan.lanes
+    assert plan.lanes != lanes[:2]
+    assert plan.lanes != [*lanes]
+    assert repr(plan.lanes) == repr(lanes)
+    assert repr(plan.result) == repr(dict(plan.result))
+    assert plan.lanes[1:] == lanes[1:]
+    with pytest.raises(IndexError):
+        plan.lanes[3]
+    copy = pickle.loads(pickle.dumps(plan))
+    assert copy == plan
+    assert type(copy.lanes) is tuple
+    assert type(copy.result) is dict
+
+
+def test_an_error_of_a_planner_is_raised_when_its_lanes_are_read():
+    lanes = PerRank(2, lambda rank: [{}][rank])
+    assert lanes[0] == {}
+    with pytest.raises(IndexError):
+        list(lanes)
+
+
+def test_a_plan_with_other_lanes_is_not_uniform():
+    """Its ranks compare the lanes, and its counters grow by the notifies of all ranks."""
+    plan = OPERATORS["all_gather_matmul"].plan(Request(2, 1, "push"))
+    lanes = [dict(each) for each in plan.lanes]
+    lanes[1]["comm"] = tuple(i for i in lanes[1]["comm"] if not isinstance(i, Notify))
+    changed = replace(plan, lanes=tuple(lanes))
+    assert not changed.uniform
+    assert changed.digest != plan.digest
+    assert Signal("arrived", 1) in plan.promised(0)
+    assert Signal("arrived", 1) not in changed.promised(0)
+
+
+def test_a_part_of_a_plan_is_not_proved():
+    plan = OPERATORS["all_gather_matmul"].plan(Request(2, 1, "push"))
+    verify(plan)
+    with pytest.raises(PlanError, match="deadlock: rank 0 compute waits for 1 of arrived<1"):
+        verify(plan.part([0]))

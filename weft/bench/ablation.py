@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from weft.plan import Compute, Instruction, Plan, Region, Signal, Wait
+from weft.plan.lazy import PerRank
 
 Lane = list[Instruction]
 
@@ -34,11 +35,14 @@ def _rewritten(plan: Plan, rewrite: Callable[[Sequence[Instruction]], Lane]) -> 
     """The plan with its compute lanes rewritten; ``sequential`` has no overlap to take away."""
     if plan.algorithm == "sequential":
         return plan
-    lanes = tuple(
-        {name: tuple(rewrite(lane)) if name == "compute" else lane for name, lane in of.items()}
-        for of in plan.lanes
-    )
-    return replace(plan, lanes=lanes)
+
+    def lanes(rank: int) -> dict[str, tuple[Instruction, ...]]:
+        return {
+            name: tuple(rewrite(lane)) if name == "compute" else lane
+            for name, lane in plan.lanes[rank].items()
+        }
+
+    return replace(plan, lanes=PerRank(plan.ranks, lanes, plan.request))
 
 
 def _own_rows_last(lane: Sequence[Instruction]) -> Lane:

@@ -50,7 +50,6 @@ class Engine(ABC):
     refused: Mapping[str, str] = {}
     products = ""
 
-    whole_plans = True  # whether programs need the lanes of all ranks, or of this rank only
     caches_calls = False  # whether `calls` has repeated calls
 
     def __init__(self, world: World) -> None:
@@ -119,6 +118,7 @@ class Engine(ABC):
         program = self.programs.get(key)
         if program is None:
             program = self.compile(plan, tensors, rows, dtypes)
+            program.original = plan
             self.programs[key] = program
             if len(self.programs) > _CACHED:
                 self.programs.popitem(last=False)
@@ -261,8 +261,12 @@ class Program(ABC):
     """A plan compiled for one rank; `compiled` is its part in the native core."""
 
     compiled: _native.Compiled
+    original: Plan
+    """The plan that was compiled, kept alive: its `id` is part of the key of this program."""
 
     def __init__(self, engine: Engine, plan: Plan) -> None:
+        if plan.uniform:
+            plan = plan.part([engine.world.rank])
         self.engine, self.world, self.plan = engine, engine.world, plan
         self.retained: object = None  # objects that must live until the started execution ends
         lanes = self.own_lanes()

@@ -43,7 +43,6 @@ Place = tuple[int, int, int]
 class HostEngine(Engine):
     """Executes plans on the caller's thread and one native thread."""
 
-    whole_plans = False
     caches_calls = True
 
     def kind(self, tensors: Tensors, rows: Sequence[int]) -> Hashable:

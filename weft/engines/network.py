@@ -47,7 +47,6 @@ class NetworkEngine(HostEngine):
     """Executes plans for one rank of a world on several hosts."""
 
     refused = SHARED_MEMORY_ONLY
-    whole_plans = True
     caches_calls = False  # the call cache can only repeat calls that are all native
 
     def __init__(self, world: World) -> None:
@@ -79,7 +78,6 @@ class NetworkProgram(HostProgram):
 
     def __init__(self, engine: NetworkEngine, plan: Plan, tensors: Tensors, dtypes: Dtypes) -> None:
         world, rank = engine.world, engine.world.rank
-        self.original = plan  # kept alive: its `id` is part of the key of this program
         plan = lower_to_messages(plan, world.hosts)
         # by the lane of the rows
         self.outgoing: dict[str, list[tuple[int, tuple[Wait, list[Message], Notify]]]] = {}

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -71,12 +70,7 @@ def execute(call: Call, variant: Variant) -> list[Tensor]:
 def prepare(call: Call, variant: Variant) -> Program:
     """The program of a call in a variant."""
     world, operator, workload = call.world, call.operator, call.workload
-    whole = engine(world).whole_plans or variant.algorithm in operator.asymmetric
-    where = {
-        "hosts": world.topology,
-        "remote_reads": world.remote_reads,
-        "planned": None if whole else (world.rank,),
-    }
+    where = {"hosts": world.topology, "remote_reads": world.remote_reads}
     held = workload._replace(rows=(), k=1, n=1, packed=True)  # what plans for all sizes depend on
     plan, dtypes = _planned(
         call.planner, held, operator.request(workload, variant, **where, **call.asked)
@@ -89,11 +83,8 @@ def _planned(
     planner: Callable[[Request], Plan], workload: Workload, request: Request
 ) -> tuple[Plan, Mapping[str, torch.dtype]]:
     """A plan, and the dtypes of its buffers."""
-    plan = planner(request)
-    if request.planned is not None:
-        plan = replace(plan, request=repr(request._replace(planned=None)))
     buffers = OPERATORS[workload.operator].buffers(workload)
-    return plan, {name: getattr(torch, rows.dtype) for name, rows in buffers.items()}
+    return planner(request), {name: getattr(torch, rows.dtype) for name, rows in buffers.items()}
 
 
 def _execute(call: Call, program: Program) -> None:

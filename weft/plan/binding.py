@@ -6,7 +6,7 @@ or check rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -23,6 +23,7 @@ from weft.plan.language import (
     Region,
     Wait,
 )
+from weft.plan.lazy import Deferred, PerRank
 from weft.plan.values import Term, Value, mapped
 
 
@@ -78,16 +79,19 @@ class _Binding:
             )
             for name, buffer in plan.buffers.items()
         }
-        lanes = tuple(
-            {name: tuple(map(self.instruction, lane)) for name, lane in lanes.items()}
-            for lanes in plan.lanes
-        )
-        result = dict(
+        lanes = PerRank(plan.ranks, self.lanes)
+        return replace(plan, buffers=buffers, lanes=lanes, result=Deferred(self.result), pieces=())
+
+    def lanes(self, rank: int) -> Mapping[str, tuple[Instruction, ...]]:
+        lanes = self.plan.lanes[rank]
+        return {name: tuple(map(self.instruction, lane)) for name, lane in lanes.items()}
+
+    def result(self) -> Mapping[Region, Value]:
+        return dict(
             self.promise(region, value)
-            for region, value in plan.result.items()
+            for region, value in self.plan.result.items()
             if self.rows(region)
         )
-        return replace(plan, buffers=buffers, lanes=lanes, result=result, pieces=())
 
     def rows(self, region: Region) -> int:
         bounds = self.bounds(region.rank, region.buffer)

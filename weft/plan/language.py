@@ -26,13 +26,14 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, zip_longest
 from typing import Literal, NamedTuple
 
 from weft.plan.kernel import Kernel
+from weft.plan.lazy import PerRank
 from weft.plan.values import Value
 
 Role = Literal["input", "output", "workspace", "eager"]
@@ -199,26 +200,42 @@ class Plan:
     into which each shard is cut; blocks are numbered over all shards. `synchronizes` promises that
     no rank ends the plan before all have begun it.
 
-    If all ranks do the same a rank needs only its own lanes: `planned` are the ranks that have
-    lanes, by default all, and `request` is then compared by ranks in place of the lanes.
+    `lanes` and `result` may be computed when they are read (`weft.plan.lazy`).
     """
 
     operator: str
     algorithm: str
     buffers: Mapping[str, Buffer]
-    lanes: tuple[Mapping[str, tuple[Instruction, ...]], ...]
+    lanes: Sequence[Mapping[str, tuple[Instruction, ...]]]
     result: Mapping[Region, Value] = field(default_factory=dict)
     pieces: tuple[int, ...] = ()
-    planned: tuple[int, ...] | None = None
-    request: str = ""
     synchronizes: bool = False
 
     @property
-    def digest(self) -> int:
-        """A checksum by which ranks compare their plans: the same on all ranks that have parts of one
-        plan.
+    def request(self) -> str:
+        """A text that determines the lanes, if the plan is uniform; else empty."""
+        return self.lanes.request if isinstance(self.lanes, PerRank) else ""
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all ranks do the same, so that the lanes of one rank have all signal names and
+        buffers of the plan.
         """
+        return bool(self.request)
+
+    @property
+    def digest(self) -> int:
+        """A checksum by which ranks compare their plans."""
         return zlib.crc32((self.request or repr(self.lanes)).encode())
+
+    def part(self, ranks: Container[int]) -> Plan:
+        """The plan with the lanes of these ranks only, and without a result: it can be executed by a
+        rank of a uniform plan, or simulated, but not proved.
+        """
+        lanes = PerRank(
+            self.ranks, lambda rank: self.lanes[rank] if rank in ranks else {}, self.request
+        )
+        return replace(self, lanes=lanes, result={})
 
     @property
     def ranks(self) -> int:
@@ -294,11 +311,11 @@ class Plan:
     def promised(self, rank: int) -> dict[Signal, int]:
         """The counters of `rank`, each with its increase in one execution.
 
-        If a plan has only the rank's own lanes it follows from them: a plan waits for all its
-        notifies but "free", for which the next plan waits, and a rank that sends "free" to a peer
-        gets "free" from that peer.
+        In a uniform plan it follows from the rank's own lanes: a plan waits for all its notifies but
+        "free", for which the next plan waits, and a rank that sends "free" to a peer gets "free"
+        from that peer.
         """
-        if self.planned is None:
+        if not self.uniform:
             return dict(self.notified[rank])
         totals: dict[Signal, int] = {}
         for instruction in chain(*self.lanes[rank].values()):

@@ -12,7 +12,6 @@ Messages are admitted after all ranks that they notify have begun the call. Earl
 still count signals of the sender for the previous call, which arrive through another channel. So
 each of these ranks has a **receive gate**: lane ``"comm<3"`` admits the messages of ``comm`` of rank
 3. A channel begins with waits for the gates of the ranks that it notifies; these waits are not sent.
-Only plans with the lanes of all ranks have gates: others are simulated and never executed.
 
 So rows stay in the connection until the receiver makes the call. A rank's ready signal to remote
 senders is then redundant if it notifies them later: lowering drops the notify and its wait.
@@ -41,8 +40,9 @@ from weft.plan.language import (
 Lanes = dict[str, list[Instruction]]
 
 
-def lower_to_messages(plan: Plan, hosts: Sequence[int]) -> Plan:
-    """`plan` with its traffic between hosts on channels; `hosts[rank]` is the host of a rank.
+def lower_to_messages(plan: Plan, hosts: Sequence[int], gates: bool = True) -> Plan:
+    """`plan` with its traffic between hosts on channels; `hosts[rank]` is the host of a rank. A plan
+    without `gates` can only be simulated.
 
     Raises `PlanError` for a plan that reads rows of another host, or writes to them in another
     manner than by a copy: messages only put.
@@ -53,7 +53,7 @@ def lower_to_messages(plan: Plan, hosts: Sequence[int]) -> Plan:
         for name, lane in before.items():
             after |= _Lowering(plan, hosts, rank, name, redundant).run(lane)
         lanes.append(after)
-    if plan.planned is None:
+    if gates:
         _add_gates(lanes)
     return replace(
         plan, lanes=tuple({name: tuple(lane) for name, lane in own.items()} for own in lanes)

@@ -64,34 +64,38 @@ def plan(workload: Workload, variant: Variant, machine: Machine, communicate: bo
     (`weft.predict.simulator`).
     """
     links = 1 if machine.hosts else max(1, min(machine.lanes, workload.ranks - 1))
-    operator, ranks = (
-        OPERATORS[workload.operator],
-        tuple(range(planned(workload, variant, machine))),
-    )
-    where: dict[str, Any] = {
+    operator = OPERATORS[workload.operator]
+    more: dict[str, Any] = {
         "hosts": machine.hosts,
         "remote_reads": _reads_peers(machine),
         "links": links,
-        "planned": ranks,
     }
-    request = operator.request(workload, variant, **where)
-    return _plan(operator.communicate if communicate else operator.plan, request, workload.rows)
+    request = operator.request(workload, variant, **more)
+    planner = operator.communicate if communicate else operator.plan
+    return _plan(planner, request, workload.rows, planned(workload, variant, machine))
 
 
 @lru_cache(maxsize=64)
-def _plan(planner: Callable[[Request], Plan], request: Request, rows: tuple[int, ...]) -> Plan:
-    made = bind(planner(request), rows)
-    return made if request.hosts is None else lower_to_messages(made, request.hosts)
+def _plan(
+    planner: Callable[[Request], Plan], request: Request, rows: tuple[int, ...], ranks: int
+) -> Plan:
+    made = bind(planner(request).part(range(ranks)), rows)
+    return made if request.hosts is None else lower_to_messages(made, request.hosts, gates=False)
 
 
 def planned(workload: Workload, variant: Variant, machine: Machine) -> int:
     """The number of ranks to simulate: of one group if all groups do the same, else all."""
-    equal = (
-        len(set(workload.rows)) == 1
-        and variant.algorithm not in OPERATORS[workload.operator].asymmetric
+    equal = len(set(workload.rows)) == 1 and _uniform(
+        workload.operator, workload.ranks, variant.algorithm
     )
     group = machine.group(workload.ranks)
     return group if equal and workload.ranks % group == 0 else workload.ranks
+
+
+@lru_cache
+def _uniform(operator: str, ranks: int, algorithm: str) -> bool:
+    """Whether all ranks do the same if they have equal rows and hosts have equally many ranks."""
+    return OPERATORS[operator].plan(Request(ranks, 1, algorithm)).uniform
 
 
 def time(
@@ -138,7 +142,8 @@ def candidates(
             continue
         if machine.hosts is not None and name in operator.shared_memory_only:
             continue
-        if algorithm == "auto" and name in operator.asymmetric and workload.ranks > _MANY:
+        many = algorithm == "auto" and workload.ranks > _MANY
+        if many and not _uniform(operator.name, workload.ranks, name):
             continue
         orders = ORDERS if name in operator.ordered and workload.ranks > 2 else ORDERS[:1]
         cuts = dict.fromkeys(operator.pieces(workload.rows, name, size) for size in sizes)

@@ -8,19 +8,20 @@ runs them one after the other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from typing import NamedTuple
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Value, Wait
+from weft.plan.lazy import Deferred
 from weft.schedules.blocks import block, everything, shard, shards
 from weft.schedules.lanes import (
     Lanes,
+    by_rank,
     concurrent,
     enter,
-    in_all,
     leave,
     notify_all,
     one_lane,
@@ -222,7 +223,6 @@ def all_gather(
     symmetric_gathered: bool = False,
     order: str = "peer",
     links: int = 1,
-    planned: tuple[int, ...] | None = None,
     hosts: Hosts | None = None,
 ) -> Plan:
     """``gathered`` = the rows `a` of all ranks in rank order, each in `pieces`; `algorithm` is
@@ -230,8 +230,8 @@ def all_gather(
 
     In a pull each rank copies its peers' rows to `gathered`, directly from `a` if it is symmetric;
     else ranks stage a piece at a time. In push and ring a peer writes: to `gathered` if it is
-    symmetric or every rank has a host of its own, and else to a workspace. `planned` and `hosts`
-    are those of a `Request`. On one host a push into a symmetric `gathered` only reads `a`, so `a`
+    symmetric or every rank has a host of its own, and else to a workspace. `hosts` are those of a
+    `Request`. On one host a push into a symmetric `gathered` only reads `a`, so `a`
     may be this rank's own part of `gathered`.
     """
     # whether several ranks of a host read the rows that arrive
@@ -263,17 +263,16 @@ def all_gather(
             lane += [wait, *keep(region, start, r)]
         return concurrent([*lane, *part.last], part.transfers if links > 1 else [])
 
-    buffers, result = gather_plan(ranks, pieces, planned, ["gathered"])
+    buffers, result = gather_plan(ranks, pieces, ["gathered"])
     if through_slots:
         buffers["staged"] = stream.slots
     return Plan(
         "all_gather",
         algorithm,
         buffers,
-        in_all(ranks, planned, lanes),
+        by_rank(ranks, lanes),
         result,
         (pieces,) * ranks,
-        planned=planned,
     )
 
 
@@ -290,7 +289,7 @@ def eager(levels: Levels) -> Plan:
         lanes.append(
             [*sent[:1], *keep(own, r, r), *sent[1:], *fetched]
         )  # own rows are copied in one pass
-    buffers, result = gather_plan(ranks, 1, None, ["gathered"])
+    buffers, result = gather_plan(ranks, 1, ["gathered"])
     buffers["eager"] = Buffer.of("eager", shards(ranks, 1))
     return Plan(
         "all_gather", "eager", buffers, one_lane(lanes), result, (1,) * ranks, synchronizes=True
@@ -338,10 +337,9 @@ def keep(region: Region, start: int, rank: int) -> list[Instruction]:
 
 
 def gather_plan(
-    ranks: int, pieces: int, planned: tuple[int, ...] | None, outputs: Sequence[str]
-) -> tuple[dict[str, Buffer], dict[Region, Value]]:
-    """The buffers of a gathering with these `outputs`, and the result on the planned ranks, by
-    default all.
+    ranks: int, pieces: int, outputs: Sequence[str]
+) -> tuple[dict[str, Buffer], Mapping[Region, Value]]:
+    """The buffers of a gathering with these `outputs`, and the result.
 
     ``gathered`` has the gathered rows, all other outputs their products.
     """
@@ -351,12 +349,15 @@ def gather_plan(
         "staged": Buffer.of("workspace", own),
         "inbox": Buffer.of("workspace", every),
     }
-    result: dict[Region, Value] = {
-        shard(r, name, p, pieces): (
-            Term(p, "a", -p * pieces, None if name == "gathered" else (r, name)),
-        )
-        for name in outputs
-        for r in planned or range(ranks)
-        for p in range(ranks)
-    }
-    return buffers | {name: Buffer.of("output", every) for name in outputs}, result
+
+    def result() -> dict[Region, Value]:
+        return {
+            shard(r, name, p, pieces): (
+                Term(p, "a", -p * pieces, None if name == "gathered" else (r, name)),
+            )
+            for name in outputs
+            for r in range(ranks)
+            for p in range(ranks)
+        }
+
+    return buffers | {name: Buffer.of("output", every) for name in outputs}, Deferred(result)

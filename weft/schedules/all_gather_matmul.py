@@ -15,7 +15,7 @@ from weft.kernels.matmul import matmul
 from weft.plan import Copy, Instruction, Plan, Region
 from weft.schedules.all_gather import GATHERINGS, Arrival, all_gather, gather_plan, keep, push
 from weft.schedules.blocks import shard
-from weft.schedules.lanes import Lanes, concurrent, enter, in_all
+from weft.schedules.lanes import Lanes, by_rank, concurrent, enter
 from weft.schedules.workload import Operator, Request, Rows, Workload
 
 ALGORITHMS = ("direct", "push", "pull", "ring", "sequential")
@@ -29,8 +29,8 @@ def all_gather_matmul(request: Request) -> Plan:
         request.algorithm,
         request.gathered,
     )
-    links, planned, outs = request.links, request.planned, outputs(request.weights)
-    buffers, result = gather_plan(ranks, pieces, planned, ["gathered", *outs] if gathered else outs)
+    links, outs = request.links, outputs(request.weights)
+    buffers, result = gather_plan(ranks, pieces, ["gathered", *outs] if gathered else outs)
     into = "gathered" if gathered and algorithm == "pull" else "inbox"
 
     def used(region: Region, start: int, r: int) -> list[Instruction]:
@@ -63,12 +63,14 @@ def all_gather_matmul(request: Request) -> Plan:
             peers += [wait, *used(region, start, r)]
         return concurrent([*part.first, *own, *peers, *part.last], part.transfers)
 
-    lanes = in_all(
-        ranks, planned, gather_then_multiply if algorithm == "sequential" else multiply_arrivals
+    # a pull joins products of adjacent peers: for most ranks not all peers
+    uniform = request.hosts is None and algorithm != "pull"
+    lanes = by_rank(
+        ranks,
+        gather_then_multiply if algorithm == "sequential" else multiply_arrivals,
+        request if uniform else None,
     )
-    return Plan(
-        "all_gather_matmul", algorithm, buffers, lanes, result, (pieces,) * ranks, planned=planned
-    )
+    return Plan("all_gather_matmul", algorithm, buffers, lanes, result, (pieces,) * ranks)
 
 
 def outputs(weights: int) -> tuple[str, ...]:
@@ -100,7 +102,7 @@ def _communicate(request: Request) -> Plan:
     """
     algorithm = {"direct": "pull", "sequential": "push"}.get(request.algorithm, request.algorithm)
     push = {"order": request.order, "links": request.links} if algorithm == "push" else {}
-    more: dict[str, Any] = {"planned": request.planned, "hosts": request.hosts, **push}
+    more: dict[str, Any] = {"hosts": request.hosts, **push}
     return all_gather(
         request.ranks, request.pieces, algorithm, symmetric_a=True, symmetric_gathered=True, **more
     )
@@ -125,7 +127,6 @@ OPERATOR = Operator(
     uncut=("direct", "sequential"),
     moves_nothing=("direct",),
     reads_peers=("direct", "pull"),
-    asymmetric=("pull",),  # it joins products of adjacent peers: for most ranks not all peers
     ordered=("push",),
     several_weights=True,
     auto_candidates=("direct", "sequential"),

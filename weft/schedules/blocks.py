@@ -6,9 +6,10 @@ The rows of each rank are cut into the same number of pieces, and a piece is a b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from weft.plan import Region, Term, Value
+from weft.plan.lazy import Deferred
 
 
 def block(rank: int, buffer: str, number: int) -> Region:
@@ -36,18 +37,17 @@ def shards(ranks: int, pieces: int) -> tuple[range, ...]:
     return tuple(range(rank * pieces, (rank + 1) * pieces) for rank in range(ranks))
 
 
-def sum_result(
-    owned: Sequence[range], planned: tuple[int, ...] | None = None, factor: str | None = None
-) -> dict[Region, Value]:
-    """The result of a sum on the planned ranks: ``out`` has the sum over all ranks of the blocks
-    that each rank owns.
+def sum_result(owned: Sequence[range], factor: str | None = None) -> Mapping[Region, Value]:
+    """The result of a sum: ``out`` has the sum over all ranks of the blocks that each rank owns.
 
     It is a sum of products if there is a `factor`, the buffer that names their weight.
     """
     ranks = range(len(owned))
-    return {
-        Region(r, "out", 0, len(owned[r])): tuple(
-            Term(p, "a", owned[r].start, (p, factor) if factor else None) for p in ranks
-        )
-        for r in planned or ranks
-    }
+    return Deferred(
+        lambda: {
+            Region(r, "out", 0, len(owned[r])): tuple(
+                Term(p, "a", owned[r].start, (p, factor) if factor else None) for p in ranks
+            )
+            for r in ranks
+        }
+    )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from weft.plan import Compute, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Wait
+from weft.plan.lazy import PerRank
 from weft.schedules.peers import after, before
 
 Lanes = Mapping[str, Sequence[Instruction]]
@@ -93,14 +94,16 @@ def without_products(plan: Plan) -> Plan:
                 return ()
         return (instruction,)
 
-    lanes = tuple(
-        {name: tuple(each for i in lane for each in without(i)) for name, lane in lanes.items()}
-        for lanes in plan.lanes
-    )
+    def lanes(rank: int) -> dict[str, tuple[Instruction, ...]]:
+        return {
+            name: tuple(each for i in lane for each in without(i))
+            for name, lane in plan.lanes[rank].items()
+        }
+
     buffers = {name: buffer for name, buffer in plan.buffers.items() if name != "a"}
     return replace(
         plan,
-        lanes=lanes,
+        lanes=PerRank(plan.ranks, lanes, plan.request),
         buffers=buffers | {"partial": replace(buffers["partial"], role="input")},
         result={},
     )
@@ -137,12 +140,17 @@ def concurrent(compute: Sequence[Instruction], transfers: Iterable[Sequence[Inst
     }
 
 
-def in_all(
-    ranks: int, planned: tuple[int, ...] | None, lanes: Callable[[int], Lanes]
-) -> tuple[Mapping[str, tuple[Instruction, ...]], ...]:
-    """The lanes of all ranks, tidy; ranks that are not `planned` have none."""
-    made = (lanes(rank) if planned is None or rank in planned else {} for rank in range(ranks))
-    return tuple({name: tidy(lane) for name, lane in of_rank.items()} for of_rank in made)
+def by_rank(
+    ranks: int, lanes: Callable[[int], Lanes], request: object = None
+) -> PerRank[Mapping[str, tuple[Instruction, ...]]]:
+    """The lanes of all ranks, tidy. `request` determines them if all ranks do the same; without it
+    ranks may differ.
+    """
+    return PerRank(
+        ranks,
+        lambda rank: {name: tidy(lane) for name, lane in lanes(rank).items()},
+        repr(request) if request else "",
+    )
 
 
 def one_lane(

@@ -108,7 +108,6 @@ OPERATOR = Operator(
     moves_nothing=("put",),
     reads_peers=("one_shot",),
     writes_products=("put",),
-    asymmetric=("ring",),
     exchanges="out",
     auto_candidates=("one_shot", "two_shot", "sequential"),
     auto_candidates_over_links=("two_shot", "sequential"),

@@ -17,9 +17,9 @@ from weft.schedules.host_rings import HostRing
 from weft.schedules.host_sums import HostSums, inbox
 from weft.schedules.lanes import (
     Lanes,
+    by_rank,
     concurrent,
     enter,
-    in_all,
     leave,
     notify_all,
     wait_all,
@@ -80,13 +80,11 @@ def sum_of_products(
         else inbox(pieces, hosts),
         "out": Buffer.of("output", owned),
     }
-    result, every_lane = (
-        sum_result(owned, request.planned, product_buffer(algorithm, ranks)),
-        in_all(ranks, request.planned, lanes),
-    )
-    return Plan(
-        operator, algorithm, buffers, every_lane, result, (pieces,) * ranks, planned=request.planned
-    )
+    # a ring begins at rank 0
+    uniform = request.hosts is None and algorithm != "ring"
+    every_lane = by_rank(ranks, lanes, request if uniform else None)
+    result = sum_result(owned, product_buffer(algorithm, ranks))
+    return Plan(operator, algorithm, buffers, every_lane, result, (pieces,) * ranks)
 
 
 def product_buffer(algorithm: str, ranks: int) -> str:
@@ -311,7 +309,6 @@ OPERATOR = Operator(
     moves_nothing=("direct", "put"),
     reads_peers=("direct",),
     writes_products=("put",),
-    asymmetric=("ring",),  # its sums begin at rank 0
     ordered=("push",),
     exchanges="out",
     auto_candidates=("direct", "put", "sequential"),

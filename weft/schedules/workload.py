@@ -87,7 +87,7 @@ class Request(NamedTuple):
     `symmetric`: the input is in symmetric memory, where peers read it in place; else it is staged.
     `hosts`: the host of each rank if there are several. `remote_reads`: products of peers can be
     read in place; else they are moved first. A push sends its pieces in an `order` of `ORDERS`, to
-    peers in one lane for each of `links`. `planned`: the ranks that get their lanes, by default all.
+    peers in one lane for each of `links`.
 
     `op` is the reduction of a sum, ``sum`` or ``avg``. A gather multiplies by n `weights`, and
     may have the `gathered` rows as an output too.
@@ -101,7 +101,6 @@ class Request(NamedTuple):
     hosts: Hosts | None = None
     remote_reads: bool = True
     links: int = 1
-    planned: tuple[int, ...] | None = None
     op: str = "sum"
     weights: int = 1
     gathered: bool = False
@@ -141,10 +140,6 @@ class Operator:
     """Algorithms that cut all rows into pieces, instead of the rows of each rank."""
     moves_nothing: tuple[str, ...] = ()
     """Algorithms that move no rows: products and sums work on peers' memory."""
-    asymmetric: tuple[str, ...] = ()
-    """Algorithms in which ranks differ even if their numbers of rows are equal, so that the lanes of
-    peers do not follow from a rank's own.
-    """
     reads_peers: tuple[str, ...] = ()
     """Algorithms that read peers' rows in place."""
     writes_products: tuple[str, ...] = ()

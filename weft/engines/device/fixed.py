@@ -64,7 +64,6 @@ class FixedProgram(Program):
     def __init__(
         self, engine: Engine, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Dtypes
     ) -> None:
-        self.original = plan  # kept alive: its `id` is part of the key of this program
         super().__init__(engine, _without_empty_moves(bind(plan, rows)))
         self.geometry = {name: Geometry.of(tensor, self.world) for name, tensor in tensors.items()}
         self.kinds = kinds(self.plan, {name: t.dtype for name, t in tensors.items()}, dtypes)

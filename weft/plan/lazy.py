@@ -1,0 +1,82 @@
+"""Parts of a plan that are computed when they are first read: an item for each rank, a mapping.
+
+A rank that executes a plan needs only its own lanes, and a plan for many ranks has as many. So a
+planner describes the lanes of all ranks, and only lanes that are read cost time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, TypeVar, overload
+
+Item = TypeVar("Item")
+Key = TypeVar("Key")
+
+
+class PerRank(Sequence[Item]):
+    """A sequence with an item for each rank, which `make` computes when it is first read.
+
+    It compares and prints like the tuple of all items. If all ranks do the same work, `request` is
+    a text that determines all items: ranks compare it in place of the items.
+    """
+
+    def __init__(self, ranks: int, make: Callable[[int], Item], request: str = "") -> None:
+        self.request, self._ranks, self._make = request, range(ranks), make
+        self._made: dict[int, Item] = {}
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    @overload
+    def __getitem__(self, at: int) -> Item: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Item, ...]: ...
+    def __getitem__(self, at: int | slice) -> Item | tuple[Item, ...]:
+        if isinstance(at, slice):
+            return tuple(self[rank] for rank in self._ranks[at])
+        rank = self._ranks[at]
+        if rank not in self._made:
+            self._made[rank] = self._make(rank)
+        return self._made[rank]
+
+    def __iter__(self) -> Iterator[Item]:
+        # that of `Sequence` ends where `make` raises an `IndexError`
+        return (self[rank] for rank in self._ranks)
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, tuple | PerRank) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    def __reduce__(self) -> Any:
+        return tuple, (tuple(self),)
+
+
+class Deferred(Mapping[Key, Item]):
+    """A mapping that `make` computes when it is first read."""
+
+    def __init__(self, make: Callable[[], Mapping[Key, Item]]) -> None:
+        self._make = make
+
+    @cached_property
+    def _made(self) -> Mapping[Key, Item]:
+        return self._make()
+
+    def __getitem__(self, key: Key) -> Item:
+        return self._made[key]
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def __repr__(self) -> str:
+        return repr(self._made)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
