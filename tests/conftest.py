@@ -12,9 +12,8 @@ import pytest
 _here = Path(__file__).parent
 _folders = [_here, *sorted({path.parent for path in _here.rglob("test_*.py")} - {_here})]
 os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, _folders), os.environ.get("PYTHONPATH", "")])
-if (
-    "WEFT_CACHE" not in os.environ
-):  # Workers inherit the cache of the process that starts them: products are timed once for all.
+# Workers inherit the cache of the process that starts them: products are timed once for all.
+if "WEFT_CACHE" not in os.environ:
     _cache = tempfile.TemporaryDirectory(prefix="weft-test-cache-", ignore_cleanup_errors=True)
     os.environ["WEFT_CACHE"] = _cache.name
 
@@ -36,9 +35,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     environment of before the first test.
     """
     if not (session.config.getoption("numprocesses", None) or session.config.option.collectonly):
+        # importing torch takes seconds, needless without tests
         from support import (
             ranks,
-        )  # importing torch takes seconds, needless without tests
+        )
 
         modules = {item.module.__name__ for item in session.items}
         # Modules that import GPU kernels are not preloaded: a rank first chooses whether to

@@ -67,9 +67,8 @@ def storm(
 ) -> dict[str, list[tuple[Trial, Outcome]]]:
     """Run the trials of these seeds, each of a kind chosen by its seed; their outcomes by kind."""
     found: dict[str, list[tuple[Trial, Outcome]]] = defaultdict(list)
-    folder = tempfile.mkdtemp(
-        prefix="weft-storm-cache-"
-    )  # no `TemporaryDirectory`, which a forked rank would remove at its end
+    # no `TemporaryDirectory`, which a forked rank would remove at its end
+    folder = tempfile.mkdtemp(prefix="weft-storm-cache-")
     try:
         for name, value in (
             ("TORCHINDUCTOR_CACHE_DIR", folder),

@@ -129,9 +129,8 @@ def test_async_tp(tmp_path, monkeypatch):
 def test_huggingface():
     pytest.importorskip("transformers")
     sizes = "--hidden 64 --intermediate 128 --layers 2 --heads 4 --kv-heads 2 --vocabulary 128 --prompt 16 --generated 6 --runs 2"
-    printed = as_process(
-        "huggingface.py", *sizes.split(), "--dtype", "float32"
-    )  # transformers' results are of its own classes
+    # transformers' results are of its own classes
+    printed = as_process("huggingface.py", *sizes.split(), "--dtype", "float32")
     assert printed.count("7 of 7") == 4, printed
 
 

@@ -76,9 +76,8 @@ class Buffers:
             empty(largest_size, dtype=torch.uint8)
             for empty in (world.empty, torch.empty, torch.empty)
         ]
-        self.shared, self.source, self.target = (
-            tensor.zero_() for tensor in made
-        )  # allocates the pages before anything is timed
+        # allocates the pages before anything is timed
+        self.shared, self.source, self.target = (tensor.zero_() for tensor in made)
 
     def contenders(self, size: int) -> list[Copier]:
         """All implementations, for copies of `size` bytes."""

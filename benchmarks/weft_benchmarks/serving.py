@@ -60,9 +60,8 @@ def stream(settings: ServingSettings) -> list[Step]:
     numbers are more likely than large ones.
     """
     draw, most = random.Random(settings.seed), settings.decode + settings.prefill
-    late = {
-        tokens: draw.expovariate(1 / tokens) for tokens in range(2, most + 1)
-    }  # the first is n with probability ~ 1/n
+    # the first is n with probability ~ 1/n
+    late = {tokens: draw.expovariate(1 / tokens) for tokens in range(2, most + 1)}
     totals = sorted(late, key=late.__getitem__)[: settings.warmup + settings.steps]
     draw.shuffle(totals)
     decoded = [
@@ -91,9 +90,8 @@ class Block(nn.Module):
             linear(intermediate, hidden),
         )
         for layer in (self.q, self.k, self.v, self.o, self.gate, self.up, self.down):
-            nn.init.normal_(
-                layer.weight, std=layer.in_features**-0.5
-            )  # so that every layer contributes to the result
+            # so that every layer contributes to the result
+            nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.attention_norm(x)
@@ -121,9 +119,8 @@ class Serving:
         }
         self.x = self.everything  # during the race, the tokens of the step
         self.made: dict[str, Tensor | None] = {}
-        self.mismatches = dict.fromkeys(
-            IMPLEMENTATIONS, 0
-        )  # elements that differ from the reference implementation's, in the race
+        # elements that differ from the reference implementation's, in the race
+        self.mismatches = dict.fromkeys(IMPLEMENTATIONS, 0)
 
     def _parallel(self, whole: Block, styles: ModuleType) -> nn.Module:
         plan = {name: styles.ColwiseParallel() for name in ("q", "k", "v", "gate", "up")}
@@ -204,9 +201,8 @@ class Serving:
         threads, own = torch.get_num_threads(), os.sched_getaffinity(0)
         placement.bind_threads(frozenset[int]().union(*self.world.cores))
         torch.set_num_threads(threads * self.world.ranks)
-        torch.zeros(threads * self.world.ranks << 15).add_(
-            1
-        )  # starts the threads before the timed calls
+        # starts the threads before the timed calls
+        torch.zeros(threads * self.world.ranks << 15).add_(1)
         try:
             yield
         finally:

@@ -32,9 +32,8 @@ from torch.distributed.tensor.parallel import (
 import weft
 from weft.process_group import worlds
 
-if torch.__version__.startswith(
-    "2.11."
-):  # its compiler does not trace torch's own gather of another dimension than the first
+# its compiler does not trace torch's own gather of another dimension than the first
+if torch.__version__.startswith("2.11."):
     funcol._maybe_view_chunk_cat = torch._dynamo.dont_skip_tracing(funcol._maybe_view_chunk_cat)
 
 
@@ -57,9 +56,10 @@ class RecordingPass(CustomGraphPass):
         ]
         self.graphs.append(Counter(str(node.target).split(".")[1] for node in collectives))
         ours = [node for node in collectives if node.target.namespace == "weft"]
+        # each operator waits for the one before
         assert [node.args[-1] and node.args[-1].args[0] for node in ours] == [None, *ours][
             : len(ours)
-        ]  # each operator waits for the one before
+        ]
 
     def uuid(self):
         return self.other.uuid()
@@ -123,9 +123,8 @@ def others(x, b, a, bias):
     shuffled = torch.cat(rows.chunk(2 * ranks), 1).flatten(0, 1) @ b  # not divided by rank
     y, z = a @ b, (a + 1) @ b
     summed, most = funcol.all_reduce(y, "sum", world), funcol.all_reduce(z, "max", world)
-    columns = funcol.reduce_scatter_tensor(
-        torch.addmm(bias, a[0], b), "sum", 1, world
-    )  # each rank needs a part of all biases
+    # each rank needs a part of all biases
+    columns = funcol.reduce_scatter_tensor(torch.addmm(bias, a[0], b), "sum", 1, world)
     square = funcol.all_gather_tensor(x + 1, 0, world)[:, 0]
     line = funcol.all_reduce((a[:1, 0] @ b)[0], "sum", world)
     return (
@@ -250,10 +249,11 @@ def models(_):
             if sequence
             else {"matmul_all_reduce": 2}
         )
+        # forward and backward; in the latter one operator sums the products of several layers
         assert seen.new_graphs() == [
             graph,
             graph,
-        ]  # forward and backward; in the latter one operator sums the products of several layers
+        ]
 
 
 @pytest.mark.slow

@@ -229,12 +229,10 @@ def test_all_gather_matmul(target: str, transposed: bool) -> None:
 @pytest.mark.parametrize("products", ["fp32", "bf16"])
 def test_products_are_put(target: str, products: str) -> None:
     made = product(target, "bf16", products, SOURCES=1, PUTS=True, NOTIFIES=True)
-    multiplies(
-        made, target, 24 if (target, products) == ("sm_100", "fp32") else 0
-    )  # a few bytes, at the end of a tile
-    assert_in_order(
-        NVIDIA.notify[:4] if target.startswith("sm") else AMD.notify[:6], made.assembly
-    )  # from the last store of a tile to the notify of the peer
+    # a few bytes, at the end of a tile
+    multiplies(made, target, 24 if (target, products) == ("sm_100", "fp32") else 0)
+    # from the last store of a tile to the notify of the peer
+    assert_in_order(NVIDIA.notify[:4] if target.startswith("sm") else AMD.notify[:6], made.assembly)
 
 
 def test_products_of_float32(target: str) -> None:

@@ -88,9 +88,8 @@ def test_the_number_of_rows_selects_the_algorithm(monkeypatch):
         "_table",
         lambda *_: {"plain": {str(rows): f"algorithm at {rows}" for rows in products._ROWS}},
     )
-    monkeypatch.setattr(
-        products, "_way", products._way.__wrapped__
-    )  # the original caches its result
+    # the original caches its result
+    monkeypatch.setattr(products, "_way", products._way.__wrapped__)
     found = [
         products.chosen(torch.float32, torch.float32, "plain", rows)
         for rows in (1, 7, 8, 511, 512, 9999)

@@ -148,12 +148,13 @@ def _redistributed_inputs(world):
     expected = (
         theirs.down(theirs.up(DTensor.from_local(x, mesh, [Replicate()]))).to_local().detach()
     )
+    # torch 2.9's own styles do not accept Shard(1)
     for placement in (
         Replicate(),
         Shard(0),
         Shard(1),
         Shard(2),
-    ):  # torch 2.9's own styles do not accept Shard(1)
+    ):
         shards = sharded(model, mesh, weft.nn, Replicate(), local=False)
         y = shards.down(
             shards.up(
@@ -163,10 +164,11 @@ def _redistributed_inputs(world):
         assert y.placements == (Replicate(),)
         assert_near(y.to_local().detach(), expected, str(placement))
     results = []
+    # a layer whose local input is the unsharded one, and whose output is sharded
     for styles in (
         torch_styles,
         weft.nn,
-    ):  # a layer whose local input is the unsharded one, and whose output is sharded
+    ):
         linear = copy.deepcopy(model.up)
         parallelize_module(
             linear,

@@ -188,9 +188,8 @@ def test_an_emulated_link():
 def different_widths(world):
     """Ranks whose widths select different variants by themselves; rank 0 selects."""
     variants = [Selection(Variant(name), name) for name in ("sequential", "push", "direct")]
-    autotune._candidates = lambda _: [
-        variants[world.rank]
-    ]  # patched in this process, which ends with the rank
+    # patched in this process, which ends with the rank
+    autotune._candidates = lambda _: [variants[world.rank]]
     a, b = torch.randn(16, 4), torch.randn(4, 4 + world.rank)
     for _ in range(2):
         assert_product(weft.all_gather_matmul(a, b), gathered(a), b)

@@ -29,11 +29,12 @@ SAYS_WHAT_WOULD_DO = re.compile(
 )
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
 FUSED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+# rows of the result; a has 4
 ROWS = {
     "all_gather_matmul": 8,
     "matmul_reduce_scatter": 2,
     "matmul_all_reduce": 4,
-}  # rows of the result; a has 4
+}
 
 
 class Subclass(torch.Tensor):

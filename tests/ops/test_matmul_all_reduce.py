@@ -105,9 +105,8 @@ def bad_arguments(world):
     for kind, message, arguments, *options in bad:
         with pytest.raises(kind, match=message):
             weft.matmul_all_reduce(*arguments, **(options[0] if options else {}))
-    assert_sum(
-        weft.matmul_all_reduce(a, b), a, b, lambda x: x
-    )  # nothing was sent: the world stays usable
+    # nothing was sent: the world stays usable
+    assert_sum(weft.matmul_all_reduce(a, b), a, b, lambda x: x)
 
 
 def test_bad_arguments_are_refused_before_anything_is_sent():

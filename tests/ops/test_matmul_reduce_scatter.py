@@ -181,9 +181,8 @@ def bad_arguments(world):
     both = torch.empty(100)
     with pytest.raises(ValueError, match="out must not overlap an input"):
         weft.matmul_reduce_scatter(both[:24].view(4, 6), b, out=both[20:30].view(2, 5))
-    assert_sum(
-        weft.matmul_reduce_scatter(a, b), a, b, lambda x: x[2 * world.rank :][:2]
-    )  # the world stays usable
+    # the world stays usable
+    assert_sum(weft.matmul_reduce_scatter(a, b), a, b, lambda x: x[2 * world.rank :][:2])
 
 
 def test_bad_arguments_are_refused_before_anything_is_sent():

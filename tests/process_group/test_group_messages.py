@@ -184,9 +184,8 @@ def late(world):
                 match=rf"rank 0 waited 0.2 s for a message from {words} \(tag 3\); .*longer",
             ):
                 dist.recv(torch.zeros(3), source, tag=3, group=group)
-        works = [
-            dist.isend(torch.zeros(1), 1, tag=2, group=group) for _ in range(5)
-        ]  # a mailbox holds four
+        # a mailbox holds four
+        works = [dist.isend(torch.zeros(1), 1, tag=2, group=group) for _ in range(5)]
         with pytest.raises(
             weft.PeerTimeout, match=r"rank 0 waited 0.2 s for rank 1 to take a message \(tag 2\)"
         ):

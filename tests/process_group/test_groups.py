@@ -382,9 +382,8 @@ def left_in_a_handler(world, waits, exits):
             else:
                 dist.recv(torch.ones(3), 1)
         assert not dist.is_initialized()
-        dist.init_process_group(
-            "weft", store=dist.HashStore(), rank=0, world_size=1
-        )  # for the destruction at the end
+        # for the destruction at the end
+        dist.init_process_group("weft", store=dist.HashStore(), rank=0, world_size=1)
     else:
         with pytest.raises(
             weft.PeerLost,

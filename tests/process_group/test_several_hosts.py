@@ -71,9 +71,8 @@ def main(folder):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from the agent of the dead rank's host
     (folder / f"through{rank}").touch()
     if rank == 3:
-        while not all(
-            (folder / f"through{peer}").exists() for peer in range(3)
-        ):  # so that no rank loses it in the barrier
+        # so that no rank loses it in the barrier
+        while not all((folder / f"through{peer}").exists() for peer in range(3)):
             time.sleep(0.001)
         (folder / "death").write_text(str(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)

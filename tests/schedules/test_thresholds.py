@@ -13,6 +13,7 @@ from support.ranks import on_ranks
 import weft
 from weft.schedules.levels import SIGNAL_LATENCY, nested
 from weft.schedules.thresholds import EAGER_BUFFER_BYTES, Thresholds, agreed
+from weft.world import local as local_worlds
 from weft.world import placement
 from weft.world.topology import Core, Topology
 
@@ -98,10 +99,13 @@ def test_ranks_with_different_caches_agree():
     assert others == [(limits, levels)] * 2
 
 
-def test_eager_buffers_suffice_for_large_caches():
-    def sums(limits):
-        world, own = weft.init(), torch.ones(EAGER_BUFFER_BYTES // 4)
-        world.thresholds = limits
+def test_eager_buffers_suffice_for_large_caches(monkeypatch):
+    limits = Thresholds(256 * KIB)
+    monkeypatch.setattr(local_worlds, "thresholds", lambda: limits)
+
+    def sums():
+        own = torch.ones(EAGER_BUFFER_BYTES // 4)
+        assert weft.init().thresholds == limits
         return [
             weft.all_reduce(own).eq(2).all(),
             weft.reduce_scatter(own).eq(2).all(),
@@ -109,7 +113,7 @@ def test_eager_buffers_suffice_for_large_caches():
         ]
 
     with weft.local_world(2) as local:
-        assert all(all(sums) for sums in local.run(sums, Thresholds(256 * KIB)))
+        assert all(all(results) for results in local.run(sums))
 
 
 def test_ranks_that_are_threads_share_the_thresholds_of_their_process():

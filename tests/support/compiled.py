@@ -63,9 +63,8 @@ def build(
     if "ptx" in made.asm:
         return Compiled(made.asm["ptx"], _local_bytes(made.asm["cubin"]), made.metadata.shared)
     assembly = made.asm["amdgcn"]
-    spills = re.findall(
-        r"\.vgpr_spill_count:\s*(\d+)", assembly
-    )  # scalar registers are spilled to vector registers
+    # scalar registers are spilled to vector registers
+    spills = re.findall(r"\.vgpr_spill_count:\s*(\d+)", assembly)
     assert len(spills) == 1
     return Compiled(assembly, int(spills[0]), made.metadata.shared)
 

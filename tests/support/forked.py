@@ -39,9 +39,8 @@ def fork(rank: int, host: str, ranks: int, core: int) -> int:
     if AHEAD:
         if libc.unshare(_NEWTIME):
             raise OSError(ctypes.get_errno(), "there is no clock of its own")
-        Path("/proc/self/timens_offsets").write_text(
-            f"monotonic {rank * AHEAD} 0\n"
-        )  # for processes forked from now on
+        # for processes forked from now on
+        Path("/proc/self/timens_offsets").write_text(f"monotonic {rank * AHEAD} 0\n")
     child = os.fork()
     if child:
         return child

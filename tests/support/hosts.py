@@ -82,9 +82,8 @@ class Hosts:
 
     def shape(self, gbps: float) -> None:
         """Limit the bandwidth of every host, in both directions, to `gbps`."""
-        burst = max(
-            72 << 10, int(gbps * 1e9 / 8 / 4000)
-        )  # bytes of a burst: packets are larger than on a wire before their segmentation
+        # bytes of a burst: packets are larger than on a wire before their segmentation
+        burst = max(72 << 10, int(gbps * 1e9 / 8 / 4000))
         for i, name in enumerate(self.names):
             for place, device in ((name, "eth0"), (self.hub, f"port{i}")):
                 limit = ["rate", f"{gbps}gbit", "burst", str(burst), "latency", "50ms"]
@@ -151,11 +150,12 @@ class Hosts:
             f'{at}) exec ip netns exec {name} sh -c "$*" ;;'
             for at, name in zip(addresses, self.names, strict=True)
         ]
+        # Hydra calls it with -x, the host and the command
         agent.write_text(
             "\n".join(
                 ["#!/bin/sh", "shift", "host=$1", "shift", "case $host in", *cases, "esac", ""]
             )
-        )  # -x first
+        )
         agent.chmod(0o755)
         launcher = [
             "-launcher",
@@ -203,9 +203,8 @@ class Hosts:
             out.seek(0)
             ended.append((agent.returncode, out.read()))
             out.close()
-            print(
-                f"an agent ended with {ended[-1][0]}:\n{ended[-1][1]}"
-            )  # pytest shows the complete text of a test that fails
+            # pytest shows the complete text of a test that fails
+            print(f"an agent ended with {ended[-1][0]}:\n{ended[-1][1]}")
         self.running.clear()
         return ended
 

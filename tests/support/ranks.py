@@ -160,9 +160,8 @@ def on_ranks(
 def everyones(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors of all ranks, of any shapes, in rank order, gathered by torch."""
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        found, tensor.detach().clone()
-    )  # the elements of a view alone, not the tensor that it views
+    # the elements of a view alone, not the tensor that it views
+    dist.all_gather_object(found, tensor.detach().clone())
     return found
 
 
@@ -204,9 +203,8 @@ def _main(
     end: Any,
 ) -> None:
     torch.set_num_threads(1)
-    torch.default_generator.manual_seed(
-        rank
-    )  # torch.manual_seed prepares accelerators, too, which takes milliseconds
+    # torch.manual_seed prepares accelerators, too, which takes milliseconds
+    torch.default_generator.manual_seed(rank)
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),

@@ -119,9 +119,8 @@ def late_or_dead(world, how):
     if world.rank != 2:
         weft.notify(through, 0, 2)
     else:
-        weft.wait(
-            through, 0, ">=", 2
-        )  # otherwise a rank may still be in that call, and lose this rank there
+        # otherwise a rank may still be in that call, and lose this rank there
+        weft.wait(through, 0, ">=", 2)
         if how == "die":
             die()
         if how == "raise":

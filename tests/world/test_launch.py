@@ -18,9 +18,8 @@ import weft
 from weft.world import placement
 from weft.world.topology import assign
 
-BOUND = assign(
-    placement.host_topology(), os.sched_getaffinity(0), 2, 1
-)  # the cores of two ranks with a thread each
+# the cores of two ranks with a thread each
+BOUND = assign(placement.host_topology(), os.sched_getaffinity(0), 2, 1)
 BIN = Path(sys.executable).parent
 SCRIPT = textwrap.dedent(
     """

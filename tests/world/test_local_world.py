@@ -51,18 +51,16 @@ def test_every_operator(ranks, streams):
         assert local.run(every_operator) == first, "the same threads"
     with pytest.raises(weft.WeftError, match=r"no default world|this world is closed"):
         weft.barrier()
-    assert (
-        threading.active_count() <= threads + 2 * ranks * streams
-    )  # lanes end at garbage collection
+    # lanes end at garbage collection
+    assert threading.active_count() <= threads + 2 * ranks * streams
 
 
 def test_calls_back_to_back():
     def calls():
         world = weft.init()
         for call in range(100):
-            shards = [
-                shard(r, 3, 2, call=call).round() for r in range(world.ranks)
-            ]  # exact with every kernel
+            # exact with every kernel
+            shards = [shard(r, 3, 2, call=call).round() for r in range(world.ranks)]
             b = torch.full((2, 2), float(call))
             y = weft.all_gather_matmul(
                 shards[world.rank], b, algorithm=("pull", "push", "ring", "direct")[call % 4]

@@ -177,9 +177,8 @@ def test_a_rank_that_has_too_many_files_open():
         assert outcome.error is None, outcome.trace
         assert "rank 1: [Errno 24] Too many open files" in outcome.result
     first, second = start(few_files, 2, 1)
-    assert isinstance(second.error, weft.SymmetricMemoryError), (
-        second.trace
-    )  # its own file or its peer's is one too many
+    # its own file or its peer's is one too many
+    assert isinstance(second.error, weft.SymmetricMemoryError), second.trace
     assert re.search(
         r"rank 1(:| cannot map the part of rank 0:) \[Errno 24\] Too many open files",
         str(second.error),

@@ -248,14 +248,12 @@ def transfers_in_order(world):
     memory = world.empty(steps + 1, dtype=torch.int64)
     memory.zero_()
     weft.barrier()
-    handles = [
-        weft.put_async(memory[:1], torch.tensor([world.rank + 7]), peer)
-    ]  # the transfer alone keeps its source alive
+    # the transfer alone keeps its source alive
+    handles = [weft.put_async(memory[:1], torch.tensor([world.rank + 7]), peer)]
     for step in range(steps):
         source = world.peer(memory, peer)[step : step + 1]
-        handles.append(
-            weft.put_async(memory[step + 1 : step + 2], source, peer)
-        )  # reads the result of the transfer before it
+        # reads the result of the transfer before it
+        handles.append(weft.put_async(memory[step + 1 : step + 2], source, peer))
         if step % 100 == 0:
             torch.full((1,), -1)
     over = [handle.done() for handle in handles]

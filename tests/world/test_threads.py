@@ -101,9 +101,8 @@ def moves(world, dtype, *counts):
 
 def everything(world):
     _native.let_teams(True)  # as if there were enough cores
-    sums(
-        world, torch.float32, 3, 8
-    )  # more than cores: a library's idle threads then leave the cores to others
+    # more than cores: a library's idle threads then leave the cores to others
+    sums(world, torch.float32, 3, 8)
     sums(world, torch.bfloat16, 4)
     sums(world, torch.float16, 3)
     sums(world, torch.int8, 3)
@@ -180,9 +179,8 @@ def copies(world):
 def additions(world):
     memory, out = world.empty(1 << 18).fill_(1), world.empty(1 << 18)
     yield
-    weft.all_reduce(
-        memory, out=out, algorithm="one_shot"
-    )  # each rank adds up all rows, and nothing is copied
+    # each rank adds up all rows, and nothing is copied
+    weft.all_reduce(memory, out=out, algorithm="one_shot")
     yield
     assert out.eq(world.ranks).all()
 

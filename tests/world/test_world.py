@@ -116,10 +116,11 @@ def freed_with_the_last_view(world):
 
 
 def test_memory_is_freed_with_the_last_view():
+    # the counters of the two ranks remain
     assert on_ranks(freed_with_the_last_view, 2) == [
         2,
         2,
-    ]  # the counters of the two ranks remain
+    ]
 
 
 def different_requests(world):

@@ -96,9 +96,8 @@ class MpiRanks:
                 json.dumps([sorted(own) for own in cores]),
             ]
             mine = os.sched_getaffinity(0)
-            os.sched_setaffinity(
-                0, everywhere
-            )  # mpiexec inherits the affinity; this rank may be bound to a core
+            # mpiexec inherits the affinity; this rank may be bound to a core
+            os.sched_setaffinity(0, everywhere)
             try:
                 self.process = subprocess.Popen(
                     [f"{programs}/mpiexec", "-n", str(ranks), *placing, *program],

@@ -107,10 +107,11 @@ class Collective:
         sources = [stream[run : run + self.count] for stream in self.streams]
         if self.operation == "broadcast":
             return sources[0]
+        # each rank gets a part of every input
         if self.operation in (
             "reduce_scatter",
             "all_to_all",
-        ):  # each rank gets a part of every input
+        ):
             sources = [_own(source) for source in sources]
         if self.operation in ("all_gather", "all_to_all"):
             return np.concatenate(sources)

@@ -195,6 +195,5 @@ def bad_arguments(world):
     other.close()
     with pytest.raises(weft.WeftError, match="closed"):
         weft.all_gather_matmul(a, b, world=other)
-    assert_product(
-        weft.all_gather_matmul(a, b), gathered(a), b
-    )  # nothing was sent: the world stays usable
+    # nothing was sent: the world stays usable
+    assert_product(weft.all_gather_matmul(a, b), gathered(a), b)

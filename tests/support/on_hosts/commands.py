@@ -25,6 +25,7 @@ def doctor():
         os.environ["RANK"] == "0",
         os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1),
     )
+    # drops the answers of servers on this host
     firewall = [
         "ip",
         "rule",
@@ -34,7 +35,7 @@ def doctor():
         "sport",
         "30000-60999",
         "blackhole",
-    ]  # its answers are dropped
+    ]
 
     def diagnosed():
         printed = io.StringIO()

@@ -136,9 +136,8 @@ def halfway():
         ):
             whole = world.relay.send
             if world.rank == world.ranks - 1:
-                patch.setattr(
-                    world.relay, "timeout", 1.0
-                )  # bytes that a leaving rank receives, before the other's wait does
+                # the time for which a leaving rank waits, shorter than the other rank's wait
+                patch.setattr(world.relay, "timeout", 1.0)
                 patch.setattr(world.relay, "send", half)
                 patch.setattr(network._Rows, "fill", nothing)
             weft.barrier()
@@ -172,9 +171,10 @@ def killed(folder):
         a, b = torch.ones(256, 64), torch.ones(64, 8)
         weft.all_gather_matmul(a, b)
         if world.rank == world.ranks - 1:
+            # the others are in the next call
             while not all(
                 world.executor.peer_call(rank, world.relay.call + 1) for rank in range(world.rank)
-            ):  # the others are in the next call
+            ):
                 time.sleep(0.001)
             (folder / "death").write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)

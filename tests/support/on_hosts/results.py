@@ -84,10 +84,11 @@ def operators(world):
             assert torch.equal(
                 weft.broadcast(sent, source, algorithm=("auto", "ring")[call % 2]), products[source]
             )
+        # through eager buffers, if ranks share a host, and through the workspace
         for repeats in (
             1,
             40,
-        ):  # through eager buffers, if ranks share a host, and through the workspace
+        ):
             inputs = [product.repeat(1, repeats) for product in products]
             taken = torch.cat([inputs[r].chunk(world.ranks)[world.rank] for r in ranks])
             there, back = torch.empty_like(taken), torch.empty_like(taken)

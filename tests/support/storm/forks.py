@@ -28,9 +28,8 @@ def forking(part: Part) -> None:
     """A child makes a call, or none, and ends by one of several means, while its rank goes on
     calling, with or without outstanding calls.
     """
-    endings = (
-        ("_exit", "drop", "exit") if part.trial.by == "group" else ("_exit", "drop")
-    )  # gloo's own threads would hang an exiting child
+    # gloo's own threads would hang an exiting child
+    endings = ("_exit", "drop", "exit") if part.trial.by == "group" else ("_exit", "drop")
     calls, ending = part.draw.random() < 0.6, part.draw.choice(endings)
     outstanding = part.trial.by == "world" and part.draw.random() < 0.5
     handles: list[Any] = []

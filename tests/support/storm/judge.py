@@ -28,12 +28,13 @@ from support.storm.trial import RIGHT, Kind, Trial
 SOON = 1.0
 # seconds after which a compiling rank hangs; the waits of its compiler's processes are not counted
 COMPILES = 120.0
+# the event that a rank reports as a phase begins
 _FIRST_EVENTS = {
     "init": "ready",
     "meeting": "meeting",
     "calls": "world",
     "close": "closing",
-}  # the event that a rank reports as a phase begins
+}
 _CLONE_NEWPID = 0x20000000
 
 
@@ -261,10 +262,11 @@ def _left(scene: Scene, earlier: set[int]) -> list[str]:
 
 def _delays(scene: Scene, fault_at: float) -> list[tuple[int, float]]:
     """By how many seconds ranks that should raise an error were late."""
+    # ranks are connected by a store alone
     unconnected = scene.trial.by == "group" and scene.trial.phase in (
         "init",
         "meeting",
-    )  # ranks are connected by a store alone
+    )
     hidden = scene.trial.limit if scene.kind.hidden or unconnected else 0.0
     judged = [
         each

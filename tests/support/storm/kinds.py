@@ -14,12 +14,13 @@ LOST = ("PeerLost",)
 LATE = ("PeerTimeout", "PeerLost")
 LACKING = ("PeerLost", "SymmetricMemoryError", RIGHT)
 MISMATCH = ("MismatchError",)
+# the errors of weft that a rank at fault may see
 ERRORS = (
     "WeftError",
     "PeerLost",
     "PeerTimeout",
     "MismatchError",
-)  # the errors of weft that a rank at fault may see
+)
 REFUSED = (*ERRORS, "DistNetworkError", "DistStoreError", "DistBackendError")
 
 KINDS: dict[str, Kind] = {

@@ -68,9 +68,8 @@ def exits(world: weft.World) -> None:
 
 
 def leaves(world: weft.World) -> None:
-    if (
-        not dist.is_initialized() or dist.get_backend() != "weft"
-    ):  # a group is left by the end of the block
+    # a group is left by the end of the block
+    if not dist.is_initialized() or dist.get_backend() != "weft":
         world.close()
 
 

@@ -75,9 +75,8 @@ def hundreds_but_one(part: Part) -> None:
     odd = part.draw.randrange(number)
     with part.world() as world:
         part.report("world")
-        handles = [
-            weft.all_reduce_async(torch.ones(1 << 22))
-        ]  # keeps the lanes busy until all other calls are started
+        # keeps the lanes busy until all other calls are started
+        handles = [weft.all_reduce_async(torch.ones(1 << 22))]
         for at in range(number):
             if at == odd:
                 part.fault()
@@ -134,9 +133,8 @@ def _unanswered(part: Part) -> None:
         for _ in range(number):
             begin(torch.ones(size))
         return
-    time.sleep(
-        part.trial.delay + part.draw.choice((0.0, 0.3))
-    )  # by this time the victim may have dropped its world, or be about to
+    # by this time the victim may have dropped its world, or be about to
+    time.sleep(part.trial.delay + part.draw.choice((0.0, 0.3)))
     for _ in range(number + 1):
         begin(torch.ones(size)).wait()
 

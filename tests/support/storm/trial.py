@@ -16,12 +16,13 @@ RIGHT = "right"  # the ending of a rank all of whose calls gave the right result
 PLACES = ("shared", "shared", "shared", "hosts", "hosts", "compile")
 """Places of the ranks, drawn at random: one host, two hosts, or one host with compiled calls."""
 
+# the latest moment of a fault, in seconds after its phase begins
 _LONGEST = {
     "init": 0.04,
     "meeting": 0.5,
     "calls": 0.15,
     "close": 0.01,
-}  # the latest moment of a fault, in seconds after its phase begins
+}
 
 
 class Trial(NamedTuple):
@@ -78,9 +79,8 @@ class Kind(NamedTuple):
 def trial_of(seed: int, name: str, kind: Kind, places: tuple[str, ...]) -> Trial:
     """The trial of this kind with this seed, in one of `places`."""
     place = random.Random(seed).choice([place for place in places if place in kind.places])
-    draw = random.Random(
-        f"{seed} {name}"
-    )  # independent of `places`: a trial repeated with its own place alone stays the same
+    # independent of `places`: a trial repeated with its own place alone stays the same
+    draw = random.Random(f"{seed} {name}")
     ranks = {"hosts": draw.choice((2, 4)), "compile": 2, "shared": draw.choice(kind.ranks)}[place]
     phase = draw.choice(
         ["calls" if place == "compile" and each == "init" else each for each in kind.phases]
