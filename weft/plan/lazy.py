@@ -1,7 +1,8 @@
-"""Parts of a plan that are computed when they are first read: an item for each rank, a mapping.
+"""A sequence and a mapping whose items are computed when they are read: the lanes and the result of
+a plan.
 
-A rank that executes a plan needs only its own lanes, and a plan for many ranks has as many. So a
-planner describes the lanes of all ranks, and only lanes that are read cost time.
+A rank that executes a plan of many ranks needs only its own lanes. So a planner describes the lanes
+of all ranks, and only lanes that are read cost time.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class PerRank(Sequence[Item]):
         return self._made[rank]
 
     def __iter__(self) -> Iterator[Item]:
-        # that of `Sequence` ends where `make` raises an `IndexError`
+        # `Sequence.__iter__` takes an `IndexError` for the end, also one that `make` raises
         return (self[rank] for rank in self._ranks)
 
     def __eq__(self, other: object) -> bool:

@@ -60,7 +60,7 @@ def local_peers(rank: int, hosts: Hosts) -> list[int]:
 
 @cache
 def rail_peer(rank: int, host: int, hosts: Hosts) -> int:
-    """The rank of `host` that exchanges rows with `rank` on behalf of its host: on the rank's own
-    host the rank itself, elsewhere each has about as many such peers.
+    """The rank of `host` that exchanges rows with `rank` on behalf of its host; on the rank's own
+    host the rank itself. Ranks of other hosts are divided evenly among the ranks of `host`.
     """
     return members(host, hosts)[members(hosts[rank], hosts).index(rank) % hosts.count(host)]

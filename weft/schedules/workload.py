@@ -68,8 +68,8 @@ def pieces(rows: int, most: int) -> int:
 
 
 FEW_ROWS = 32
-"""Up to this many rows of a rank one product, which reads the weight once, surely beats one for
-each rank or piece.
+"""The number of rows of a rank up to which one product, which reads the weight once, is faster than
+one for each rank or piece.
 """
 
 
