@@ -1,4 +1,4 @@
-"""Linear layers of which every rank holds a part."""
+"""Linear layers that are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _LAST = Shard(-1)
 
 
 class ShardedLinear(nn.Linear):
-    """A linear layer of which every rank holds a part; `in_features` and `out_features` are those
-    of the whole.
+    """A linear layer that is sharded over ranks; `in_features` and `out_features` count the
+    features of all ranks.
 
-    The parameters are plain tensors, or DTensors where a style made the layer of an `nn.Linear`.
+    The parameters are plain tensors, or DTensors if a style converted an `nn.Linear`.
     """
 
     world: World
     layout: Layout
-    _natural: Placement  # what inputs that are not taken as they lie become
-    _parts: ClassVar[
-        Mapping[str, int]
-    ]  # the parameters of which a rank holds a part, and along which dimension
-    _packed: tuple[tuple[object, ...], PackedWeight] | None  # of a weight in this state
-    _taken: dict[
-        int, Placement
-    ]  # that of plain inputs of so many dimensions which are taken as they lie
+    _fallback: Placement
+    """The placement to which inputs of unsupported placements are redistributed."""
+    _sharded: ClassVar[Mapping[str, int]]
+    """The dimension along which each sharded parameter is sharded."""
+    _packed: tuple[tuple[object, ...], PackedWeight] | None
+    """The state of the weight when it was packed, and the packed weight."""
+    _accepted: dict[int, Placement]
+    """The placement of plain inputs that need no redistribution, by their number of dimensions."""
 
     def __init__(
         self,
@@ -53,28 +53,29 @@ class ShardedLinear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         world = current(world)
-        for name, dim in self._parts.items():
-            if (whole := getattr(self, name)) is not None:
-                setattr(self, name, part(whole, dim, world))
-        self._spread(
-            world, self._sharded_along(Replicate() if sequence_dim is None else Shard(sequence_dim))
+        for name, dim in self._sharded.items():
+            if (full := getattr(self, name)) is not None:
+                setattr(self, name, part(full, dim, world))
+        self._connect(
+            world, self._layout(Replicate() if sequence_dim is None else Shard(sequence_dim))
         )
 
-    def _sharded_along(self, sequence: Placement) -> Layout:
-        """How inputs and outputs lie, given how the sequence does."""
+    def _layout(self, sequence: Placement) -> Layout:
+        """The layout of inputs and outputs whose sequence has this placement."""
         raise NotImplementedError
 
-    def _spread(self, world: World, layout: Layout) -> None:
-        self.world, self.layout, self._packed, self._taken = world, layout, None, {}
+    def _connect(self, world: World, layout: Layout) -> None:
+        """Set the world and the layout of this rank's parameters."""
+        self.world, self.layout, self._packed, self._accepted = world, layout, None, {}
         note(self, self._describe())
 
     def _describe(self) -> str:
-        """What this layer runs, in words, for `explain`."""
+        """The operators that this layer runs, for `explain`."""
         raise NotImplementedError
 
-    def _takes(self, placement: Placement, dims: int) -> bool:
-        """Whether this layer takes an input of `dims` dimensions with this placement without
-        redistributing it.
+    def _accepts(self, placement: Placement, dims: int) -> bool:
+        """Whether this layer takes inputs of `dims` dimensions with this placement without
+        redistribution.
         """
         raise NotImplementedError
 
@@ -86,20 +87,20 @@ class ShardedLinear(nn.Linear):
         return super().train(mode)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedLinear:
-        memo |= {
-            id(shared): shared for shared in (self.world, self.layout.mesh)
-        }  # these belong to the ranks, not to the layer
+        # world and mesh belong to the ranks, not to the layer
+        memo |= {id(shared): shared for shared in (self.world, self.layout.mesh)}
         memo[id(self)] = twin = self.__class__.__new__(self.__class__)
         twin.__dict__ = copy.deepcopy({**self.__dict__, "_packed": None}, memo)
         return twin
 
     def _operands(self, x: Tensor) -> tuple[Tensor, Weight, Tensor | None]:
-        """x, the weight (K, N) and the bias in the dtype of the product; the weight is packed where
-        it is not trained.
+        """x, the weight (K, N) and the bias in the dtype of the product; the weight is packed in
+        eval mode without gradients.
         """
-        given, added = self._parameters["weight"], self._parameters["bias"]
-        assert given is not None
-        weight, bias = local(given), None if added is None else local(added)
+        weight_parameter, bias_parameter = self._parameters["weight"], self._parameters["bias"]
+        assert weight_parameter is not None
+        weight = local(weight_parameter)
+        bias = None if bias_parameter is None else local(bias_parameter)
         if torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")
             return x.to(dtype), weight.to(dtype).t(), None if bias is None else bias.to(dtype)
@@ -111,17 +112,17 @@ class ShardedLinear(nn.Linear):
         ):
             self._packed = None
             return x, weight.t(), bias
-        # A DTensor counts its own versions; those of the tensor inside, which is what is packed,
-        # only when that is written to.
-        state = id(given), given._version, weight.data_ptr(), weight.dtype
+        # A DTensor has a version counter of its own: writes to it do not raise the counter of its
+        # local tensor, whose elements are packed.
+        state = id(weight_parameter), weight_parameter._version, weight.data_ptr(), weight.dtype
         if self._packed is None or self._packed[0] != state or self._packed[1].changed():
             self._packed = state, pack(weight.t())
             self._packed[1].watched = True
         return x, self._packed[1], bias
 
-    def _enter(self, x: Tensor) -> tuple[Tensor, Placement]:
-        """The local part of x and its placement, redistributed by torch if this layer does not take
-        x with the one it has.
+    def _input(self, x: Tensor) -> tuple[Tensor, Placement]:
+        """The local part of x and its placement, after a redistribution by torch if this layer does
+        not accept the placement of x.
         """
         plain = not (torch.compiler.is_compiling() or isinstance(x, DTensor))
         if plain:
@@ -129,9 +130,9 @@ class ShardedLinear(nn.Linear):
             assert weight is not None
             # the operator checks the rest
             if type(x) is Tensor and x.is_cpu and x.dtype is weight.dtype:
-                taken = self._taken.get(x.dim())
-                if taken is not None:
-                    return x, taken
+                accepted = self._accepted.get(x.dim())
+                if accepted is not None:
+                    return x, accepted
             dtypes = DTYPES if torch.is_autocast_enabled("cpu") else (weight.dtype,)
             arguments.check_input(x, "input", self.world, dtypes)
         if not (dims := x.dim()):
@@ -139,67 +140,69 @@ class ShardedLinear(nn.Linear):
                 "input must have features in its last dimension; got a tensor with no dimension"
             )
         placement = normal(x.placements[0] if isinstance(x, DTensor) else self.layout.input, dims)
-        if self._takes(placement, dims):
+        if self._accepts(placement, dims):
             if plain:
-                self._taken[dims] = placement
+                self._accepted[dims] = placement
             return local(x), placement
-        whole = x if isinstance(x, DTensor) else as_dtensor(x, self.layout.on_mesh(), placement)
-        placement = normal(self._natural, dims)
-        return local(whole.redistribute(placements=[placement])), placement
+        full = x if isinstance(x, DTensor) else as_dtensor(x, self.layout.on_mesh(), placement)
+        placement = normal(self._fallback, dims)
+        return local(full.redistribute(placements=[placement])), placement
 
-    def _leave(self, y: Tensor, placement: Placement, size: int | None = None) -> Tensor:
-        """Redistribute the result `y` from `placement` to the layout's; `size` is the whole's along
-        it where parts are uneven.
+    def _output(self, y: Tensor, placement: Placement, size: int | None = None) -> Tensor:
+        """The result `y` redistributed from `placement` to the output layout; `size` is the full
+        tensor's along a sharded dimension with uneven parts.
         """
         if self.layout.local and placement is self.layout.output:
             return y
         placement, target = normal(placement, y.dim()), normal(self.layout.output, y.dim())
         if self.layout.local and placement == target:
             return y
-        spread = as_dtensor(y, self.layout.on_mesh(), placement, size)
+        distributed = as_dtensor(y, self.layout.on_mesh(), placement, size)
         if placement != target:
-            spread = spread.redistribute(placements=[target])
-        return spread.to_local() if self.layout.local else spread
+            distributed = distributed.redistribute(placements=[target])
+        return distributed.to_local() if self.layout.local else distributed
 
 
 class ColumnParallelLinear(ShardedLinear):
-    """A linear layer whose outputs are sharded: this rank holds rows of the weight, and computes
-    those features.
+    """A linear layer whose outputs are sharded: this rank keeps part of the weight's rows, and
+    computes the output features of these rows.
 
-    Without `sequence_dim` every rank has the whole input, and in backward its gradients are summed
-    over the ranks. With it, every rank has a part of the sequence, which is gathered along that
-    dimension while it is multiplied.
+    Without `sequence_dim` every rank passes the full input, and in backward its gradients are
+    summed over the ranks. With `sequence_dim` every rank passes a part of the sequence, which is
+    gathered along that dimension while it is multiplied.
 
     Args:
-        in_features, out_features: of the whole layer. This rank's part of the outputs is that of
-        `torch.chunk`. bias: whether a bias is added, sharded like the outputs. sequence_dim: the
-        dimension along which inputs are sharded, if they are. world: by default the world made by
-        ``weft.init()``.
+        in_features, out_features: the features of all ranks. A rank's part of the outputs has the
+            size that `torch.chunk` gives it.
+        bias: whether a bias is added; it is sharded like the outputs.
+        sequence_dim: the dimension along which inputs are sharded, None if they are not.
+        world: by default the world made by ``weft.init()``.
 
-    The whole layer is drawn as `nn.Linear` draws it and this rank's part kept, so ranks must be
-    seeded alike. Input: (…, in_features); output: (…, this rank's features), the whole sequence.
+    Every rank initializes all parameters as `nn.Linear` does and keeps its own part, so all ranks
+    must use the same seed. Input: (…, in_features); output: (…, this rank's features), for the full
+    sequence.
     """
 
     gather: Gather
-    _natural = Replicate()
-    _parts: ClassVar = {"weight": 0, "bias": 0}
+    _fallback = Replicate()
+    _sharded: ClassVar = {"weight": 0, "bias": 0}
 
-    def _spread(self, world: World, layout: Layout) -> None:
+    def _connect(self, world: World, layout: Layout) -> None:
         self.gather = Gather([self])
-        super()._spread(world, layout)
+        super()._connect(world, layout)
 
-    def _sharded_along(self, sequence: Placement) -> Layout:
+    def _layout(self, sequence: Placement) -> Layout:
         return Layout(sequence, _LAST)
 
-    def forward(self, given: Tensor) -> Tensor:
-        x, placement = self._enter(given)
+    def forward(self, input: Tensor) -> Tensor:
+        x, placement = self._input(input)
         if isinstance(placement, Shard):
             sizes = (
-                chunk_sizes(given.shape[placement.dim], self.world.ranks)
-                if given.shape != x.shape
+                chunk_sizes(input.shape[placement.dim], self.world.ranks)
+                if input.shape != x.shape
                 else None
             )
-            y = self.gather.product(self, given, x, placement.dim, sizes)
+            y = self.gather.product(self, input, x, placement.dim, sizes)
         elif x.shape[-1] != self.in_features:
             raise ValueError(
                 f"input must have {self.in_features} features in its last dimension; got shape "
@@ -208,33 +211,33 @@ class ColumnParallelLinear(ShardedLinear):
         else:
             y = column_product(*self._operands(x), self.world)
         if self.layout.output.is_replicate() and not torch.compiler.is_compiling():
-            return self._leave(all_columns(y, self.out_features, self.world), self.layout.output)
-        return self._leave(y, _LAST, self.out_features)
+            return self._output(all_columns(y, self.out_features, self.world), self.layout.output)
+        return self._output(y, _LAST, self.out_features)
 
-    def _takes(self, placement: Placement, dims: int) -> bool:
+    def _accepts(self, placement: Placement, dims: int) -> bool:
         return placement.is_replicate() or isinstance(placement, Shard)
 
     def _describe(self) -> str:
         rows, output = self.layout.input, self.layout.output
-        what = (
+        operators = (
             f"all_gather_matmul over dimension {rows.dim}"
             if isinstance(rows, Shard)
             else "product without communication"
         )
         if isinstance(rows, Shard) and len(self.gather.layers) > 1:
-            what += f", one gather for {len(self.gather.layers)} layers"
+            operators += f", one gather for {len(self.gather.layers)} layers"
         if output.is_replicate():
-            return f"weft: {what}, then all_gather"
-        return f"weft: {what}" + (
+            return f"weft: {operators}, then all_gather"
+        return f"weft: {operators}" + (
             "" if output == Shard(-1) else f", then torch: output to {output}"
         )
 
 
 class Gather:
-    """The gather of a sharded input for the column-parallel layers that take it.
+    """The gather of a sharded input for all column-parallel layers that take the input.
 
-    The first of them that is called multiplies for all of them; the others, called with the same
-    tensor, find their results there.
+    The layer that is called first computes the products of all layers; the other layers, called
+    with the same tensor, return the results computed before.
     """
 
     def __init__(self, layers: Sequence[ColumnParallelLinear]) -> None:
@@ -244,11 +247,9 @@ class Gather:
             layer.gather = self
 
     def forget(self) -> None:
-        """Drop results that were made for layers that have not asked for theirs."""
-        self.made_of: tuple[Tensor, bool] | None = (
-            None  # the input, and whether gradients were recorded
-        )
-        self.made: dict[int, Tensor] = {}  # by id of the layer
+        """Drop the results of layers that were not called."""
+        self.source: tuple[Tensor, bool] | None = None  # input; whether gradients were recorded
+        self.results: dict[int, Tensor] = {}  # by id of the layer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gather:
         memo[id(self)] = twin = Gather([])
@@ -258,20 +259,18 @@ class Gather:
     def product(
         self,
         layer: ColumnParallelLinear,
-        given: Tensor,
+        input: Tensor,
         x: Tensor,
         dim: int,
         sizes: Sequence[int] | None,
     ) -> Tensor:
-        """The product of `layer` with all ranks' `x`, which is the local part of `given`, the
-        tensor the layer was called with.
-        """
+        """The product of `layer` with all ranks' `x`, the local part of the layer's `input`."""
         recorded = torch.is_grad_enabled()
         if (
-            self.made_of is None
-            or self.made_of[0] is not given
-            or self.made_of[1] != recorded
-            or id(layer) not in self.made
+            self.source is None
+            or self.source[0] is not input
+            or self.source[1] != recorded
+            or id(layer) not in self.results
         ):
             if len(self.layers) == 1:
                 x, weight, bias = layer._operands(x)
@@ -283,58 +282,58 @@ class Gather:
                 xs[0], weights, dim=dim, bias=biases, shard_rows=sizes, world=layer.world
             )
             assert isinstance(results, list)
-            self.made_of, self.made = (
-                (given, recorded),
-                {id(each): y for each, y in zip(self.layers, results, strict=True)},
-            )
-        y = self.made.pop(id(layer))
-        if not self.made:
+            self.source = input, recorded
+            self.results = {id(each): y for each, y in zip(self.layers, results, strict=True)}
+        y = self.results.pop(id(layer))
+        if not self.results:
             self.forget()
         return y
 
 
 class RowParallelLinear(ShardedLinear):
-    """A linear layer whose inputs are sharded: this rank holds columns of the weight, and products
-    are summed over the ranks.
+    """A linear layer whose inputs are sharded: this rank keeps part of the weight's columns, and
+    products are summed over the ranks.
 
-    Without `sequence_dim` every rank gets the whole sum; with it, its part of the sequence.
+    Without `sequence_dim` every rank gets the full sum; with it, a part of the sum's sequence.
 
     Args:
-        in_features, out_features: of the whole layer. This rank's part of the inputs is that of
-        `torch.chunk`. bias: whether a bias is added, once; every rank holds all of it.
-        sequence_dim: the dimension along which outputs are sharded, if they are; parts are those of
-        `torch.chunk`. world: by default the world made by ``weft.init()``.
+        in_features, out_features: the features of all ranks. A rank's part of the inputs has the
+            size that `torch.chunk` gives it.
+        bias: whether a bias is added, once; it is replicated on all ranks.
+        sequence_dim: the dimension along which outputs are sharded, into the parts of
+            `torch.chunk`; None if they are not.
+        world: by default the world made by ``weft.init()``.
 
-    The whole layer is drawn as `nn.Linear` draws it and this rank's part kept, so ranks must be
-    seeded alike. Input: (…, this rank's features); output: (…, out_features).
+    Every rank initializes all parameters as `nn.Linear` does and keeps its own part, so all ranks
+    must use the same seed. Input: (…, this rank's features); output: (…, out_features).
     """
 
-    _natural = Shard(-1)
-    _parts: ClassVar = {"weight": 1}
+    _fallback = Shard(-1)
+    _sharded: ClassVar = {"weight": 1}
 
-    def _sharded_along(self, sequence: Placement) -> Layout:
+    def _layout(self, sequence: Placement) -> Layout:
         return Layout(Shard(-1), sequence)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, _ = self._enter(x)
+        x, _ = self._input(x)
         x, weight, bias = self._operands(x)
         output = self.layout.output
         if not isinstance(output, Shard):
-            return self._leave(matmul_all_reduce(x, weight, bias=bias, world=self.world), output)
+            return self._output(matmul_all_reduce(x, weight, bias=bias, world=self.world), output)
         target = Shard(output.dim % x.dim())
         size = (*x.shape[:-1], self.out_features)[target.dim]
         sizes = chunk_sizes(size, self.world.ranks) if size % self.world.ranks else None
         y = matmul_reduce_scatter(
             x, weight, dim=target.dim, bias=bias, shard_rows=sizes, world=self.world
         )
-        return self._leave(y, target, size)
+        return self._output(y, target, size)
 
-    def _takes(self, placement: Placement, dims: int) -> bool:
+    def _accepts(self, placement: Placement, dims: int) -> bool:
         return isinstance(placement, Shard) and placement.dim == dims - 1
 
     def _describe(self) -> str:
         rows = self.layout.output
-        what = (
+        operator = (
             f"matmul_reduce_scatter over dimension {rows.dim}"
             if isinstance(rows, Shard)
             else "matmul_all_reduce"
@@ -343,12 +342,12 @@ class RowParallelLinear(ShardedLinear):
             ""
             if self.layout.input == Shard(-1)
             else f"torch: input from {self.layout.input}, then "
-        ) + f"weft: {what}"
+        ) + f"weft: {operator}"
 
 
 def explain(module: nn.Module) -> str:
-    """What the styles and layers of this module made of `module`: one line per layer with what it
-    runs, or why torch runs it.
+    """One line for each layer of `module` that a style of `weft.nn` was applied to or that is a
+    layer of `weft.nn`: the operators that it runs, or the reason why torch runs it.
     """
     notes = {
         name or type(part).__name__: note
@@ -360,6 +359,6 @@ def explain(module: nn.Module) -> str:
 
 
 def note(module: nn.Module, text: str) -> nn.Module:
-    """Leave for `explain` what runs a module."""
+    """Attach the text that `explain` shows for a module."""
     module.__dict__["_weft"] = text
     return module

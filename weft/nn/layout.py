@@ -1,6 +1,4 @@
-"""How activations and parameters lie over ranks: placements, and the parts of them that a rank
-holds.
-"""
+"""Placements of activations and parameters on ranks, and a rank's part of them."""
 
 from __future__ import annotations
 
@@ -15,8 +13,8 @@ from weft.world import World
 
 
 class Layout(NamedTuple):
-    """How activations lie when they come and when they go. On a mesh they may be DTensors, and go
-    as one unless `local`.
+    """The placements of a layer's inputs and outputs. On a mesh inputs may be DTensors, and outputs
+    are DTensors unless `local`.
     """
 
     input: Placement
@@ -25,12 +23,12 @@ class Layout(NamedTuple):
     local: bool = True
 
     def on_mesh(self) -> DeviceMesh:
-        assert self.mesh is not None, "layers without a mesh take and give plain tensors"
+        assert self.mesh is not None, "layers without a mesh take and return plain tensors"
         return self.mesh
 
 
 def normal(placement: Placement, dims: int) -> Placement:
-    """The placement for tensors of `dims` dimensions, with a dimension that is not negative."""
+    """The placement for tensors of `dims` dimensions, without a negative dimension."""
     return (
         Shard(placement.dim + dims)
         if isinstance(placement, Shard) and placement.dim < 0
@@ -41,8 +39,8 @@ def normal(placement: Placement, dims: int) -> Placement:
 def as_dtensor(
     local: Tensor, mesh: DeviceMesh, placement: Placement, size: int | None = None
 ) -> DTensor:
-    """A DTensor of local parts; `size` is that of the whole along a sharded dimension, if not that
-    of equal parts.
+    """A DTensor of local parts; `size` is the full tensor's along a sharded dimension, None if
+    parts are equal.
     """
     if size is None or not isinstance(placement, Shard):
         return DTensor.from_local(local, mesh, [placement], run_check=False)
@@ -57,8 +55,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def summed(parameter: Tensor | None) -> Tensor | None:
-    """A parameter that all ranks hold and each applies to rows of its own, so that its gradient is
-    the sum over ranks.
+    """A replicated parameter that each rank applies to rows of its own, so that its gradient is the
+    sum over ranks.
     """
     return (
         parameter.to_local(grad_placements=[Partial()])
@@ -68,8 +66,8 @@ def summed(parameter: Tensor | None) -> Tensor | None:
 
 
 def chunk_sizes(size: int, ranks: int) -> list[int]:
-    """The sizes of `torch.chunk`, which are those of DTensor: the first parts are full, the last
-    ones may be empty.
+    """The sizes of the parts by `torch.chunk` and DTensor: the first parts are full, the last ones
+    may be empty.
     """
     full = -(-size // ranks)
     return [min(full, max(0, size - rank * full)) for rank in range(ranks)]

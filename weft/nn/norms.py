@@ -1,4 +1,4 @@
-"""Norms on tensors that are sharded along a dimension that is not normalised: they need no
+"""Norms on tensors that are sharded along a dimension that is not normalised, which need no
 communication.
 """
 

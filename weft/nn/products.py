@@ -1,5 +1,5 @@
-"""What a layer does besides the fused operators, with its gradients: a local product, and a gather
-of its columns.
+"""Differentiable operations of layers in addition to the fused operators: a local product, and a
+gather of its columns.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from weft.world import World
 
 
 class _ColumnProduct(torch.autograd.Function):
-    """``x @ weight + bias`` with a weight that differs between ranks and an x that does not: its
-    gradient is the sum over ranks.
+    """``x @ weight + bias`` with an x that is equal on all ranks and a weight that differs, so that
+    the gradient of x is a sum over ranks.
     """
 
     @staticmethod
@@ -60,8 +60,8 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 
 class _AllColumns(torch.autograd.Function):
-    """All ranks' parts of the last dimension; every rank is taken to use the whole alike, and keeps
-    its part of the gradient.
+    """A gather of all ranks' parts of the last dimension. All ranks must compute the same from the
+    result: a rank's gradient is its part of the result's, without a sum.
     """
 
     @staticmethod
@@ -75,5 +75,5 @@ class _AllColumns(torch.autograd.Function):
 
 
 def all_columns(y: Tensor, columns: int, world: World) -> Tensor:
-    whole: Tensor = _AllColumns.apply(y, chunk_sizes(columns, world.ranks), world)  # type: ignore[no-untyped-call]
-    return whole
+    gathered: Tensor = _AllColumns.apply(y, chunk_sizes(columns, world.ranks), world)  # type: ignore[no-untyped-call]
+    return gathered

@@ -1,7 +1,7 @@
 """torch's tensor-parallel styles with weft's operators in them: same arguments, parameters and
 results.
 
-What weft does not run behaves as under torch's style; `explain` tells which.
+Layers that weft cannot run behave as under torch's style; `explain` names them.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
     """torch's `ColwiseParallel`; weft runs an `nn.Linear` whose input is replicated or sharded."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return _spread(self, super()._apply, module, device_mesh, ColumnParallelLinear)
+        return _shard(self, super()._apply, module, device_mesh, ColumnParallelLinear)
 
 
 class SharedColwiseParallel(torch_styles.ParallelStyle):
-    """`ColwiseParallel` for layers of one module that take the same input, sharded along a
-    dimension: it is gathered once.
+    """`ColwiseParallel` for several layers of one module that take the same sharded input, which is
+    gathered once for all of them.
 
-        parallelize_module(block, mesh, {"attention": weft.nn.SharedColwiseParallel("wq", "wk",
-        "wv", input_layouts=Shard(1))})
+        projections = weft.nn.SharedColwiseParallel("wq", "wk", "wv", input_layouts=Shard(1))
+        parallelize_module(block, mesh, {"attention": projections})
 
-    The one that is called first multiplies for all of them while the input is gathered, and its
-    backward is one too. All are to be called, in any order, each with the very same tensor, which
-    is not written to in between; a layer that is not called keeps its result until the next input.
-    Parameters and results are those of the layers under `ColwiseParallel`.
+    The layer that is called first computes the products of all layers while the input is gathered,
+    and the backward of all layers is one operator too. Call all layers, in any order, with the same
+    tensor object, and do not write to it in between; the result of a layer that is not called stays
+    in memory until the next input. Parameters and results are the same as under `ColwiseParallel`.
 
     Args:
-        names: of the layers, in the module that the style is applied to.
-        input_layouts: how the input lies; sharded along a dimension, by default replicated.
-        output_layouts: how the results are to lie, by default sharded along the last dimension.
+        names: the names of the layers within the module that the style is applied to.
+        input_layouts: the placement of the input; to share a gather it must be sharded. By default
+            replicated.
+        output_layouts: the placement of the results, by default sharded along the last dimension.
         use_local_output: whether results are plain tensors, this rank's parts, instead of DTensors.
     """
 
@@ -75,7 +76,7 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
     """torch's `RowwiseParallel`; weft runs an `nn.Linear` whose output is replicated or sharded."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return _spread(self, super()._apply, module, device_mesh, RowParallelLinear)
+        return _shard(self, super()._apply, module, device_mesh, RowParallelLinear)
 
 
 class SequenceParallel(torch_styles.SequenceParallel):
@@ -87,7 +88,7 @@ class SequenceParallel(torch_styles.SequenceParallel):
         if type(module) not in NORMS:
             return note(
                 super()._apply(module, device_mesh),
-                f"torch: {type(module).__name__} is not a norm that weft knows",
+                f"torch: {type(module).__name__} is neither nn.RMSNorm nor nn.LayerNorm",
             )
         distribute_module(module, device_mesh, self._replicate_module_fn)
         module.__class__ = NORMS[type(module)]
@@ -99,7 +100,7 @@ class SequenceParallel(torch_styles.SequenceParallel):
 
 
 def _obstacle(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> str | None:
-    """Why weft cannot run a layer whose rows come or go as `placement`, or None."""
+    """The reason why weft cannot run a layer with this placement of its rows, or None."""
     if type(module) is not nn.Linear:
         return f"{type(module).__name__} is not a plain nn.Linear"
     if mesh.device_type != "cpu" or module.weight.dtype not in DTYPES:
@@ -109,15 +110,15 @@ def _obstacle(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> str 
     return None
 
 
-def _spread(
+def _shard(
     style: ColwiseParallel | RowwiseParallel,
     by_torch: Callable[[nn.Module, DeviceMesh], nn.Module],
     module: nn.Module,
     mesh: DeviceMesh,
     kind: type[ShardedLinear],
 ) -> nn.Module:
-    """Shard a linear layer's parameters and make it a layer of weft, or let torch; hooks, name and
-    state dict remain.
+    """Shard a linear layer's parameters and convert it to a layer of weft, or apply torch's style;
+    hooks, name and state dict remain.
     """
     layout = Layout(style.input_layouts[0], style.output_layouts[0], mesh, style.use_local_output)
     if reason := _obstacle(
@@ -127,5 +128,5 @@ def _spread(
     distribute_module(module, mesh, style._partition_linear_fn)
     module.__class__ = kind
     assert isinstance(module, kind)
-    module._spread(worlds.make(mesh.get_group()), layout)
+    module._connect(worlds.make(mesh.get_group()), layout)
     return module
