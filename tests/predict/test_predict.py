@@ -424,11 +424,12 @@ def test_the_link_between_hosts_is_an_option(tmp_path):
     slow, fast = (json.loads((tmp_path / gbs).read_text()) for gbs in ("0.125", "12.5"))
     assert (slow["hosts"], fast["hosts"]) == (2, 2)
     assert slow["times_ms"]["communicate"] > 2 * fast["times_ms"]["communicate"]
+    # without the algorithms that read rows of peers
     assert {entry["algorithm"] for entry in slow["ways"]} == {
         "two_shot",
         "ring",
         "sequential",
-    }  # without the algorithms that read rows of peers
+    }
     assert "spread evenly over 3 hosts" in command(*requested, "--hosts", 3, status=2)
     assert "knows no link to other hosts" in command(
         *requested, "--machine", "ascend-910b1", "--dtype", "float16", status=2
