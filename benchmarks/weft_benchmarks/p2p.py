@@ -173,7 +173,8 @@ def measure(settings: CopySettings) -> dict[str, Any]:
     ticks of the processor's time-stamp counter, null without such a counter.
     """
     with session(
-        settings.threads, "one-sided calls stay within one: run weft bench p2p by itself there"
+        settings.threads,
+        "one-sided calls stay within one: run weft bench p2p without a launcher there",
     ) as world:
         rows = every_size(settings, world, Buffers(settings, world).rows)
         return {

@@ -218,7 +218,7 @@ def measure(settings: ServingSettings) -> dict[str, Any]:
     `steps`, each on the slowest rank; `tokens_per_s` is the tokens of all steps over their total
     time.
     """
-    alone = "one process cannot have the cores of several: run weft bench serving by itself there"
+    alone = "one process cannot have the cores of several: run weft bench serving without a launcher there"
     with session(settings.threads, alone) as world:
         serving = Serving(settings, world)
         seconds, checks = verified(IMPLEMENTATIONS, serving.verify, serving.race)

@@ -295,7 +295,7 @@ def test_broadcasts_of_few_rows(ranks):
 
 
 @pytest.mark.data
-def test_bad_arguments():
+def test_invalid_arguments_are_refused():
     on_ranks(bad_arguments, 2)
 
 

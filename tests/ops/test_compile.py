@@ -129,7 +129,7 @@ def one_after_another(world):
 
 
 @pytest.mark.data
-def test_layers_compile_whole():
+def test_layers_compile_without_graph_breaks():
     on_ranks(one_after_another, 2, limit=110)
 
 

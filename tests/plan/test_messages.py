@@ -169,7 +169,7 @@ def test_no_receive_gate_opens_before_its_rank_has_begun(name):
 
 @pytest.mark.parametrize("name", ["all_gather push", "all_gather_matmul push", "broadcast push"])
 def test_no_receive_gate_opens_before_all_notified_ranks_have_begun(name):
-    """Another rank of the host may still count what comes in an earlier call, through another
+    """Another rank of the host may still count arrivals of an earlier call, through another
     channel.
     """
     hosts = (0, 0, 1, 1)
@@ -339,7 +339,7 @@ def test_more_ranks_need_no_more_names(planner):
 def test_the_counters_of_a_thousand_ranks():
     """Each signal of a rank has a counter of its own, within the native core's number of counters."""
     hosts = tuple(rank // 16 for rank in range(1024))
-    plan = lower_to_messages(barrier(nested(1024, (hosts,)), "meet"), hosts)
+    plan = lower_to_messages(barrier(nested(1024, (hosts,)), "barrier"), hosts)
     names = {name: number for number, name in enumerate(plan.signal_names())}
     engine = SimpleNamespace(names=names, world=SimpleNamespace(ranks=1024))
     for rank in (0, 17, 1023):

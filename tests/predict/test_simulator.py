@@ -248,7 +248,7 @@ def test_ranks_of_a_host_share_its_link():
         hosts: predict.time(case, Variant("push", 1), fast.over(hosts), communicate=True)
         for hosts in ((0, 0, 1, 1), (0, 1, 1, 1))
     }
-    assert took[0, 0, 1, 1] == pytest.approx(8, rel=1e-3)  # what each host has, once
+    assert took[0, 0, 1, 1] == pytest.approx(8, rel=1e-3)  # the rows of each host, once
     assert took[0, 1, 1, 1] == pytest.approx(12, rel=1e-3)
 
 

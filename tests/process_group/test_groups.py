@@ -330,7 +330,7 @@ def test_a_future_raises_the_loss_of_a_rank():
 
 
 @pytest.mark.parametrize("first", ["torch", "weft"])
-def test_the_backend_is_there_once_both_are_imported(first):
+def test_importing_torch_and_weft_registers_the_backend(first):
     second = {"torch": "weft", "weft": "torch"}[first]
     code = f"import {first}, {second}; import torch.distributed as dist; assert dist.Backend.WEFT == 'weft'; dist.init_process_group('weft'); dist.barrier()"
     environment = {

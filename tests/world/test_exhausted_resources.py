@@ -143,7 +143,7 @@ def fetch():
 def closes_before_it_is_read(_, symmetric):
     peer_memory.huge_pages = lambda: True
     world = weft.init(timeout=20)
-    a, out, meet = (
+    a, out, closed = (
         world.empty(1, 4) if symmetric else torch.empty(1, 4),
         torch.empty(1, 4),
         world.signals(1),
@@ -151,14 +151,14 @@ def closes_before_it_is_read(_, symmetric):
     engine(world)
     if world.rank == 0:
         engine(world).execute(fetch(), {"a": a.fill_(1), "out": out})
-        weft.wait(meet, 0, ">=", 1)
+        weft.wait(closed, 0, ">=", 1)
         world.fail(KeyError("gone"))
         a.fill_(777)
         weft.world.world._default = None
         return
     if world.rank == 2:
         engine(world).execute(fetch(), {"a": a, "out": out})
-        weft.notify(meet, 0, 0)
+        weft.notify(closed, 0, 0)
         world.close()
         return
     while not world.mesh.failure()[0]:

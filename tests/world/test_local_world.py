@@ -203,7 +203,7 @@ def test_a_late_rank_is_named_by_ranks_that_do_not_wait_for_it():
     ), errors
 
 
-def test_bad_arguments():
+def test_invalid_arguments_are_refused():
     with pytest.raises(ValueError, match="at least one rank"):
         weft.local_world(0)
     with pytest.raises(ValueError, match="positive number of seconds"):

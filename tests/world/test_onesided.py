@@ -465,7 +465,7 @@ def interrupted(world):
     return late
 
 
-def test_a_wait_can_be_interrupted_and_the_world_goes_on():
+def test_a_wait_can_be_interrupted_and_the_world_stays_usable():
     assert on_ranks(interrupted, 2)[0] < SOON
 
 

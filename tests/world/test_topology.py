@@ -165,7 +165,7 @@ def test_a_host_without_topology(tmp_path):
         ("graviton", 16, [16]),
     ],
 )
-def test_ranks_are_grouped_by_what_their_cores_share(machine, name, ranks, sizes):
+def test_ranks_are_grouped_by_shared_caches_and_packages(machine, name, ranks, sizes):
     found = machine(name)
     localities = [
         topology.locality(found, cpus) for cpus in topology.assign(found, everything(found), ranks)

@@ -211,7 +211,7 @@ def test_a_world_of_one_needs_no_launcher():
     assert torch.equal(y, torch.arange(9.0).view(3, 3))
 
 
-def test_bad_timeouts():
+def test_invalid_timeouts_are_refused():
     with pytest.raises(ValueError, match="positive"):
         weft.init(timeout=0)
 

@@ -110,8 +110,8 @@ class Part:
         try:
             self._begin(kind, network)
             before = resources()
-            meets = not kind.alone and self.trial.by == "world"
-            if meets:
+            connects_first = not kind.alone and self.trial.by == "world"
+            if connects_first:
                 store, ranks, limit = self.store("gloo"), self.trial.ranks, timedelta(seconds=HANGS)
                 dist.init_process_group(
                     "gloo", store=store, rank=self.rank, world_size=ranks, timeout=limit
