@@ -1,1 +1,1 @@
-"""What weft gives to torch.compile."""
+"""A graph pass for torch.compile that inserts weft's fused operators."""

@@ -1,5 +1,5 @@
-"""A pass of Inductor that puts weft's operators in the place of collectives and the products beside
-them, and its switch.
+"""An Inductor pass that replaces collectives and the products next to them by weft's operators, and
+the function that enables it.
 """
 
 from __future__ import annotations
@@ -24,32 +24,31 @@ _Pass: Any = getattr(
 
 
 def enable_async_tp(group: dist.ProcessGroup | None = None, *, enable: bool = True) -> None:
-    """Let `torch.compile` overlap: weft's operators where a program gathers and multiplies, or
-    multiplies and sums over ranks.
+    """Let `torch.compile` replace gathers before products, and sums of products over ranks, by
+    weft's operators, which overlap communication with compute.
 
-    From now on what Inductor compiles, forward and backward, has `all_gather_matmul` in the place
-    of an all-gather and the products of what is gathered, and `matmul_reduce_scatter` or
-    `matmul_all_reduce` in that of a product and its reduce-scatter or all-reduce. So tensor
-    parallelism by DTensor or functional collectives overlaps without a changed line. Results are
-    the same but for the order of sums. What was compiled before stays as it is, until
+    Programs that Inductor compiles after this call, forward and backward, have `all_gather_matmul`
+    in place of an all-gather and the products of its result, and `matmul_reduce_scatter` or
+    `matmul_all_reduce` in place of a product and its reduce-scatter or all-reduce. So tensor
+    parallelism by DTensor or functional collectives overlaps without a changed line. Results differ
+    only by the order of sums. Programs compiled before this call do not change until
     ``torch.compiler.reset()``.
 
-    A process group of the backend ``weft`` has the world that this needs. For a group of another
-    backend, pass it as `group`, on all of its ranks: its world is made here. A group without one is
-    left as it is, which is said once in the log ``weft``. All ranks must compile the same program,
-    as for functional collectives. ``torch._dynamo.utils.counters["weft"]`` counts what was put
-    there.
+    The operators need a world. A process group of the backend ``weft`` has one. For a group of
+    another backend, pass it as `group`, on all of its ranks: its world is made here. Collectives of
+    a group without a world are not replaced, which the log ``weft`` reports once. All ranks must
+    compile the same program, as for functional collectives.
+    ``torch._dynamo.utils.counters["weft"]`` counts the inserted operators.
 
-    A custom pass (`torch._inductor.config.post_grad_custom_post_pass`) that is set already goes
-    first. Twice is as once.
+    A custom pass (`torch._inductor.config.post_grad_custom_post_pass`) that is already set runs
+    first. A second call changes nothing.
 
     Args:
         group: a process group for which a world is made, unless it has one.
-        enable: False takes the pass away again, and leaves the one that was set before it.
+        enable: False removes the pass, and restores the pass that was set before it.
 
     Raises:
-        PeerLost, PeerTimeout, SymmetricMemoryError, WeftError: as `weft.init`, where a world is
-        made.
+        PeerLost, PeerTimeout, SymmetricMemoryError, WeftError: as `weft.init`, if a world is made.
     """
     if group is not None and enable and worlds.find(group) is None:
         worlds.make(group)
@@ -61,18 +60,18 @@ def enable_async_tp(group: dist.ProcessGroup | None = None, *, enable: bool = Tr
 
 
 class AsyncTensorParallel(_Pass):  # type: ignore[misc]
-    """The pass; `earlier` is what was there before, which it runs first."""
+    """The pass; `earlier` is the pass, or list of passes, that was set before, which runs first."""
 
     def __init__(self, earlier: Any = None) -> None:
         self.earlier = earlier
         self.source = custom_graph_pass.get_hash_for_files(
             tuple(map(str, sorted(Path(__file__).parent.glob("*.py"))))
         )
-        self.told: set[str] = set()
+        self.warned: set[str] = set()
 
     def uuid(self) -> Any:
-        """What compiled graphs are kept by: this code, the groups that have a world, and the
-        earlier passes.
+        """The part of the key of compiled graphs that is due to the pass: its source code, the
+        groups that have a world, and the earlier passes.
         """
         names = sorted(
             name
@@ -87,36 +86,37 @@ class AsyncTensorParallel(_Pass):  # type: ignore[misc]
             return []
         return [*self.earlier] if isinstance(self.earlier, list | tuple) else [self.earlier]
 
-    def __call__(self, graph: Graph, **known: Any) -> None:
+    def __call__(self, graph: Graph, **options: Any) -> None:
         for one in self._others():
-            one(graph, **(known if isinstance(one, _Pass) else {}))
+            one(graph, **(options if isinstance(one, _Pass) else {}))
         rewrite.share_gathers(graph, _has_world)
         for node in list(graph.nodes):
             found = patterns.found(node)
             if found is None:
                 continue
             if not _has_world(found.group):
-                self._tell(found.group)
+                self._warn(found.group)
             elif isinstance(found, patterns.Gather):
                 rewrite.insert_gather(graph, found)
             else:
                 rewrite.insert_sum(graph, found)
         rewrite.join_sums(graph)
-        if made := rewrite.chain(graph):
-            counters["weft"].update(made)
+        if counts := rewrite.chain(graph):
+            counters["weft"].update(counts)
             _log.info(
-                "torch.compile: %s", ", ".join(f"{number} {name}" for name, number in made.items())
+                "torch.compile: inserted %s",
+                ", ".join(f"{count} {name}" for name, count in counts.items()),
             )
 
-    def _tell(self, name: str) -> None:
+    def _warn(self, name: str) -> None:
         group = operators.group_of(name)
-        if name not in self.told and group is not None and group.rank() == 0:
+        if name not in self.warned and group is not None and group.rank() == 0:
             _log.warning(
-                "torch.compile leaves process group %r as it is; weft.enable_async_tp(group) makes "
-                "a world for it",
+                "torch.compile: the collectives of process group %r are not replaced, since it has "
+                "no world; weft.enable_async_tp(group) makes one",
                 name,
             )
-        self.told.add(name)
+        self.warned.add(name)
 
 
 def _has_world(name: str) -> bool:

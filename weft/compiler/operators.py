@@ -1,13 +1,11 @@
-"""The fused operators by the name of a process group, as compiled graphs have them in place of
-functional collectives.
+"""Overloads of the fused operators that name a process group, which compiled graphs use in place of
+functional collectives: `torch.ops.weft.all_gather_matmul.group` and so on.
 
-They are overloads of weft's custom operators, `torch.ops.weft.all_gather_matmul.group` and so on.
-Graphs that name groups, as those of torch do, are equal on all ranks and in the next process, so
-torch may keep them on disk for all of these.
+Graphs that refer to groups by name, as torch's own graphs do, are equal on all ranks and in later
+processes, so torch can share them in its cache on disk.
 
-Each gives one more result, an empty tensor, which the next takes as `after`: a compiler orders
-independent nodes freely, by the sizes of tensors for instance, and could choose one order here and
-another on the next rank.
+Each overload returns one more result, an empty tensor, which the next one takes as `after`: without
+this dependency a compiler could order the operators differently on each rank.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ def _overload(fused_operator: FusedOperator) -> Any:
 
 
 def group_of(name: str) -> dist.ProcessGroup | None:
-    """The process group of this name, if it exists."""
+    """The process group of this name, None if it does not exist."""
     resolved: Any = distributed_c10d
     try:
         found: dist.ProcessGroup = resolved._resolve_process_group(name)
@@ -71,11 +69,12 @@ def _run(fused_operator: FusedOperator, name: str, given: Given, options: Option
     world = None if group is None else worlds.find(group)
     if group is None or world is None:
         raise WeftError(
-            f"process group {name!r} has no world any more: graphs compiled for it cannot run"
+            f"process group {name!r} no longer has a world, which graphs compiled for it need: "
+            "make one with weft.enable_async_tp(group), on all of its ranks"
         )
 
     def call() -> Any:
-        with torch.no_grad():  # on whichever thread this is
+        with torch.no_grad():  # a setting of each thread; this may be another one
             return fused.run(fused_operator.check(world, given, options))
 
     results: list[Tensor] = worlds.run_in_order(group, call)

@@ -1,8 +1,8 @@
-"""What is looked for in a graph: all-gathers whose rows are multiplied, and products that are
+"""Patterns that operators can replace: all-gathers whose rows are multiplied, and products that are
 reduce-scattered or all-reduced.
 
-Graphs are Inductor's, after gradients were taken: functional collectives, products by `aten.mm` and
-`aten.addmm`, whatever the model said, and views between them. Nothing here changes a graph.
+Graphs are Inductor's after autograd: functional collectives, products lowered to `aten.mm` and
+`aten.addmm`, and views between them. Nothing here changes a graph.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _SIZE = _aten.sym_size.int
 _SPLITS = (_aten.split.Tensor, _aten.split_with_sizes.default)
 _WAIT = _c10d.wait_tensor.default
 MOVES = (_WAIT, *_SPLITS, operator.getitem, _aten.slice.Tensor, _aten.cat.default)
-"""What comes between an all-gather and what is gathered along any dimension."""
+"""Nodes between an all-gather and its result, concatenated along any dimension."""
 
 
 class Product(NamedTuple):
-    """``a @ b (+ bias) (+ added)`` of matrices, the bias one for each column, and what else is
-    added of any shape.
+    """``a @ b (+ bias) (+ added)`` of matrices, with a bias for each column, or a summand `added` of
+    any other shape.
     """
 
     node: Node
@@ -42,10 +42,11 @@ class Product(NamedTuple):
 
 
 class Gather(NamedTuple):
-    """An all-gather of `shard` along `dim`, which gives `whole`, and the `products` of its rows.
+    """An all-gather of `shard` along `dim`, whose result is `gathered`, and the `products` of its
+    rows.
 
-    `nodes`: from the collective, which is the first, to the whole and its views. `sizes`: those
-    that ask for symbolic sizes of the whole. `kept`: it has other uses, too.
+    `nodes`: from the collective, which is the first, to its result and views of it. `sizes`: nodes
+    that read symbolic sizes of the result. `kept`: whether the result has other uses.
     """
 
     operator: str
@@ -54,15 +55,15 @@ class Gather(NamedTuple):
     ranks: int
     group: str
     nodes: Sequence[Node]
-    whole: Node
+    gathered: Node
     products: Sequence[Product]
     sizes: Sequence[Node]
     kept: bool
 
 
 class Sum(NamedTuple):
-    """A product, in the shape of `summed`, of which ranks keep the sum, or each a part of it along
-    `dim`.
+    """A product, in the shape of `summed`, whose sum over ranks every rank keeps, all of it or a
+    part along `dim`.
 
     `nodes`: from the product to the collective, which is the last.
     """
@@ -78,7 +79,7 @@ class Sum(NamedTuple):
 
 
 def found(node: Node) -> Gather | Sum | None:
-    """The collective that this node is, with its products, if a fused operator can replace them."""
+    """The pattern of this collective and its products, if a fused operator can replace them."""
     fused = COLLECTIVES.get(node.target)
     if fused is None or fused.pattern is None or group_of(node) is None or len(waits(node)) != 1:
         return None
@@ -93,34 +94,32 @@ def is_gather(node: Node) -> bool:
 
 
 def _gather(node: Node, name: str) -> Gather | None:
-    """The all-gather that begins at this node, if its result is multiplied."""
+    """The pattern of this all-gather, if its result is multiplied."""
     shard, ranks, group = _args(node)
     if value(shard).dim() < 2:
         return None
     (wait,) = waits(node)
-    nodes, whole, dim = [node, wait], wait, 0
+    nodes, gathered, dim = [node, wait], wait, 0
     if len(node.users) == 1 and (joined := _joined(wait, ranks)) is not None:
-        nodes, whole, dim = [*nodes, *_between(wait, joined), joined], joined, _dim(joined)
+        nodes, gathered, dim = [*nodes, *_between(wait, joined), joined], joined, _dim(joined)
     sizes = [
         user
-        for user in whole.users
-        if user.target is _SIZE and _args(user)[1] != value(whole).dim() - 1
+        for user in gathered.users
+        if user.target is _SIZE and _args(user)[1] != value(gathered).dim() - 1
     ]
-    views, products, others = _uses(whole, {*sizes}, _descendants(node))
+    views, products, others = _uses(gathered, {*sizes}, _descendants(node))
     kept = others or len(node.users) > 1
     return (
-        Gather(name, shard, dim, ranks, group, [*nodes, *views], whole, products, sizes, kept)
+        Gather(name, shard, dim, ranks, group, [*nodes, *views], gathered, products, sizes, kept)
         if products
         else None
     )
 
 
 def _sum(node: Node, name: str) -> Sum | None:
-    """The reduce-scatter or all-reduce that this node is, if what it sums is a product that has no
-    other use.
-    """
+    """The pattern of this reduce-scatter or all-reduce, if it sums a product that has no other use."""
     source, op, *ranks, group = _args(node)
-    nodes, dim, scatters = [node], 0, bool(ranks)  # an all-reduce does not say how many ranks
+    nodes, dim, scatters = [node], 0, bool(ranks)  # an all-reduce has no argument `ranks`
     if scatters and (parts := _parts(source, ranks[0])) is not None and _dim(source) == 0:
         nodes = [*_between(parts[0], source), source, node]
         source, dim = parts
@@ -143,13 +142,13 @@ def _sum(node: Node, name: str) -> Sum | None:
 
 
 def group_of(collective: Node) -> str | None:
-    """The name of a collective's process group, if arguments are in their usual places."""
+    """The name of a collective's process group, if all arguments are positional."""
     group = None if collective.kwargs else _args(collective)[-1]
     return group if isinstance(group, str) else None
 
 
 def tensors_of(node: Node) -> list[Node]:
-    """What a node is made of, without symbolic sizes."""
+    """The inputs of a node without symbolic sizes."""
     return [
         each for each in node.all_input_nodes if not isinstance(each.meta.get("val"), torch.SymInt)
     ]
@@ -161,9 +160,9 @@ def waits(collective: Node) -> list[Node]:
 
 
 def value(node: Node) -> Tensor:
-    """What is known of a node's tensor without its data."""
-    found: Tensor = node.meta["val"]
-    return found
+    """The fake tensor of a node: shape, strides and dtype, without data."""
+    fake: Tensor = node.meta["val"]
+    return fake
 
 
 def _args(node: Node) -> Any:
@@ -178,7 +177,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _product(node: Node) -> Product | None:
-    """The product that a node is, if weft can make it."""
+    """The operands of a product, None if the node is not a product that weft can compute."""
     if node.target not in (_aten.mm.default, _aten.addmm.default) or node.kwargs:
         return None
     *added, a, b = _args(node)
@@ -199,18 +198,18 @@ def _product(node: Node) -> Product | None:
 
 
 def _keeps_rows(reshape: Node) -> bool:
-    """Whether the rows, along the last dimension, are those of what is reshaped."""
+    """Whether a reshape keeps the last dimension, and so the rows along it."""
     shape, before = value(reshape).shape, value(_args(reshape)[0]).shape
     return bool(shape) and bool(before) and _same(shape[-1], before[-1])
 
 
 def _uses(
-    whole: Node, sizes: set[Node], descendants: set[Node]
+    gathered: Node, sizes: set[Node], descendants: set[Node]
 ) -> tuple[list[Node], list[Product], bool]:
-    """Views of a tensor that keep its rows, products of these with what is no descendant, and
-    whether there are other uses.
+    """Views of a tensor that keep its rows, products of the tensor or a view with operands that are
+    not among the descendants, and whether there are other uses.
     """
-    views, products, others = [whole], [], False
+    views, products, others = [gathered], [], False
     for view in views:
         for user in view.users:
             product = _product(user)
@@ -230,7 +229,7 @@ def _uses(
 
 
 def _descendants(node: Node) -> set[Node]:
-    """The node and all that depends on it."""
+    """The node and all nodes that depend on it."""
     found, left = {node}, [node]
     while left:
         for user in left.pop().users:
@@ -240,11 +239,12 @@ def _descendants(node: Node) -> set[Node]:
     return found
 
 
-# Dimensions but the first: equal parts along one dimension are joined along another
+# Collectives along another dimension than the first: equal parts along one dimension are
+# concatenated along another
 
 
 def _joined(wait: Node, ranks: int) -> Node | None:
-    """What the ranks' parts of a tensor are joined to, if nothing else is done with it."""
+    """The concatenation of the ranks' parts of a tensor, if that is the tensor's only use."""
     parts = [
         part for user in wait.users for part in (user.users if user.target in _SPLITS else [user])
     ]
@@ -254,27 +254,27 @@ def _joined(wait: Node, ranks: int) -> Node | None:
 
 
 def _dim(cat: Node) -> int:
-    """Along which dimension tensors are joined."""
+    """The dimension of a concatenation, not negative."""
     dim: int = (*_args(cat), cat.kwargs.get("dim", 0))[1]
     return dim % value(cat).dim()
 
 
 def _parts(cat: Node, ranks: int) -> tuple[Node, int] | None:
-    """What is cut along which dimension into an equal part for each rank, all of which are joined
-    in their order.
+    """The tensor, and the dimension along which it is split into an equal part for each rank, if
+    `cat` concatenates all parts in their order.
     """
     if cat.target is not _aten.cat.default:
         return None
     pieces = list(_args(cat)[0])
-    known = [cut for piece in pieces if (cut := _cut(piece)) is not None]
+    cuts = [cut for piece in pieces if (cut := _cut(piece)) is not None]
     if (
-        not len(known) == len(pieces) == ranks
-        or len({(source, dim) for source, dim, _ in known}) != 1
+        not len(cuts) == len(pieces) == ranks
+        or len({(source, dim) for source, dim, _ in cuts}) != 1
     ):
         return None
-    source, dim, _ = known[0]
+    source, dim, _ = cuts[0]
     size = value(pieces[0]).shape[dim]
-    begins = all(_same(begin, index * size) for index, (_, _, begin) in enumerate(known))
+    begins = all(_same(begin, index * size) for index, (_, _, begin) in enumerate(cuts))
     equal = all(_same(value(piece).shape[dim], size) for piece in pieces)
     return (
         (source, dim)
@@ -284,7 +284,7 @@ def _parts(cat: Node, ranks: int) -> tuple[Node, int] | None:
 
 
 def _cut(piece: Node) -> tuple[Node, int, Any] | None:
-    """What a node is a piece of, along which dimension, and where it begins."""
+    """The tensor that a node is a piece of, the dimension of the cut, and the start of the piece."""
     if piece.target is operator.getitem and _args(piece)[0].target in _SPLITS:
         split, index = _args(piece)
         source, _, dim = (*split.args, split.kwargs.get("dim", 0))[:3]
@@ -301,7 +301,7 @@ def _cut(piece: Node) -> tuple[Node, int, Any] | None:
 
 
 def _between(source: Node, cat: Node) -> list[Node]:
-    """The nodes that cut `source` into the pieces that `cat` joins."""
+    """The nodes that split `source` into the pieces that `cat` concatenates."""
     pieces = cat.all_input_nodes
     return [
         *dict.fromkeys(_args(piece)[0] for piece in pieces if _args(piece)[0] is not source),

@@ -1,6 +1,4 @@
-"""How a graph is changed: one operator of weft in the place of a collective and the products beside
-it.
-"""
+"""Changes to a graph: one operator of weft replaces a collective and the products next to it."""
 
 from __future__ import annotations
 
@@ -25,16 +23,16 @@ _reshape, _cat = _aten.reshape.default, _aten.cat.default
 
 
 def share_gathers(graph: Graph, groups: Callable[[str], bool]) -> None:
-    """One all-gather where there are several of the same rows, on such groups: without gradients
-    each layer has its own.
+    """Replace several all-gathers of the same rows, on groups for which `groups` is true, by one:
+    in a graph without gradients each layer has an all-gather of its own.
     """
-    known: dict[str, Node] = {}
+    unique: dict[str, Node] = {}
     gathered: set[Node] = set()
     for node in list(graph.nodes):
         name = patterns.group_of(node) if patterns.is_gather(node) else None
         moved = node.target in patterns.MOVES and gathered.issuperset(patterns.tensors_of(node))
         if moved or (name is not None and groups(name)):
-            first = known.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
+            first = unique.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
             gathered.add(first)
             if first is not node:
                 node.replace_all_uses_with(first)
@@ -42,9 +40,11 @@ def share_gathers(graph: Graph, groups: Callable[[str], bool]) -> None:
 
 
 def insert_gather(graph: Graph, found: Gather) -> None:
-    """One operator that gathers and multiplies, before the first of the products."""
-    places = {node: place for place, node in enumerate(graph.nodes)}
-    products = sorted(found.products, key=lambda product: places[product.node])
+    """Insert one operator that gathers and multiplies before the first of the products, and remove
+    the nodes that it replaces.
+    """
+    positions = {node: position for position, node in enumerate(graph.nodes)}
+    products = sorted(found.products, key=lambda product: positions[product.node])
     weights, biases = [product.b for product in products], [product.bias for product in products]
     options = "sum", found.dim, found.kept, found.ranks, found.group, None
     overload = operators.OVERLOADS[found.operator]
@@ -52,7 +52,7 @@ def insert_gather(graph: Graph, found: Gather) -> None:
         made = _call(graph, overload, found.shard, weights, biases, *options)
         results = [_call(graph, operator.getitem, made, index) for index in range(len(products))]
         for size in found.sizes:
-            size.replace_input_with(found.whole, results[0])
+            size.replace_input_with(found.gathered, results[0])
         if value(results[0]).dim() != 2:
             results = [
                 _call(graph, _reshape, result, [-1, value(result).shape[-1]]) for result in results
@@ -67,12 +67,14 @@ def insert_gather(graph: Graph, found: Gather) -> None:
     if gathered is not None:
         (wait,) = waits(collective)
         collective.replace_all_uses_with(gathered, delete_user_cb=lambda user: user is not wait)
-        found.whole.replace_all_uses_with(gathered)
+        found.gathered.replace_all_uses_with(gathered)
     _erase(graph, {*found.nodes, *(product.node for product in products)})
 
 
 def insert_sum(graph: Graph, found: Sum) -> None:
-    """One operator that multiplies and sums, where the collective is."""
+    """Insert one operator that multiplies and sums before the collective, and remove the nodes that
+    it replaces.
+    """
     (product, a, b, bias, _), collective = found.product, found.nodes[-1]
     (wait,) = waits(collective)
     with graph.inserting_before(collective):
@@ -88,14 +90,15 @@ def insert_sum(graph: Graph, found: Sum) -> None:
 
 
 def join_sums(graph: Graph) -> None:
-    """One operator where the sums of two are added: a product of the columns of both.
+    """Replace two operators whose sums are added by one operator, on the columns of both.
 
-    In backward so many products are summed and added as there are layers that take the same input.
+    In backward the gradient of an input that several layers take is a sum of one such operator for
+    each layer.
     """
     for node in list(graph.nodes):
         added = node.all_input_nodes if node.target is _aten.add.Tensor and not node.kwargs else []
         made = [_sum_of(result) for result in added]
-        if len(made) != 2 or made[0] is None or made[1] is None or not _alike(made[0], made[1]):
+        if len(made) != 2 or made[0] is None or made[1] is None or not _addable(made[0], made[1]):
             continue
         (a, b), (c, d) = _factors(made[0]), _factors(made[1])
         with graph.inserting_before(node):
@@ -114,8 +117,8 @@ def _factors(made: Any) -> tuple[Node, Node]:
 
 
 def chain(graph: Graph) -> Counter[str]:
-    """Sort the nodes by what they depend on, and let each operator of weft wait for the one before;
-    how often there is which.
+    """Sort the nodes topologically, and make each operator of weft depend on the one before; returns
+    the number of each operator.
     """
     stable_topological_sort(graph)
     made = [node for node in graph.nodes if node.target in operators.NAMES]
@@ -127,41 +130,41 @@ def chain(graph: Graph) -> Counter[str]:
 
 
 def _sum_of(result: Node) -> Any:
-    """The operator whose sum this is, if that is all of one product, and used once."""
+    """The operator that returns `result` as the sum of its only product, if that is its only use."""
     made: Any = result.args[0] if result.target is operator.getitem else None
     fused = None if made is None else OPERATORS.get(operators.NAMES.get(made.target, ""))
     is_sum = fused is not None and fused.exchanges == "out"
     return made if is_sum and made.args[2] == [None] and len(result.users) == 1 else None
 
 
-def _alike(one: Any, other: Any) -> bool:
-    """Whether sums are of the same kind, shape and dtype."""
+def _addable(one: Any, other: Any) -> bool:
+    """Whether two operators have sums of the same kind, shape and dtype."""
     (a, b), (c, d), rest, others = _factors(one), _factors(other), one.args[2:], other.args[2:]
     shape, another = ((*value(x).shape[:-1], value(y).shape[1]) for x, y in ((a, b), (c, d)))
-    alike = (one.target, rest, value(a).dtype, len(shape)) == (
+    same_kind = (one.target, rest, value(a).dtype, len(shape)) == (
         other.target,
         others,
         value(c).dtype,
         len(another),
     )
-    return alike and all(
+    return same_kind and all(
         statically_known_true(size == other) for size, other in zip(shape, another, strict=True)
     )
 
 
 def _parts(factor: Any, dim: int) -> list[Node]:
-    """What a factor is joined of, if it is."""
+    """The parts of a factor that is a concatenation along `dim`, else the factor itself."""
     return [*factor.args[0]] if factor.target is _cat and factor.args[1:] == (dim,) else [factor]
 
 
 def _call(graph: Graph, target: Any, *args: Any) -> Node:
     node = graph.call_function(target, args)
-    node.meta["val"] = target(*map_arg(args, lambda given: given.meta["val"]))
+    node.meta["val"] = target(*map_arg(args, lambda arg: arg.meta["val"]))
     return node
 
 
 def _erase(graph: Graph, nodes: Iterable[Node]) -> None:
-    """Erase those of the nodes that nobody uses any more."""
+    """Erase the nodes that have no users left."""
     for node in reversed(graph.nodes):
         if node in nodes and not node.users:
             graph.erase_node(node)
