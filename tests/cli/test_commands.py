@@ -211,11 +211,11 @@ def test_verification_accepts_a_sum_and_nothing_else(dtypes, monkeypatch):
     monkeypatch.setattr(verification.dist, "get_world_size", lambda: 3)
     for rank in range(3):
         monkeypatch.setattr(
-            verification, "everyones_sum", lambda tensor: summed.append(tensor) or tensor
+            verification, "sum_over_ranks", lambda tensor: summed.append(tensor) or tensor
         )
         problems.append(Sums(9, 130, 7, dtype, out_dtype, product, seed=3, rank=rank))
     totals = [sum(summed[i :: len(summed) // 3]) for i in range(len(summed) // 3)]
-    monkeypatch.setattr(verification, "everyones_sum", lambda tensor: totals.pop(0))
+    monkeypatch.setattr(verification, "sum_over_ranks", lambda tensor: totals.pop(0))
     problem = Sums(9, 130, 7, dtype, out_dtype, product, seed=3, rank=1)
     wide = torch.promote_types(dtype, torch.float32)
     partial = [(p.rows(2).to(wide) @ p.weight.to(wide)).to(product) for p in problems]
@@ -225,12 +225,12 @@ def test_verification_accepts_a_sum_and_nothing_else(dtypes, monkeypatch):
     assert problem.check_product_sum(out, 1, 0).wrong > 0, "the sum of other inputs"
     less = sum(part.to(wide) for part in partial[1:]).to(out_dtype)
     assert problem.check_product_sum(less, 2, 0).wrong > 0, "a sum that leaves a rank out"
-    by_hops = problems[0].rows(2).new_zeros(9, 7).to(out_dtype)
+    after_each_sum = problems[0].rows(2).new_zeros(9, 7).to(out_dtype)
     # as a user of gloo adds them up: each product and each partial sum is rounded
     for p in problems:
-        by_hops = by_hops + (p.rows(2).to(wide) @ p.weight.to(wide)).to(out_dtype)
-    assert problem.check_baseline(by_hops, 2, 0).wrong == 0
-    assert problem.check_baseline(by_hops, 2, 1).wrong > 0, "rows that are off by one"
+        after_each_sum = after_each_sum + (p.rows(2).to(wide) @ p.weight.to(wide)).to(out_dtype)
+    assert problem.check_baseline(after_each_sum, 2, 0).wrong == 0
+    assert problem.check_baseline(after_each_sum, 2, 1).wrong > 0, "rows that are off by one"
     assert problem.check_baseline(less, 2, 0).wrong > 0, "a sum that leaves a rank out"
     made = sum(p.products(2).to(wide) for p in problems).to(out_dtype)
     assert problem.check_sum(made, 2, 0).wrong == 0
@@ -688,7 +688,8 @@ def test_nothing_is_measured_without_a_cache_directory(arguments, monkeypatch):
     monkeypatch.setenv("WEFT_CACHE", "/proc/nowhere")
     outcome = CliRunner().invoke(app, arguments)
     assert outcome.exit_code == 2, outcome.output
-    assert "nothing can be remembered in /proc/nowhere" in outcome.output
+    output = " ".join(outcome.output.replace("│", " ").split())
+    assert "measurements cannot be stored in /proc/nowhere" in output
 
 
 def test_the_version():

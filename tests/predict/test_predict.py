@@ -273,7 +273,7 @@ def test_predictions_next_to_a_measured_run(tmp_path):
         (["--algorithm", "two_shot"], "direct, push, pull, ring, sequential"),
         (["--algorithm", "direct"], "cannot be done on ascend-950"),
         (["--sweep", "color=1:2"], "ranks=2:64"),
-        (["--sweep", "ranks=8:2"], "upwards"),
+        (["--sweep", "ranks=8:2"], "increasing"),
         (["--plot", "x.png"], "--timeline"),
         (["--compare", "none.json"], "cannot read"),
     ],
@@ -431,7 +431,7 @@ def test_the_link_between_hosts_is_an_option(tmp_path):
         "sequential",
     }
     assert "spread evenly over 3 hosts" in command(*requested, "--hosts", 3, status=2)
-    assert "knows no link to other hosts" in command(
+    assert "has no link to other hosts" in command(
         *requested, "--machine", "ascend-910b1", "--dtype", "float16", status=2
     )
     assert "use --link instead" in command(*requested, "--link-gbps", 1, status=2)

@@ -253,7 +253,7 @@ def test_ranks_of_a_host_share_its_link():
 
 
 def test_the_link_between_hosts_of_a_machine():
-    with pytest.raises(ValueError, match="slow knows no link to other hosts; weft calibrate"):
+    with pytest.raises(ValueError, match="slow has no link to other hosts; weft calibrate"):
         SLOW.over((0, 1))
     two = replace(SLOW, network=Link(1e-9, 7.0)).over((0, 0, 1, 1))
     assert (two.link(0, 1).gbs, two.link(1, 2).gbs, two.signal_us(1, 2), two.group(4)) == (

@@ -85,7 +85,8 @@ def draw_sweep(result: dict[str, Any], path: Path) -> None:
     """
     in_place = all(row["in_place"] for row in result["rows"])
     rows = [row for row in result["rows"] if row["in_place"] == in_place]
-    title = f"{result['benchmark']}: {result['ranks']} ranks, {result['dtype']}{', in place' if in_place else ''}"
+    title = f"{result['benchmark']}: {result['ranks']} ranks, {result['dtype']}"
+    title += ", in place" if in_place else ""
     with picture(path, 11, 4.4, title, verified=result["verified"]) as figure:
         times, widths = figure.subplots(1, 2)
         for name in dict.fromkeys(row["implementation"] for row in rows):

@@ -25,7 +25,7 @@ from weft.bench.collectives import COLLECTIVES, Data, bandwidths, count_of, weft
 from weft.bench.harness import batches, every_size, poison, verified, where
 from weft.bench.settings import SweepSettings, parse_sizes
 from weft.measure.timing import Stopwatch, Times, largest, per_call, race, session
-from weft.measure.verification import Check, everyones_sum
+from weft.measure.verification import Check, sum_over_ranks
 from weft.world import World
 
 WEFT, PLAIN, GLOO = "weft", "weft (plain)", "gloo"
@@ -233,7 +233,7 @@ def row(
 
 def total(wrong: int) -> Check:
     """The check of all ranks with `wrong` elements on this one; collective."""
-    return Check(int(everyones_sum(torch.tensor(wrong))))
+    return Check(int(sum_over_ranks(torch.tensor(wrong))))
 
 
 def print_tables(result: dict[str, Any], console: Console) -> None:

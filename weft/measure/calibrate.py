@@ -1,10 +1,10 @@
-"""The profile of this machine, measured: what `weft calibrate` stores and
+"""Measurement of this machine's profile, which `weft calibrate` stores and
 `weft.predict.machine.load("this")` reads.
 
-All ranks measure at the same time, since that is how they will work. Cores are faster at one time
-than at another, above all those of virtual machines, so everything is timed in several passes with
-some seconds between them. Of these the lower quartile counts, since others' work only ever makes a
-run slower; `spread` says by how many percent the median run took longer.
+All ranks measure at the same time, as they work later. The speed of cores varies over time, above
+all in virtual machines, so everything is timed in several passes, some seconds apart. The result is
+the lower quartile, since other load only ever makes a run slower; `spread` is the percentage by
+which the median run took longer.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ from weft.schedules.peers import after, before, members
 from weft.world import World
 
 _ROWS = (1, 2, 4, 7, 8, 16, 32, 63, 64, 128, 256, 512)
-"""Rows at which products are timed: also those around which `weft.kernels.products` changes the way
-it multiplies.
+"""Rows at which products are timed, among them those at which `weft.kernels.products` changes to
+another kernel.
 """
 _WIDTHS = (256, 448, 800, 1408, 2048)
-"""K and N of their weights."""
+"""K and N of the weights of timed products."""
 _COLUMNS = 1024  # of float32
 _ROW = 4 * _COLUMNS  # bytes
 _COPIED = (1, 4, 16, 64, 256, 1024, 4096)
-"""Rows that are copied and added."""
+"""Numbers of rows of timed copies and sums."""
 _PASSES = 7
 _ROUNDS = 64
-_TURNS = 4  # in a pass: how long one takes is a matter of chance
+_DELAYS = 4  # scheduling delays measured in a pass; they vary randomly
 _GBPS, _ASLEEP_US = 1000.0, 50.0  # of an emulated link
-_WARM = 3  # calls before one that is short
+_WARM = 3  # untimed calls before a short one
 _SENT = (1, 4, 16, 64, 256, 1024)
-"""Rows that are sent between hosts in one message."""
-_MESSAGES = 8  # one after the other
-_PRODUCT = 256  # rows of the products beside them
+"""Numbers of rows of timed messages between hosts."""
+_MESSAGES = 8  # messages in a timed run, one after the other
+_PRODUCT = 256  # rows of the products that run at the same time
 
 Lane = tuple[Instruction, ...]
 Lanes = dict[str, Lane]
@@ -74,35 +74,35 @@ Weights = Mapping[str, Weight] | None
 
 
 class _Timings:
-    """Seconds on all ranks of a world, by what was timed."""
+    """Seconds on all ranks of a world, by the name of the measurement."""
 
     def __init__(self, world: World) -> None:
         self.world, self.stopwatch = world, Stopwatch(world)
         self.times = defaultdict[str, list[float]](list)
 
-    def time(self, what: str, call: Callable[[], object], before: int = 1) -> None:
-        """Time a call that all ranks make at once, and made `before`: it finds its operands in the
-        caches as far as they fit.
+    def time(self, name: str, call: Callable[[], object], warmup: int = 1) -> None:
+        """Time a call that all ranks make at once, after `warmup` untimed calls: its operands are
+        then in the caches, as far as they fit.
         """
-        self.stopwatch.time(call, before)  # a rank that had to wait for the others is slow at first
-        self.times[what].append(self.stopwatch.time(call))
+        self.stopwatch.time(call, warmup)  # also since a rank is slow after waiting for others
+        self.times[name].append(self.stopwatch.time(call))
 
     def run(
         self,
-        what: str,
+        name: str,
         lanes: Callable[[int], Lanes],
         tensors: Tensors,
         weights: Weights = None,
-        before: int = _WARM,
+        warmup: int = _WARM,
     ) -> None:
         """Time a plan with these lanes of each rank."""
         plan = self.plan(lanes, tensors)
-        self.time(what, lambda: engine(self.world).execute(plan, tensors, weights), before)
+        self.time(name, lambda: engine(self.world).execute(plan, tensors, weights), warmup)
 
     def spans(
         self, plan: Plan, tensors: Tensors, weights: Weights = None
     ) -> dict[tuple[str, int], tuple[int, int]]:
-        """When each instruction of this rank began and ended, by lane and index."""
+        """The start and end of each instruction of this rank, by lane and index."""
         self.stopwatch.time(lambda: None)
         with record(self.world) as recording:
             engine(self.world).execute(plan, tensors, weights)
@@ -116,17 +116,19 @@ class _Timings:
         return Plan("calibrate", "made up", buffers, tuple(map(lanes, range(self.world.ranks))))
 
     def summarize(self) -> tuple[dict[str, float], dict[str, float]]:
-        """The lower quartile of each, and its spread in percent; a run takes as long as on the
-        slowest rank. Collective.
+        """The lower quartile of each measurement, and its spread in percent, of the times of the
+        slowest rank; collective.
         """
-        taken = iter(
+        slowest = iter(
             largest(self.world, [second for seconds in self.times.values() for second in seconds])
         )
-        runs = {what: sorted(next(taken) for _ in seconds) for what, seconds in self.times.items()}
-        quartiles = {what: seconds[len(seconds) // 4] for what, seconds in runs.items()}
+        runs = {
+            name: sorted(next(slowest) for _ in seconds) for name, seconds in self.times.items()
+        }
+        quartiles = {name: seconds[len(seconds) // 4] for name, seconds in runs.items()}
         spread = {
-            what: 100 * (statistics.median(runs[what]) / least - 1)
-            for what, least in quartiles.items()
+            name: 100 * (statistics.median(runs[name]) / quartile - 1)
+            for name, quartile in quartiles.items()
         }
         return quartiles | (
             {"turn": statistics.fmean(runs["turn"])} if "turn" in runs else {}
@@ -134,8 +136,8 @@ class _Timings:
 
 
 def measure(threads: int) -> dict[str, Any]:
-    """The profile of the machine as seen from this rank's world, alike on all ranks; collective.
-    Takes about a minute.
+    """The profile of the machine, measured by the ranks of this rank's world and equal on all;
+    collective. Takes about a minute.
     """
     kinds = {
         f"{name} packed" if packed else name: (name, packed)
@@ -154,8 +156,8 @@ def measure(threads: int) -> dict[str, Any]:
         slower = slowdown(found["products"], found["copies"], found["products and copies"])
         signal = _round(found, "signals")
         link, memory, reduce = (
-            _rate({rows * reads * _ROW: found[f"{what} {rows}"] for rows in _COPIED})
-            for what, reads in (("link", 1), ("memory", 1), ("reduce", 2))
+            _rate({rows * reads * _ROW: found[f"{kind} {rows}"] for rows in _COPIED})
+            for kind, reads in (("link", 1), ("memory", 1), ("reduce", 2))
         )
         machine = Machine(
             "this",
@@ -174,8 +176,8 @@ def measure(threads: int) -> dict[str, Any]:
             communicate_slowdown=slower,
             in_place=True,
             thresholds=world.thresholds,
-            source=f"measured by weft calibrate: {world.ranks} ranks of {threads} threads, processor {cache.processor()}, "
-            f"torch {torch.__version__}",
+            source=f"measured by weft calibrate: {world.ranks} ranks of {threads} threads, "
+            f"processor {cache.processor()}, torch {torch.__version__}",
         )
         return asdict(machine) | {
             "spread": {name: round(percent, 1) for name, percent in spread.items()}
@@ -183,11 +185,12 @@ def measure(threads: int) -> dict[str, Any]:
 
 
 def measure_network(threads: int) -> Link:
-    """What joins the hosts of this rank's world, alike on all ranks; collective. Takes some
+    """The link between the hosts of this rank's world, equal on all ranks; collective. Takes some
     seconds.
 
-    One rank of each host sends to that of the next while it is sent as much. What that takes of a
-    core is what a product beside it takes longer.
+    One rank of each host sends to a rank of the next host and receives from the previous one. The
+    part of a core that this takes is computed from the time by which it prolongs a concurrent
+    product.
     """
     with session(threads) as world:
         bench = _Timings(world)
@@ -213,9 +216,9 @@ def measure_network(threads: int) -> Link:
     return Link(gbs, 1e6 * signal, shared=True, factors=factors, core_gbs=2 * gbs / busy)
 
 
-def _send(bench: _Timings, what: str, rows: int, products: int) -> None:
-    """Time messages of so many rows from one rank of each host to that of the next, beside so many
-    products.
+def _send(bench: _Timings, name: str, rows: int, products: int) -> None:
+    """Time messages of `rows` rows from one rank of each host to one of the next, concurrently with
+    a number of products.
     """
     world = bench.world
     leaders = [members(host, world.hosts)[0] for host in range(len(set(world.hosts)))]
@@ -234,11 +237,11 @@ def _send(bench: _Timings, what: str, rows: int, products: int) -> None:
         return {"compute": (*compute, *leave(r, world.ranks)), "comm": tuple(comm)}
 
     bench.run(
-        what,
+        name,
         lanes,
         _ones(max(rows, _PRODUCT), 512),
         {"out": pack(torch.ones(_COLUMNS, 512))},
-        before=1,
+        warmup=1,
     )
 
 
@@ -247,7 +250,7 @@ def _ones(rows: int, columns: int = _COLUMNS) -> dict[str, torch.Tensor]:
 
 
 def _products(bench: _Timings, kind: str, dtype: torch.dtype, packed: bool) -> None:
-    """Time products of one kind once at every size."""
+    """Time one product of each size, with weights of one kind."""
     for width in _WIDTHS:
         b = torch.randn(width, width).to(dtype)
         weight = pack(b) if packed else b
@@ -261,8 +264,8 @@ def _products(bench: _Timings, kind: str, dtype: torch.dtype, packed: bool) -> N
 
 
 def _product(found: dict[str, float], kind: str, itemsize: int) -> Product:
-    """The product of a kind, fitted to all sizes with equal relative errors, and by what each
-    differs from that.
+    """The model of products of one kind: a fit of all sizes by relative errors, and for each size
+    the factor by which its time differs from the fit.
     """
     timed = {
         (m, width): found[f"{kind} {m}x{width}x{width}"]
@@ -270,33 +273,33 @@ def _product(found: dict[str, float], kind: str, itemsize: int) -> Product:
     }
     fixed, weight, operation = least_squares(
         [
-            [1 / took, width**2 * itemsize / took, 2 * m * width**2 / took]
-            for (m, width), took in timed.items()
+            [1 / seconds, width**2 * itemsize / seconds, 2 * m * width**2 / seconds]
+            for (m, width), seconds in timed.items()
         ]
     )
-    roughly = Product(1e-12 / operation, 1e-9 / max(weight, 1e-15), 1e6 * fixed)
+    fit = Product(1e-12 / operation, 1e-9 / max(weight, 1e-15), 1e6 * fixed)
     factors = [
-        took / roughly.seconds(m, width, width, itemsize) for (m, width), took in timed.items()
+        seconds / fit.seconds(m, width, width, itemsize) for (m, width), seconds in timed.items()
     ]
     return replace(
-        roughly, factors=Grid((_ROWS, tuple(width * width for width in _WIDTHS)), tuple(factors))
+        fit, factors=Grid((_ROWS, tuple(width * width for width in _WIDTHS)), tuple(factors))
     )
 
 
 def least_squares(rows: Sequence[Sequence[float]]) -> list[float]:
-    """The factors, none negative, with which the columns of `rows` come closest to adding up to 1;
-    the last is not zero.
+    """The least-squares solution x of ``rows @ x = 1`` without negative elements, with a positive
+    last one.
     """
     matrix = np.asarray(rows)
     best, least = np.zeros(matrix.shape[1]), math.inf
-    for others in itertools.product((False, True), repeat=matrix.shape[1] - 1):
-        used, factors = np.array((*others, True)), np.zeros(matrix.shape[1])
+    for optional in itertools.product((False, True), repeat=matrix.shape[1] - 1):
+        used, factors = np.array((*optional, True)), np.zeros(matrix.shape[1])
         factors[used] = np.linalg.lstsq(matrix[:, used], np.ones(len(matrix)), rcond=None)[0]
         error = float(np.sum((matrix @ factors - 1) ** 2))
         if min(factors[used]) > 0 and error < least:
             best, least = factors, error
-    found: list[float] = best.tolist()
-    return found
+    solution: list[float] = best.tolist()
+    return solution
 
 
 def _copies(bench: _Timings) -> None:
@@ -305,44 +308,46 @@ def _copies(bench: _Timings) -> None:
     for rows in _COPIED:
 
         def lanes(r: int, rows: int = rows) -> Lanes:
-            peer, a, near = (r + 1) % ranks, Region(r, "a", 0, rows), Region(r, "partial", 0, rows)
-            copies = Copy(a, near), *_signals(r, ranks, 1), Copy(a, Region(peer, "inbox", 0, rows))
-            added = Reduce((near, near._replace(rank=peer)), a._replace(buffer="out"))
-            return {"compute": (*enter(r, ranks), *copies, added, *leave(r, ranks))}
+            peer, a, own = (r + 1) % ranks, Region(r, "a", 0, rows), Region(r, "partial", 0, rows)
+            copies = Copy(a, own), *_signals(r, ranks, 1), Copy(a, Region(peer, "inbox", 0, rows))
+            sums = Reduce((own, own._replace(rank=peer)), a._replace(buffer="out"))
+            return {"compute": (*enter(r, ranks), *copies, sums, *leave(r, ranks))}
 
         plan = bench.plan(lanes, tensors := _ones(rows))
-        bench.spans(plan, tensors)  # once to warm up
+        bench.spans(plan, tensors)  # to warm up
         spans = bench.spans(plan, tensors)
         work = [
             spans["compute", i]
             for i, instruction in enumerate(plan.lanes[own]["compute"])
             if writes(instruction)
         ]
-        for what, (start, stop) in zip(("memory", "link", "reduce"), work, strict=True):
-            bench.times[f"{what} {rows}"].append(1e-9 * max(stop - start, 1))
+        for kind, (start, stop) in zip(("memory", "link", "reduce"), work, strict=True):
+            bench.times[f"{kind} {rows}"].append(1e-9 * max(stop - start, 1))
 
 
-def _rate(took: Mapping[int, float]) -> tuple[float, Grid]:
-    """Of seconds by bytes: GB/s of the largest size, and by what times of others differ from that."""
-    rate = max(took) / took[max(took)]
-    return rate / 1e9, Grid(([*took],), [seconds * rate / size for size, seconds in took.items()])
+def _rate(times: Mapping[int, float]) -> tuple[float, Grid]:
+    """The GB/s of the largest size, and for each size the factor by which its time differs from
+    that rate; `times` are seconds by bytes.
+    """
+    rate = max(times) / times[max(times)]
+    return rate / 1e9, Grid(([*times],), [seconds * rate / size for size, seconds in times.items()])
 
 
 def _time_signals(bench: _Timings) -> None:
-    """Time one round of signals between all ranks, and many."""
+    """Time one barrier of signals between all ranks, and `_ROUNDS` of them."""
     for rounds in (1, _ROUNDS):
         ranks = bench.world.ranks
         rank_lanes = [{"compute": _signals(r, ranks, rounds)} for r in range(ranks)]
         bench.run(f"{rounds} signals", rank_lanes.__getitem__, _ones(1))
 
 
-def _round(found: Mapping[str, float], what: str) -> float:
+def _round(found: Mapping[str, float], name: str) -> float:
     """Seconds of one round."""
-    return (found[f"{_ROUNDS} {what}"] - found[f"1 {what}"]) / (_ROUNDS - 1)
+    return (found[f"{_ROUNDS} {name}"] - found[f"1 {name}"]) / (_ROUNDS - 1)
 
 
 def _calls(bench: _Timings) -> None:
-    """Time what is the same for every size: signals, a call, its lanes, waking up."""
+    """Time the costs that do not depend on sizes: signals, a call, its lanes, waking up."""
     world, ranks, one = bench.world, bench.world.ranks, _ones(1)
     _time_signals(bench)
     bench.run("one lane", lambda r: {"compute": _signals(r, ranks, 1)}, one)
@@ -382,38 +387,38 @@ def _signals(rank: int, ranks: int, rounds: int) -> tuple[Instruction, ...]:
 
 
 def _lanes(bench: _Timings) -> None:
-    """Time products and copies alone and beside each other, and how long a comm lane waits for its
-    turn beside products.
+    """Time products and copies, alone and concurrently, and the delay until the scheduler runs a
+    comm lane on a core that multiplies.
     """
     ranks, rows = bench.world.ranks, 256
     tensors, weight = _ones(rows, 512), {"out": pack(torch.ones(_COLUMNS, 512))}
 
-    def lanes(r: int, what: str) -> Lanes:
+    def lanes(r: int, name: str) -> Lanes:
         own, made = Region(r, "a", 0, rows), Signal("made", r)
         product, copy = (
             matmul_of(own, own._replace(buffer="out")),
             Copy(own, Region((r + 1) % ranks, "inbox", 0, rows)),
         )
-        compute: Lane = (product,) * 3 if "products" in what else ()
-        comm: Lane = (copy,) * 16 if "copies" in what else ()
-        if what == "turn":
+        compute: Lane = (product,) * 3 if "products" in name else ()
+        comm: Lane = (copy,) * 16 if "copies" in name else ()
+        if name == "turn":
             compute, comm = (product, Notify(r, made), *[product] * 3), (Wait(made, 1), copy)
         return {"compute": (*compute, *leave(r, ranks)), "comm": (*enter(r, ranks), *comm)}
 
-    for what in ("products", "copies", "products and copies"):
-        bench.run(what, partial(lanes, what=what), tensors, weight, before=1)
-    plan = bench.plan(partial(lanes, what="turn"), tensors)
-    for _ in range(_TURNS):
+    for name in ("products", "copies", "products and copies"):
+        bench.run(name, partial(lanes, name=name), tensors, weight, warmup=1)
+    plan = bench.plan(partial(lanes, name="turn"), tensors)
+    for _ in range(_DELAYS):
         spans = bench.spans(plan, tensors, weight)
         bench.times["turn"].append(1e-9 * max(spans["comm", ranks][0] - spans["compute", 0][1], 1))
 
 
 def slowdown(products: float, copies: float, both: float) -> float:
-    """By what two things slow each other down that take this long alone, and `both` seconds beside
-    each other.
+    """The factor by which products and copies slow each other down, from their seconds alone and
+    `both` concurrently.
 
-    While the copies last, `slowdown` times as long as alone, as much is multiplied as alone in that
-    time. Two that share a core take twice as long; more than four times is taken to be a
+    The copies take `slowdown` times as long as alone; the products done meanwhile would alone take
+    as long as the copies alone. The factor is 2 on a shared core; more than 4 counts as a
     disturbance.
     """
     return min(4.0, max(1.0, 1 + (both - products) / copies))

@@ -23,7 +23,7 @@ from weft.ops.barrier import barrier
 from weft.world import World, init
 
 BUDGET = 10.0
-"""The largest number of seconds for all iterations of one view; slower views get fewer iterations."""
+"""The most seconds for all iterations of one view; slower views get fewer iterations."""
 
 _TIMEOUT = 600.0  # seconds; a baseline may take longer on one rank than on another
 
@@ -64,8 +64,8 @@ def per_call(seconds: Sequence[float], calls: int = 1) -> Times:
 
 @contextmanager
 def session(threads: int | None, one_host: str = "") -> Iterator[World]:
-    """The world in which this rank measures: with `threads` compute threads (None: torch's default),
-    without gradients, and with a timeout that slow baselines do not reach.
+    """The world in which this rank measures: with `threads` compute threads, or torch's default for
+    None, without gradients, and with a timeout that slow baselines do not reach.
 
     Raises `WeftError` if ranks are on several hosts and `one_host` is a reason against that.
     """
@@ -150,7 +150,7 @@ class Stopwatch:
 
 
 def largest(world: World, values: Sequence[float]) -> list[float]:
-    """The largest value of any rank, element by element; collective over the default process group."""
+    """The largest value of any rank, by element; collective over the default process group."""
     merged = torch.tensor(values, dtype=torch.float64)
     if world.ranks > 1:
         dist.all_reduce(merged, dist.ReduceOp.MAX)

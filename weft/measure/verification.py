@@ -1,8 +1,8 @@
-"""What must come out of a measured product, and how far rounding may take it from there.
+"""Verification of measured products: the expected results, and bounds of their rounding errors.
 
-Inputs are random and every run that is verified gets others; whatever a run writes is poisoned with
-NaN before; every rank checks every element. So a result that an earlier run left behind, or that
-only looks right on constant data, does not pass.
+Inputs are random and differ in every verified run; outputs are filled with NaN before a run; every
+rank checks every element. So the check fails for results of an earlier run, and for results that
+are right only for constant data.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 Reference = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[int]], Sequence[Tensor]]
-"""The results of all ranks, from the input, the weight and the rows of the result of each."""
+"""The results of all ranks, from the inputs, the weights and the result rows of all ranks."""
 
 RUNS = 32
-"""Runs that get rows of their own."""
+"""The number of runs with different rows."""
 
 
 class Check(NamedTuple):
-    """What a comparison found: elements beyond their bound, the largest error, and the largest
-    bound.
+    """The outcome of a comparison: the number of elements beyond their bound, the largest error, and
+    the largest bound.
     """
 
     wrong: int
@@ -31,11 +31,11 @@ class Check(NamedTuple):
     bound: float = 0.0
 
     def plus(self, wrong: int) -> Check:
-        """The check with so many more elements wrong."""
+        """The check with `wrong` more wrong elements."""
         return self._replace(wrong=self.wrong + wrong)
 
     def worse(self, other: Check) -> Check:
-        """The worst of both."""
+        """The maxima of both checks."""
         return Check(
             max(self.wrong, other.wrong),
             max(self.max_error, other.max_error),
@@ -48,8 +48,8 @@ class Problem:
     product.
 
     The rows of run 0, 1, … are a window onto a longer random matrix that moves by one row, so each
-    of them differs from what lay in its place before, and one product in float64 serves `RUNS`
-    runs. Every rank draws the same rows from `seed`, and a weight of its own.
+    row differs from the one at its index in the run before, and one product in float64 serves
+    `RUNS` runs. Every rank draws the same rows from `seed`, and a weight of its own.
     """
 
     def __init__(
@@ -64,15 +64,15 @@ class Problem:
         rank: int,
     ) -> None:
         self.m = m
-        self.everything = _random(m + RUNS, k, dtype, seed)
+        self.all_rows = _random(m + RUNS, k, dtype, seed)
         self.weight = _random(k, n, dtype, seed + 1 + rank)
-        a, b = self.everything.double(), self.weight.double()
+        a, b = self.all_rows.double(), self.weight.double()
         self.exact = a @ b
         self.bound = error_bound(a.abs() @ b.abs(), self.exact, k, dtype, out_dtype)
 
     def rows(self, run: int) -> Tensor:
         """The rows of all ranks in this run."""
-        return self.everything[run : run + self.m]
+        return self.all_rows[run : run + self.m]
 
     def check_rows(self, gathered: Tensor, run: int) -> Check:
         """Compare gathered rows with the run's: they must be equal."""
@@ -86,15 +86,15 @@ class Problem:
 class Definition(Problem):
     """Random rows and a random weight of each rank, and an operator's results by its definition.
 
-    `given` and `kept` are the rows of each rank's input and result. Every rank draws the operands
-    of all.
+    `input_rows` and `result_rows` are the numbers of rows of each rank's input and result. Every
+    rank draws the operands of all ranks.
     """
 
     def __init__(
         self,
         reference: Reference,
-        given: Sequence[int],
-        kept: Sequence[int],
+        input_rows: Sequence[int],
+        result_rows: Sequence[int],
         shape: tuple[int, int],
         dtype: torch.dtype,
         out_dtype: torch.dtype,
@@ -103,35 +103,37 @@ class Definition(Problem):
         rank: int,
     ) -> None:
         k, n = shape
-        super().__init__(given[rank], k, n, dtype, out_dtype, seed=seed + 1000 * rank, rank=rank)
-        self.reference, self.given, self.kept, self.rank = reference, given, kept, rank
+        seeds = [seed + 1000 * r for r in range(len(input_rows))]
+        super().__init__(input_rows[rank], k, n, dtype, out_dtype, seed=seeds[rank], rank=rank)
+        self.reference, self.rank = reference, rank
+        self.input_rows, self.result_rows = input_rows, result_rows
         self.dtype, self.out_dtype = dtype, out_dtype
         self.inputs = [
-            _random(rows + RUNS, k, dtype, seed + 1000 * r) for r, rows in enumerate(given)
+            _random(rows + RUNS, k, dtype, seeds[r]) for r, rows in enumerate(input_rows)
         ]
-        self.weights = [_random(k, n, dtype, seed + 1000 * r + 1 + r) for r in range(len(given))]
+        self.weights = [_random(k, n, dtype, seeds[r] + 1 + r) for r in range(len(input_rows))]
 
     def check_result(self, out: Tensor, run: int) -> Check:
         """Compare this rank's result with the run's exact one; each product may be rounded to the
         dtype of the result before it is added.
         """
-        shown = zip(self.inputs, self.given, strict=True)
-        inputs = [a[run : run + rows].double() for a, rows in shown]
+        windows = zip(self.inputs, self.input_rows, strict=True)
+        inputs = [a[run : run + rows].double() for a, rows in windows]
         weights = [b.double() for b in self.weights]
-        exact = self.reference(inputs, weights, self.kept)[self.rank]
+        exact = self.reference(inputs, weights, self.result_rows)[self.rank]
         sizes = [a.abs() for a in inputs], [b.abs() for b in weights]
-        magnitude = self.reference(*sizes, self.kept)[self.rank]
+        magnitude = self.reference(*sizes, self.result_rows)[self.rank]
         k = self.weight.shape[0] * len(inputs)
         bound = error_bound(magnitude, exact, k, self.dtype, self.out_dtype)
         return compare(out, exact, bound + _unit(self.out_dtype) * len(inputs) * magnitude)
 
 
 class Sums(Problem):
-    """A `Problem` whose rows and weight are both this rank's own, and whose exact products are
-    summed over all ranks.
+    """A `Problem` with different rows and a different weight on each rank, and the exact sum of all
+    ranks' products.
 
-    There are also random `products` to sum, in the dtype that partial products are kept in. Made
-    collectively.
+    There are also random `products` to sum, in the dtype of partial products. The constructor is
+    collective.
     """
 
     def __init__(
@@ -147,23 +149,23 @@ class Sums(Problem):
         rank: int,
         host_partial: bool = False,
     ) -> None:
-        self.host_partial = (
-            _unit(product) if host_partial else 0.0
-        )  # by how much the sum of each host is rounded before it is sent
+        # the relative rounding error of the sum of each host, which is sent
+        self.host_partial = _unit(product) if host_partial else 0.0
         super().__init__(m, k, n, dtype, out_dtype, seed=seed + 1000 * rank, rank=rank)
-        self.everything_made = _random(m + RUNS, n, product, seed + 1000 * rank + 500)
-        magnitude = self.everything.double().abs() @ self.weight.double().abs()
+        self.all_products = _random(m + RUNS, n, product, seed + 1000 * rank + 500)
+        magnitude = self.all_rows.double().abs() @ self.weight.double().abs()
         rounded = error_bound(magnitude, self.exact, k, dtype, product)
         self.sum, self.sum_bound = self._summed(self.exact, rounded, out_dtype)
-        self.baseline_bound = self._added(
+        self.baseline_bound = self._rounded_sum_bound(
             error_bound(magnitude, self.exact, k, dtype, out_dtype), out_dtype
         )
-        made = self.everything_made.double()
-        self.made_sum, self.made_bound = self._summed(made, torch.zeros_like(made), out_dtype)
+        products = self.all_products.double()
+        no_error = torch.zeros_like(products)
+        self.products_sum, self.products_bound = self._summed(products, no_error, out_dtype)
 
     def products(self, run: int) -> Tensor:
         """This rank's products to sum in this run."""
-        return self.everything_made[run : run + self.m]
+        return self.all_products[run : run + self.m]
 
     def check_product_sum(self, out: Tensor, run: int, start: int) -> Check:
         """Compare rows of the sum of all ranks' products, from row `start` on, with the run's exact
@@ -172,8 +174,8 @@ class Sums(Problem):
         return _compare_rows(out, self.sum, self.sum_bound, run + start)
 
     def check_baseline(self, out: Tensor, run: int, start: int) -> Check:
-        """The same where each product, and then each sum of some ranks', is rounded to the dtype of
-        `out`.
+        """The same comparison for a baseline that rounds each product and each partial sum to the
+        dtype of `out`.
         """
         return _compare_rows(out, self.sum, self.baseline_bound, run + start)
 
@@ -181,39 +183,37 @@ class Sums(Problem):
         """Compare rows of the sum of all ranks' `products`, from row `start` on, with the run's
         exact ones.
         """
-        return _compare_rows(out, self.made_sum, self.made_bound, run + start)
+        return _compare_rows(out, self.products_sum, self.products_bound, run + start)
 
     def _summed(
         self, terms: Tensor, errors: Tensor, out_dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """The exact sum over ranks, and the error of a sum of terms off by up to `errors`: as for a
-        product of K = ranks.
+        """The exact sum over ranks of terms, and the error bound of a sum of terms with errors of at
+        most `errors`, as of a product with K = ranks.
         """
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        exact, off, size = (
-            everyones_sum(tensor) for tensor in (terms, errors, terms.abs() + errors)
+        exact, error, size = (
+            sum_over_ranks(tensor) for tensor in (terms, errors, terms.abs() + errors)
         )
-        off = off + self.host_partial * size
-        return exact, off + error_bound(size, exact, ranks, self.weight.dtype, out_dtype) + _unit(
-            out_dtype
-        ) * off
+        error = error + self.host_partial * size
+        rounding = error_bound(size, exact, ranks, self.weight.dtype, out_dtype)
+        return exact, error + rounding + _unit(out_dtype) * error
 
-    def _added(self, errors: Tensor, dtype: torch.dtype) -> Tensor:
-        """The error of a sum over ranks that is rounded to `dtype` by each of its additions, in
-        whatever order they are made.
+    def _rounded_sum_bound(self, errors: Tensor, dtype: torch.dtype) -> Tensor:
+        """The error bound of a sum over ranks that is rounded to `dtype` after each addition, in any
+        order of the additions.
 
-        With terms p of ranks, each off by at most e, and unit roundoff u of `dtype` it is at most
-        ``Σe + γ·Σ(|p| + e)``: γ is that of `error_bound` with one addition less than there are
-        ranks, which rounds terms that are themselves off. The exact sum to compare with is as far
-        off with the u of float64.
+        For terms p of ranks, each with an error of at most e, it is ``Σe + γ·Σ(|p| + e)``, where γ
+        is that of `error_bound` for ranks - 1 additions and the unit roundoff of `dtype`. The exact
+        sum to compare with has such an error too, with the unit roundoff of float64.
         """
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        off, size = everyones_sum(errors), everyones_sum(self.exact.abs() + errors)
-        return off + (_gamma(ranks - 1, dtype) + _gamma(ranks, torch.float64)) * size
+        error, size = sum_over_ranks(errors), sum_over_ranks(self.exact.abs() + errors)
+        return error + (_gamma(ranks - 1, dtype) + _gamma(ranks, torch.float64)) * size
 
 
-def everyones_sum(tensor: Tensor) -> Tensor:
-    """The sum over ranks, by way of torch."""
+def sum_over_ranks(tensor: Tensor) -> Tensor:
+    """The sum over ranks, computed by ``torch.distributed``."""
     total = tensor.clone()
     if dist.is_initialized():
         dist.all_reduce(total)
@@ -221,7 +221,7 @@ def everyones_sum(tensor: Tensor) -> Tensor:
 
 
 def compare(actual: Tensor, exact: Tensor, bound: Tensor) -> Check:
-    """How far `actual` is from `exact` (float64), element by element; a NaN is infinitely far."""
+    """Compare `actual` with `exact` (float64) element by element; the error of a NaN is infinite."""
     error = (actual.double() - exact).abs_().nan_to_num_(nan=torch.inf)
     if not error.numel():
         return Check(0)
@@ -239,12 +239,12 @@ def error_bound(
     """The largest error that rounding can cause in each element of a product of matrices of `dtype`
     with inner dimension `k`.
 
-    `magnitude` is ``|A| @ |B|`` and `exact` ``A @ B``, both in float64. In whatever order k
-    products are summed with unit roundoff u, the error is at most ``γ·(|A| @ |B|)`` with ``γ = k·u
-    / (1 − k·u)`` (N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition,
-    section 3.5); u is that of float32, or float64 for float64 inputs. The float64 product to
-    compare with is as far off with its own u. Rounding to `out_dtype` once adds its unit roundoff
-    times the value, or half its smallest number.
+    `magnitude` is ``|A| @ |B|`` and `exact` ``A @ B``, both in float64. If k products are summed in
+    any order with unit roundoff u, the error is at most ``γ·(|A| @ |B|)`` with ``γ = k·u / (1 −
+    k·u)`` (N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, section 3.5);
+    u is that of float32, or of float64 for float64 inputs. The float64 product to compare with has
+    such an error too, with its own u. Rounding once to `out_dtype` adds its unit roundoff times the
+    value, or half its smallest number.
     """
     accumulate = torch.promote_types(dtype, torch.float32)
     summed = (_gamma(k, accumulate) + _gamma(k, torch.float64)) * magnitude

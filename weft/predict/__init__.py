@@ -1,4 +1,4 @@
-"""Predicted times of plans on machine models (`weft.predict.machine`). Needs neither torch nor ranks."""
+"""Predicted times of plans on machine models (`weft.predict.machine`), without torch or ranks."""
 
 from weft.predict.collectives import COLLECTIVES as COLLECTIVES
 from weft.predict.collectives import collective_candidates as collective_candidates

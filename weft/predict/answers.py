@@ -81,13 +81,13 @@ def collective(operator: str, sizes: Sequence[int], ranks: int, machine: Machine
 
 
 def words(result: dict[str, Any]) -> list[str]:
-    """An answer as sentences: whether overlap helps, by how much, the bottleneck and its remedies."""
+    """An answer as sentences: the gain of overlap, the bottleneck, and its remedies."""
     best = variant(result)
     sequential, pipelined = (ms(result["times_ms"][name]) for name in ("sequential", "pipelined"))
     if best.algorithm == "sequential":
         line = (
-            f"Overlap would not help: one after the other takes {sequential} ms, and no overlapping "
-            "algorithm is faster."
+            f"Overlap would not help: one after the other takes {sequential} ms, and no "
+            "overlapping algorithm is faster."
         )
     elif result["speedup"] < 1 + _WORTH:
         line = f"Overlap would hardly help: {best} takes {pipelined} ms, sequential {sequential}."

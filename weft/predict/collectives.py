@@ -20,7 +20,7 @@ from weft.schedules.workload import Rows
 
 
 class Candidate(NamedTuple):
-    """A plan for a collective: its predicted seconds, and the largest number of notifies of a rank."""
+    """A plan for a collective: its predicted seconds, and the most notifies of any rank."""
 
     name: str
     seconds: float

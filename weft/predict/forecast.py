@@ -94,7 +94,7 @@ def planned(workload: Workload, variant: Variant, machine: Machine) -> int:
 
 @lru_cache
 def _uniform(operator: str, ranks: int, algorithm: str) -> bool:
-    """Whether all ranks do the same if they have equal rows and hosts have equally many ranks."""
+    """Whether all ranks do the same, given equal rows and equal numbers of ranks per host."""
     return OPERATORS[operator].plan(Request(ranks, 1, algorithm)).uniform
 
 

@@ -1,10 +1,10 @@
-"""Machines as the simulator sees them: how fast ranks multiply, add, copy and reach each other, and
-how these disturb each other.
+"""Machine models of the simulator: the speeds of products, sums, copies and links, and the
+interference between them.
 
-A profile is a TOML file in ``weft/machines``, fitted from published figures, or the one of this
-machine that ``weft calibrate`` leaves in the cache. `load` reads them, `names` lists them. Sizes
-are in bytes, bandwidths in GB/s of 1e9 bytes, times in microseconds where a name says so and else
-in seconds.
+A profile is a TOML file in ``weft/predict/machines``, fitted to published figures, or the profile
+of this machine that ``weft calibrate`` stores in the cache directory. `load` reads them, `names`
+lists them. Sizes are in bytes, bandwidths in GB/s of 1e9 bytes, and times in seconds, or in
+microseconds for names that end in ``_us``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 _DIRECTORY = Path(__file__).parent / "machines"
 THIS = "this"
 """The name of the machine that ``weft calibrate`` measured."""
-_UNMEASURED = "cpu"  # what is taken for this machine if it was not calibrated
+_UNMEASURED = "cpu"  # the profile of a machine that was not calibrated
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Product:
     """The local product ``(rows, K) @ (K, N)``: ``fixed + K·N·itemsize / weight_gbs + 2·rows·K·N /
     tflops``.
 
-    `weight_gbs` is how fast the weight is read (packed), or read and laid out (plain). `factors`:
-    by what measured times differ from that, by rows and by elements of the weight, K·N.
+    `weight_gbs` is the rate at which a packed weight is read, or a plain one read and packed.
+    `factors` are measured times divided by this formula, by rows and by K·N.
     """
 
     tflops: float
@@ -50,25 +50,28 @@ class Product:
 
     def seconds(self, rows: int, k: int, n: int, itemsize: int) -> float:
         """The time of one product."""
-        roughly = (
+        fit = (
             self.fixed_us * 1e-6
             + k * n * itemsize / (self.weight_gbs * 1e9)
             + 2 * rows * k * n / (self.tflops * 1e12)
         )
-        return roughly * (self.factors.at(rows, k * n) if self.factors else 1.0)
+        return fit * (self.factors.at(rows, k * n) if self.factors else 1.0)
 
 
 @dataclass(frozen=True)
 class Link:
     """A link between two ranks: ``latency + bytes / gbs`` for each transfer.
 
-    `reach`: it joins ranks of the same group of this many; None: all. `shared`: a rank's transfers
-    share one link out and one in, instead of having one for each peer. `idle`: a transfer first
-    copies at memory speed, and then waits until the link would have been done, as an emulated link
-    does; a rank makes one transfer at a time. `factors` of measured times, by bytes.
-    `core_gbs`: a core that did nothing else could send, or receive, this much; for links that need
-    the processor. `line_us`: how long a core waits for one cache line over it, which it does for
-    each notify and, `Machine.fetches` at a time, for each peer that it reads from.
+    Attributes:
+        reach: the size of the groups of ranks that it joins; None for all ranks.
+        shared: a rank's transfers share one link out and one in, not one for each peer.
+        idle: an emulated link: a transfer copies at memory speed and then sleeps until the link
+            would be done; a rank makes one transfer at a time.
+        factors: measured times divided by the formula, by bytes.
+        core_gbs: the bandwidth at which a core that does nothing else sends or receives, for links
+            that need the processor.
+        line_us: the time for which a core waits for one cache line over the link: for each notify
+            and, `Machine.fetches` at a time, for each peer from which it reads.
     """
 
     gbs: float
@@ -86,7 +89,7 @@ class Link:
         return self.gbs / self.core_gbs if self.core_gbs else 0.0
 
     def seconds(self, size: int) -> float:
-        """Seconds of a transfer of `size` bytes that has the link for itself."""
+        """Seconds of a transfer of `size` bytes that does not share the link."""
         return self.latency_us * 1e-6 + self.passing(size)
 
     def passing(self, size: int) -> float:
@@ -97,9 +100,9 @@ class Link:
 
 
 class CoreGroup(NamedTuple):
-    """Groups of `cores` cores: the GB/s that a core reads from the caches of another, the latency
-    of a cache line in microseconds, and the GB/s that a whole group reads from other groups, if that
-    is limited.
+    """Groups of `cores` cores: the GB/s at which a core reads from the cache of another, the
+    microseconds for one cache line, and the GB/s at which all cores of a group together read from
+    other groups, if limited.
     """
 
     cores: int
@@ -110,11 +113,13 @@ class CoreGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class Cores:
-    """The cores of a host, by which a machine's figures follow from the ranks and their threads.
+    """The cores of a host, from which a machine's figures for any ranks and threads are computed.
 
-    `levels`: groups of cores, the smallest first and all cores last; `package`: the number that
-    share `package_gbs` of memory, of which one core alone reads `core_gbs`. `products` are rates of
-    one core.
+    Attributes:
+        levels: groups of cores, the smallest first and all cores last.
+        package: the number of cores that share a memory bandwidth of `package_gbs`.
+        core_gbs: the memory bandwidth of one core alone.
+        products: rates of one core.
     """
 
     levels: tuple[CoreGroup, ...]
@@ -125,12 +130,12 @@ class Cores:
 
     @property
     def total(self) -> int:
-        """All cores."""
+        """The number of all cores."""
         return self.levels[-1].cores
 
     def links(self, ranks: int, threads: int) -> tuple[Link, ...]:
         """The links between ranks with `threads` threads each, spread evenly over the cores."""
-        found = []
+        links = []
         for inner, level in zip((None, *self.levels), self.levels, strict=False):
             reach = max(1, level.cores * ranks // self.total)
             if reach > 1 or level is self.levels[-1]:
@@ -140,14 +145,14 @@ class Cores:
                     else math.inf
                 )
                 gbs = min(threads * level.gbs, out)
-                found.append(
+                links.append(
                     Link(
                         gbs,
                         reach=None if level is self.levels[-1] else reach,
                         line_us=level.line_us,
                     )
                 )
-        return tuple(found)
+        return tuple(links)
 
     def memory(self, ranks: int, threads: int) -> float:
         """GB/s of memory for each of `ranks` ranks."""
@@ -162,27 +167,27 @@ class Machine:
     """A machine on which plans are simulated.
 
     Attributes:
-        products: by dtype, and by ``dtype packed`` if that differs.
-        links: the fastest first.
-        network: the link between two hosts, if known: all ranks of a host share it, its latency is
-            that of a signal.
+        products: rates of products by dtype, and by ``dtype packed`` if they differ.
+        links: the links between ranks, the fastest first.
+        network: the link between two hosts, if known, shared by all ranks of a host; its latency is
+            the signal latency.
         hosts: the host of each rank, if there are several (`over`).
         memory_gbs, reduce_gbs: GB/s that a local copy moves, and that a sum reads; with factors
-            like a link's.
-        notify_us: from a notify until the peer's wait ends.
-        launch_us: from the call until a rank's lanes begin, with comm lanes lane_us later.
-        wake_us: delay of a lane that sleeps for an idle link.
-        turn_us: scheduling delay of a comm lane, after the wait for a signal, on a core that the
-            compute lane uses.
+            as of a link.
+        notify_us: the signal latency.
+        launch_us: the time from the call until a rank's lanes start; with comm lanes, lane_us more.
+        wake_us: the delay of a lane that sleeps for an idle link.
+        turn_us: the scheduling delay of a comm lane, after the wait for a signal, on a core that
+            the compute lane uses.
         compute_slowdown: factor of the compute lane's times while the rank's comm lanes work.
         communicate_slowdown: factor of the comm lanes' times while the compute lane works.
-        lanes: comm lanes of a rank, each with a link.
+        lanes: the number of comm lanes of a rank, each with a link.
         in_place: products and sums read the memory of peers like their own.
-        fetches: peers from which a core fetches rows at a time.
+        fetches: the number of peers from which a core fetches rows at a time.
         cores: the source of figures that follow from the ranks and their threads (`of_ranks`).
-        ranks: the number on which the figures were measured, if that matters.
-        thresholds: of its collectives.
-        source: of the figures.
+        ranks: the number of ranks with which the figures were measured, if that matters.
+        thresholds: the thresholds of its collectives.
+        source: where the figures come from.
         residuals: of the fit of the figures, in percent.
     """
 
@@ -212,19 +217,19 @@ class Machine:
     residuals: Mapping[str, float] = field(default_factory=dict)
 
     def multiplies(self, dtype: str) -> bool:
-        """Whether the rate of products of this dtype is known."""
+        """Whether there is a rate for products of this dtype."""
         return dtype in self.products
 
     def product(self, rows: int, k: int, n: int, dtype: str, packed: bool) -> float:
         """Seconds of a local product."""
-        found = self.products.get(f"{dtype} packed") if packed else None
-        found = found or self.products.get(dtype)
-        if found is None:
-            known = sorted({name.removesuffix(" packed") for name in self.products})
+        product = self.products.get(f"{dtype} packed") if packed else None
+        product = product or self.products.get(dtype)
+        if product is None:
+            dtypes = sorted({name.removesuffix(" packed") for name in self.products})
             raise ValueError(
-                f"{self.name} has no product rate for {dtype}; it has {', '.join(known)}"
+                f"{self.name} has no product rate for {dtype}; it has {', '.join(dtypes)}"
             )
-        return found.seconds(rows, k, n, ITEMSIZE[dtype])
+        return product.seconds(rows, k, n, ITEMSIZE[dtype])
 
     def copy(self, size: int) -> float:
         """Seconds of a local copy of `size` bytes."""
@@ -249,8 +254,8 @@ class Machine:
         return self.hosts is not None and self.hosts[one] != self.hosts[other]
 
     def signal_us(self, one: int, other: int) -> float:
-        """Microseconds from when a rank has raised a counter of another until that one's wait is
-        over: it fetches the line, too.
+        """Microseconds from the moment at which rank `one` has raised a counter of rank `other` to
+        the end of that rank's wait, which fetches the cache line.
         """
         return (
             self.network.latency_us
@@ -259,7 +264,7 @@ class Machine:
         )
 
     def line_us(self, one: int, other: int) -> float:
-        """Microseconds for which a rank waits for a cache line of another."""
+        """Microseconds for which a rank waits for a cache line that another rank has written."""
         return (
             0.0
             if one == other or self.on_other_hosts(one, other)
@@ -267,9 +272,9 @@ class Machine:
         )
 
     def of_ranks(self, ranks: int, threads: int | None = None) -> Machine:
-        """This machine with `ranks` ranks of `threads` threads each, or all cores divided evenly.
+        """This machine with `ranks` ranks of `threads` threads each, by default with all cores
+        divided evenly; unchanged if it has no `cores`.
 
-        Without `cores` it is the same machine.
         Raises `ValueError` for more threads than cores.
         """
         if self.cores is None:
@@ -291,7 +296,7 @@ class Machine:
         )
 
     def groups(self, ranks: int) -> tuple[tuple[int, ...], ...]:
-        """The groups of ranks that links join, the nearest first."""
+        """The group of each rank by the reach of each link, the smallest groups first."""
         reaches = (link.reach for link in self.links if link.reach and 1 < link.reach < ranks)
         return tuple(tuple(rank // reach for rank in range(ranks)) for reach in reaches)
 
@@ -305,15 +310,15 @@ class Machine:
         )
 
     def over(self, hosts: Sequence[int]) -> Machine:
-        """Several machines like this one, with ranks on `hosts`, joined by the network, or by the
-        link that reaches farthest.
+        """Several machines like this one, with a rank on each of `hosts`, joined by the network, or
+        else by the link between the largest groups.
 
-        Raises `ValueError` for a machine of which no link to others is known.
+        Raises `ValueError` for a machine that has neither.
         """
         network = self.network or (self.links[-1] if len(self.links) > 1 else None)
         if network is None:
             raise ValueError(
-                f"{self.name} knows no link to other hosts; weft calibrate, started by torchrun on "
+                f"{self.name} has no link to other hosts; weft calibrate, started by torchrun on "
                 "two, measures it"
             )
         return replace(self, network=network, hosts=tuple(hosts))
@@ -321,8 +326,8 @@ class Machine:
     def with_link(
         self, ranks: int, gbs: float | None = None, latency_us: float | None = None
     ) -> Machine:
-        """This machine with other figures for the link that joins all of `ranks` ranks: GB/s and
-        microseconds.
+        """This machine with another bandwidth or latency of the link that joins all of `ranks`
+        ranks.
         """
 
         def changed(link: Link) -> Link:
@@ -340,37 +345,35 @@ class Machine:
         )
 
     def emulating(self, gbps: float, latency_us: float) -> Machine:
-        """This machine with the link of `World.emulate_link`: `gbps` counts 1e9 bits per second."""
+        """This machine with the link of `World.emulate_link`; `gbps` is in 1e9 bits per second."""
         return replace(self, links=(Link(gbps / 8, latency_us, idle=True),))
 
 
 def _passing(size: int, gbs: float, factors: Grid | None) -> float:
-    """Seconds of `size` bytes at a bandwidth, times a measured factor of the size."""
+    """Seconds of `size` bytes at a bandwidth, times the measured factor for this size."""
     return size / (gbs * 1e9) * (factors.at(size) if factors and size else 1.0)
 
 
 def here() -> Machine:
-    """This machine as ``weft calibrate`` measured it; where it was not, the profile ``cpu`` has to
-    do.
-    """
+    """This machine as ``weft calibrate`` measured it, or else the profile ``cpu``."""
     return load(THIS if calibrated() else _UNMEASURED)
 
 
 def names() -> list[str]:
     """The names for `load`: the profiles, and ``this`` after ``weft calibrate``."""
-    found = []
+    profiles = []
     for path in sorted(_DIRECTORY.glob("*.toml")):
-        found += [
+        profiles += [
             path.stem,
             *(f"{path.stem}/{variant}" for variant in _read(path).get("variants", {})),
         ]
-    return [THIS, *found] if calibrated() else found
+    return [THIS, *profiles] if calibrated() else profiles
 
 
 def load(name: str) -> Machine:
-    """The profile of this name; ``machine/variant`` for another use of the same machine.
+    """The profile of this name, or ``machine/variant`` for another use of the same machine.
 
-    Raises `ValueError` that lists what there is.
+    Raises `ValueError` for an unknown name, with a list of the profiles.
     """
     stem, _, variant = name.partition("/")
     if name == THIS and (mine := calibrated()):
@@ -381,42 +384,42 @@ def load(name: str) -> Machine:
         variants = profile.pop("variants", {})
         if not variant or variant in variants:
             return from_dict(profile | variants.get(variant, {}) | {"name": name})
-    hint = "" if calibrated() else f"; {THIS!r} is there once weft calibrate has been run"
+    hint = "" if calibrated() else f"; {THIS!r} exists after weft calibrate"
     raise ValueError(f"there is no machine {name!r}; there are {', '.join(names())}{hint}")
 
 
 def calibrated() -> dict[str, Any] | None:
     """The profile of this machine, if ``weft calibrate`` has been run."""
-    found: dict[str, Any] | None = cache.stored(cache.of_this_machine(cache.PROFILE), from_dict)
-    return found
+    profile: dict[str, Any] | None = cache.stored(cache.of_this_machine(cache.PROFILE), from_dict)
+    return profile
 
 
 def remember(profile: Mapping[str, Any]) -> None:
-    """Store what ``weft calibrate`` measured as the profile of this machine."""
+    """Store a measured profile of this machine."""
     cache.store(cache.of_this_machine(cache.PROFILE), profile)
 
 
 def from_dict(profile: Mapping[str, Any]) -> Machine:
-    """A machine from what a profile says; other keys than a machine's are notes for readers."""
-    known = {key: value for key, value in profile.items() if key in Machine.__dataclass_fields__}
+    """The machine of a profile; keys that are not fields of a machine are comments."""
+    fields = {key: value for key, value in profile.items() if key in Machine.__dataclass_fields__}
     sizes = profile.get("thresholds", {})
-    known["thresholds"] = Thresholds(
+    fields["thresholds"] = Thresholds(
         **{key: sizes[key] for key in Thresholds.__dataclass_fields__ if key in sizes}
     )
-    known |= {key: _grid(known.get(key)) for key in ("memory_factors", "reduce_factors")}
-    if cores := known.get("cores"):
+    fields |= {key: _grid(fields.get(key)) for key in ("memory_factors", "reduce_factors")}
+    if cores := fields.get("cores"):
         levels = tuple(CoreGroup(**level) for level in cores["levels"])
         products = {name: Product(**product) for name, product in cores["products"].items()}
-        known["cores"] = Cores(**{**cores, "levels": levels, "products": products})
+        fields["cores"] = Cores(**{**cores, "levels": levels, "products": products})
         return Machine(
-            **{"products": {}, "links": (), "memory_gbs": 0.0, "reduce_gbs": 0.0, **known}
+            **{"products": {}, "links": (), "memory_gbs": 0.0, "reduce_gbs": 0.0, **fields}
         ).of_ranks(2)
-    known["products"] = {
+    fields["products"] = {
         name: Product(**_with_grid(product)) for name, product in profile["products"].items()
     }
-    known["links"] = tuple(Link(**_with_grid(link)) for link in profile["links"])
-    known["network"] = Link(**_with_grid(known["network"])) if known.get("network") else None
-    return Machine(**known)
+    fields["links"] = tuple(Link(**_with_grid(link)) for link in profile["links"])
+    fields["network"] = Link(**_with_grid(fields["network"])) if fields.get("network") else None
+    return Machine(**fields)
 
 
 def _with_grid(figures: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,14 +1,13 @@
-"""The simulator: a plan under a machine model, as a trace of what would run when.
+"""The simulator: a discrete-event run of a plan on a machine model, which gives a trace.
 
-A discrete-event run of all lanes. A lane takes its instructions in order. Products, copies and sums
-are *activities* with so many seconds of work; activities that use the same link share it, and a
-rank's comm lanes and its compute lane slow each other down, so an activity's pace changes whenever
-another begins or ends. Signals connect lanes as they do in reality, so the order of events obeys
-the plan.
+A lane executes its instructions in order. Products, copies and sums are *activities* with a number
+of seconds of work. Activities that use the same link share it, and a rank's comm lanes and its
+compute lane slow each other down, so the pace of an activity changes whenever another one starts or
+ends. Signals connect lanes as in an execution, so the order of events obeys the plan.
 
-Where ranks are equal it is enough to plan and simulate the first few (`Plan.lanes` of the others
-are empty): a rotation of all ranks by that number changes nothing, so what a rank sends to another
-is also what its counterpart sends to it.
+If a rotation of the ranks by some number changes nothing, only that number of ranks is planned and
+simulated (`Plan.lanes` of the others are empty). A planned rank receives from an unplanned one what
+its own counterpart sends: the planned rank with the same number modulo the number of planned ranks.
 """
 
 from __future__ import annotations
@@ -34,43 +33,51 @@ Resource = tuple[str, int, int]
 def simulate(
     plan: Plan, machine: Machine, rows: Mapping[str, Rows], packed: bool = True, title: str = ""
 ) -> Trace:
-    """Run `plan` on `machine`; `rows` tells what every buffer holds, and `packed` whether weights
-    are packed.
+    """Run `plan` on `machine`; `rows` are the columns and dtype of every buffer, and `packed` is
+    whether weights are packed.
 
     Weights have the dtype of the rows they multiply. The trace has the ranks whose lanes are
-    planned, and times in nanoseconds since the call. Raises `PlanError` if the plan comes to a
-    standstill.
+    planned, and times in nanoseconds since the call. Raises `PlanError` if the plan deadlocks.
     """
     run = _Run(plan, machine, rows, packed)
     return Trace(title or plan.algorithm, tuple(sorted(run.trace(), key=lambda span: span.start)))
 
 
 def seconds(plan: Plan, machine: Machine, rows: Mapping[str, Rows], packed: bool = True) -> float:
-    """The time from the call to the last rank's end, as `simulate` finds it."""
-    return max((lane.begun for lane in _Run(plan, machine, rows, packed).lanes), default=0.0)
+    """The time from the call to the end of the last rank in a simulation."""
+    return max((lane.started for lane in _Run(plan, machine, rows, packed).lanes), default=0.0)
 
 
 class _Lane:
-    """A lane, the instruction it is `at` and since when, and when it last did anything but copy:
-    its rows are `ready` since.
+    """A lane: the index of its current instruction (`position`) and the time at which it `started`;
+    rows to send have been `ready` since its last instruction that took time and was no copy.
     """
 
-    __slots__ = ("at", "begun", "compute", "instructions", "name", "rank", "ready", "spans")
+    __slots__ = (
+        "compute",
+        "instructions",
+        "name",
+        "position",
+        "rank",
+        "ready",
+        "spans",
+        "started",
+    )
 
     def __init__(self, rank: int, name: str, instructions: Sequence[Instruction]) -> None:
         self.rank, self.name, self.instructions = rank, name, instructions
         self.compute = name == "compute"
-        self.at, self.begun, self.ready = 0, 0.0, 0.0
+        self.position, self.started, self.ready = 0, 0.0, 0.0
         self.spans: list[tuple[float, float]] = []
 
 
 @dataclass(eq=False, slots=True)
 class _Activity:
-    """Work of a lane under way: `left` seconds of it at the time `since`, at a `pace`; not over
-    before `until`.
+    """Work of a lane in progress: `left` seconds of it at the time `since`, done at a `pace`, and
+    over not before `until`.
 
-    It uses `links` and keeps the cores of `ranks` busy, its own unless said; a transfer between
-    hosts only for the part `core` of its time.
+    It uses `links` and the cores of `ranks`, by default its own rank's; a transfer between hosts
+    uses a core only for the part `core` of its time.
     """
 
     lane: _Lane
@@ -87,11 +94,11 @@ class _Activity:
         self.ranks = self.ranks or (self.lane.rank,)
 
 
-Users = dict[_Activity, None]  # a set that keeps its order, so that a run is always the same
+Users = dict[_Activity, None]  # an ordered set, so that runs are deterministic
 
 
 class _Run:
-    """A simulation, run to its end; while it lasts it is at the time `now`, in seconds."""
+    """A simulation, run to its end when made; `now` is the simulated time in seconds."""
 
     def __init__(
         self, plan: Plan, machine: Machine, rows: Mapping[str, Rows], packed: bool
@@ -109,28 +116,27 @@ class _Run:
         self.counters: dict[tuple[int, Signal], int] = defaultdict(int)
         self.waiting: dict[tuple[int, Signal], list[_Lane]] = {}
         self.users: dict[Resource, Users] = defaultdict(dict)
-        self.working: dict[tuple[int, bool], Users] = defaultdict(
-            dict
-        )  # by rank, and whether in its compute lane
-        self.free: dict[int, float] = defaultdict(float)  # when a rank's idle link is
-        self.queued: dict[int, list[_Lane]] = defaultdict(
-            list
-        )  # comm lanes that could go on, by rank, once they have the core
-        self.go()
+        # activities by rank, and whether they are in its compute lane
+        self.working: dict[tuple[int, bool], Users] = defaultdict(dict)
+        self.free: dict[int, float] = defaultdict(float)  # the time from which an idle link is free
+        # comm lanes by rank that wait for the core
+        self.queued: dict[int, list[_Lane]] = defaultdict(list)
+        self.run()
 
-    def go(self) -> None:
-        """Run to the end."""
-        several = {lane.rank for lane in self.lanes if not lane.compute}
+    def run(self) -> None:
+        """Process all events."""
+        with_comm = {lane.rank for lane in self.lanes if not lane.compute}
         for lane in self.lanes:
-            late = self.machine.launch_us + (self.machine.lane_us if lane.rank in several else 0.0)
-            self.schedule(late * 1e-6, self.launch, lane)
+            delay = self.machine.launch_us
+            delay += self.machine.lane_us if lane.rank in with_comm else 0.0
+            self.schedule(delay * 1e-6, self.launch, lane)
         while self.events:
-            self.now, _, happen, what = heappop(self.events)
-            happen(what)
+            self.now, _, action, argument = heappop(self.events)
+            action(argument)
         stuck = [
-            f"rank {lane.rank} {lane.name} at: {lane.instructions[lane.at]}"
+            f"rank {lane.rank} {lane.name} at: {lane.instructions[lane.position]}"
             for lane in self.lanes
-            if self.goes_on(lane)
+            if self.unfinished(lane)
         ]
         if stuck:
             raise PlanError(
@@ -145,36 +151,36 @@ class _Run:
                     lane.rank, lane.name, instruction, round(start * 1e9), round(stop * 1e9)
                 )
 
-    def schedule(self, time: float, happen: Callable[[Any], None], what: object) -> None:
-        """Let something happen later; what is due at one time happens in the order of the calls."""
+    def schedule(self, time: float, action: Callable[[Any], None], argument: object) -> None:
+        """Add an event; events of the same time are processed in the order of the calls."""
         self.scheduled += 1
-        heappush(self.events, (time, self.scheduled, happen, what))
+        heappush(self.events, (time, self.scheduled, action, argument))
 
     def launch(self, lane: _Lane) -> None:
-        lane.begun = lane.ready = self.now
+        lane.started = lane.ready = self.now
         self.proceed(lane)
 
-    def goes_on(self, lane: _Lane) -> bool:
-        return lane.at < len(lane.instructions)
+    def unfinished(self, lane: _Lane) -> bool:
+        return lane.position < len(lane.instructions)
 
     def proceed(self, lane: _Lane) -> None:
-        """Take a lane's instructions until one takes time."""
-        while self.goes_on(lane):
-            instruction = lane.instructions[lane.at]
+        """Execute a lane's instructions until one takes time."""
+        while self.unfinished(lane):
+            instruction = lane.instructions[lane.position]
             if isinstance(instruction, Wait):
                 counter = lane.rank, instruction.signal
                 if instruction.count > self.counters[counter]:
                     self.waiting.setdefault(counter, []).append(lane)
                     break
             elif isinstance(instruction, Notify):
-                # If the notified rank is not planned: what its planned counterpart gets from this
-                # rank's counterpart.
+                # If the notified rank is not planned, the signal is the one that its planned
+                # counterpart receives from this rank's counterpart.
                 here = instruction.rank % self.ranks_planned
                 source = (instruction.signal.source - instruction.rank + here) % self.plan.ranks
                 counter = here, instruction.signal._replace(source=source)
-                if is_receive_gate(lane.name):  # not sent
+                if is_receive_gate(lane.name):  # local, so it takes no time
                     self.schedule(self.now, self.count, counter)
-                    self.done(lane)
+                    self.finish(lane)
                     continue
                 raised = self.now + self.machine.line_us(lane.rank, instruction.rank) * 1e-6
                 self.schedule(
@@ -183,73 +189,75 @@ class _Run:
                     counter,
                 )
                 if raised > self.now:
-                    self.schedule(raised, self.leave, lane)
+                    self.schedule(raised, self.resume, lane)
                     return
             else:
-                self.begin(lane, instruction)
+                self.start(lane, instruction)
                 return
-            self.done(lane)
-        if lane.compute:  # it leaves the core to others
+            self.finish(lane)
+        if lane.compute:  # the core is free for waiting comm lanes
             for other in self.queued.pop(lane.rank, ()):
                 self.proceed(other)
 
-    def done(self, lane: _Lane) -> None:
-        """Note that a lane is through with an instruction."""
-        lane.spans.append((lane.begun, self.now))
-        if lane.begun < self.now and not isinstance(lane.instructions[lane.at], Copy):
+    def finish(self, lane: _Lane) -> None:
+        """Record the span of a lane's current instruction, and move to the next."""
+        lane.spans.append((lane.started, self.now))
+        if lane.started < self.now and not isinstance(lane.instructions[lane.position], Copy):
             lane.ready = self.now
-        lane.at += 1
-        lane.begun = self.now
+        lane.position += 1
+        lane.started = self.now
 
     def count(self, counter: tuple[int, Signal]) -> None:
-        """Add 1 to a counter; whoever waits for it looks again."""
+        """Add 1 to a counter, and let the lanes that wait for it check it again."""
         self.counters[counter] += 1
         for lane in self.waiting.pop(counter, ()):
             if self.machine.turn_us and not lane.compute and self.working[lane.rank, True]:
                 self.queued[lane.rank].append(lane)
-                self.schedule(self.now + self.machine.turn_us * 1e-6, self.take_turn, lane)
+                self.schedule(self.now + self.machine.turn_us * 1e-6, self.run_queued, lane)
             else:
                 self.proceed(lane)
 
-    def take_turn(self, lane: _Lane) -> None:
-        """Let a comm lane go on that has not done so yet."""
+    def run_queued(self, lane: _Lane) -> None:
+        """Run a comm lane if it is still in the queue for the core."""
         if lane in self.queued[lane.rank]:
             self.queued[lane.rank].remove(lane)
             self.proceed(lane)
 
-    def begin(self, lane: _Lane, instruction: Copy | Compute | Reduce) -> None:
-        """Begin an instruction that takes time."""
+    def start(self, lane: _Lane, instruction: Copy | Compute | Reduce) -> None:
+        """Start an instruction that takes time."""
         activity = self.activity(lane, instruction)
-        for among in self.places(activity):
-            among[activity] = None
+        for users in self.sharing(activity):
+            users[activity] = None
         self.repace(activity)
 
-    def finish(self, due: tuple[_Activity, int]) -> None:
-        """End an activity, unless its pace has changed since this end was foreseen."""
-        activity, version = due
+    def end(self, event: tuple[_Activity, int]) -> None:
+        """End an activity, unless its pace has changed since this event was scheduled."""
+        activity, version = event
         if version != activity.version:
             return
-        for among in self.places(activity):
-            del among[activity]
+        for users in self.sharing(activity):
+            del users[activity]
         self.repace(activity)
         if activity.until > self.now:
-            self.schedule(activity.until + self.machine.wake_us * 1e-6, self.leave, activity.lane)
+            self.schedule(activity.until + self.machine.wake_us * 1e-6, self.resume, activity.lane)
         else:
-            self.leave(activity.lane)
+            self.resume(activity.lane)
 
-    def places(self, activity: _Activity) -> list[Users]:
-        """What works where an activity does: on its links, and in such lanes on its cores."""
+    def sharing(self, activity: _Activity) -> list[Users]:
+        """The sets of activities to which an activity belongs: of its links, and of lanes of its
+        kind on its cores.
+        """
         links = [self.users[link] for link in activity.links]
         return links + [self.working[rank, activity.lane.compute] for rank in activity.ranks]
 
-    def leave(self, lane: _Lane) -> None:
-        """Go on after an instruction that took time."""
-        self.done(lane)
+    def resume(self, lane: _Lane) -> None:
+        """Continue a lane after an instruction that took time."""
+        self.finish(lane)
         self.proceed(lane)
 
     def repace(self, changed: _Activity) -> None:
-        """Let all that share a link or a core with what has begun or ended go on at their new pace,
-        to ends foreseen anew.
+        """Update the pace of all activities that share a link or a core with one that has started
+        or ended, and schedule their new ends.
         """
         affected: Users = {}
         for link in changed.links:
@@ -263,91 +271,91 @@ class _Run:
             pace = 1.0
             for link in activity.links:
                 pace = min(pace, 1 / len(self.users[link]))
-            pace *= self.left_beside(activity)
+            pace *= self.core_share(activity)
             if pace != activity.pace:
                 activity.left -= (self.now - activity.since) * activity.pace
                 activity.since, activity.pace = self.now, pace
                 activity.version += 1
                 self.schedule(
                     self.now + max(activity.left, 0.0) / pace,
-                    self.finish,
+                    self.end,
                     (activity, activity.version),
                 )
 
-    def left_beside(self, activity: _Activity) -> float:
-        """The part of its pace that what works beside an activity leaves it."""
+    def core_share(self, activity: _Activity) -> float:
+        """The factor of an activity's pace due to concurrent work on its cores."""
         lane = activity.lane
-        # a core is shared evenly with the product on it, where a transfer needs more than half of
-        # it
+        # if transfers need more than half of a core, they share it evenly with a product
         if activity.core:
             busy = max(
-                (self.moving(rank) for rank in activity.ranks if self.working[rank, True]),
+                (self.transfer_load(rank) for rank in activity.ranks if self.working[rank, True]),
                 default=0.0,
             )
             return 0.5 / max(0.5, busy)
         others = self.working[lane.rank, not lane.compute]
         if lane.compute:
             copying = any(not other.core for other in others)
-            return (1 - min(0.5, self.moving(lane.rank))) / (
+            return (1 - min(0.5, self.transfer_load(lane.rank))) / (
                 self.machine.compute_slowdown if copying else 1.0
             )
         return 1 / self.machine.communicate_slowdown if others else 1.0
 
-    def moving(self, rank: int) -> float:
+    def transfer_load(self, rank: int) -> float:
         """The part of a rank's core that its transfers to and from other hosts need."""
-        beside = (other for other in self.working[rank, False] if other.core)
         return sum(
-            other.core / max(len(self.users[link]) for link in other.links) for other in beside
+            transfer.core / max(len(self.users[link]) for link in transfer.links)
+            for transfer in self.working[rank, False]
+            if transfer.core
         )
 
     def activity(self, lane: _Lane, instruction: Copy | Compute | Reduce) -> _Activity:
-        """The work of an instruction that begins now."""
-        machine, rank, begin = self.machine, lane.rank, partial(_Activity, lane, self.now)
+        """The work of an instruction that starts now."""
+        machine, rank, make = self.machine, lane.rank, partial(_Activity, lane, self.now)
         match instruction:
             case Compute(kernel, srcs, dst):
                 columns = tuple(self.rows[region.buffer].columns for region in (*srcs, dst))
                 dtype, size = self.rows[srcs[0].buffer].dtype, sum(map(self.size, srcs))
                 work = kernel.seconds(machine, Load(dst.rows, columns, dtype, size, self.packed))
-                return begin(max(work, self.fetching(rank, (*srcs, dst))))
+                return make(max(work, self.fetching(rank, (*srcs, dst))))
             case Reduce(srcs):
-                return begin(
+                return make(
                     max(machine.reduce(sum(map(self.size, srcs))), self.fetching(rank, srcs))
                 )
             case Copy(src, dst):
                 size, link = self.size(src), machine.link(src.rank, dst.rank)
                 if src.rank == dst.rank:
-                    return begin(machine.copy(size))
+                    return make(machine.copy(size))
                 if link.idle:
                     self.free[rank] = max(self.free[rank], lane.ready) + link.seconds(size)
-                    return begin(machine.copy(size), until=self.free[rank])
+                    return make(machine.copy(size), until=self.free[rank])
                 used = self.resources(link, src.rank, dst.rank)
                 if not machine.on_other_hosts(src.rank, dst.rank):
-                    return begin(link.seconds(size) + link.line_us * 1e-6, used)
-                # Its latency is the signal's: messages follow each other without it. It has one end
-                # here, if it sends to its counterpart, as it is sent to by it.
+                    return make(link.seconds(size) + link.line_us * 1e-6, used)
+                # The signal has the latency: messages follow each other without one. If the
+                # receiver is a counterpart of this rank, both ends load this rank's core.
                 ends = tuple({rank, dst.rank % self.ranks_planned})
                 busy: dict[str, Any] = (
                     {"ranks": ends, "core": link.core * 2 / len(ends)} if link.core else {}
                 )
-                return begin(link.passing(size), used, **busy)
+                return make(link.passing(size), used, **busy)
 
     def size(self, region: Region) -> int:
         columns, dtype = self.rows[region.buffer]
         return region.rows * columns * ITEMSIZE[dtype]
 
     def fetching(self, rank: int, regions: Iterable[Region]) -> float:
-        """How long peers' rows that are read or written in place take to pass the links."""
+        """Seconds for which peers' rows, read or written in place, occupy the links."""
         links = [
-            (self.machine.link(rank, there.rank), self.size(there))
-            for there in regions
-            if there.rank != rank
+            (self.machine.link(rank, region.rank), self.size(region))
+            for region in regions
+            if region.rank != rank
         ]
         passing = sum(0.0 if link.idle else link.passing(size) for link, size in links)
         return passing + sum(link.line_us for link, _ in links) * 1e-6 / self.machine.fetches
 
     def resources(self, link: Link, src: int, dst: int) -> tuple[Resource, ...]:
-        """The links that a transfer shares with others; a rank that is not planned uses those of
-        its counterpart.
+        """The links that a transfer shares with others; an unplanned rank uses the links of its
+        counterpart.
         """
         if (hosts := self.machine.hosts) and self.machine.on_other_hosts(src, dst):
             return ("out", hosts[src % self.ranks_planned], -1), (
