@@ -17,13 +17,15 @@ def overlap(settings: OverlapSettings) -> None:
     if len(parse_sizes(settings.size)) > 1:
         refuse("--size", f"expected one size; got {settings.size!r}")
     options.check_gloo(settings)
-    options.hand_over(settings, overlap.measure, overlap.print_tables, plots.draw_times)
+    options.run_benchmark(settings, overlap.measure, overlap.print_tables, plots.draw_times)
 
 
 def p2p(settings: CopySettings) -> None:
     from weft_benchmarks import p2p
 
-    options.hand_over(settings, p2p.measure, p2p.print_tables, p2p.draw, alone=options.ALONE)
+    options.run_benchmark(
+        settings, p2p.measure, p2p.print_tables, p2p.draw, alone=options.SINGLE_RANK
+    )
 
 
 def serving(settings: ServingSettings) -> None:
@@ -37,8 +39,8 @@ def serving(settings: ServingSettings) -> None:
     if (most := settings.decode + settings.prefill - 1) < settings.warmup + settings.steps:
         few = f"there are {most} numbers of tokens, and each step has its own"
         refuse("--steps", f"{few}: fewer steps, or more --prefill")
-    options.hand_over(
-        settings, serving.measure, serving.print_tables, serving.draw, alone=options.ALONE
+    options.run_benchmark(
+        settings, serving.measure, serving.print_tables, serving.draw, alone=options.SINGLE_RANK
     )
 
 

@@ -123,14 +123,16 @@ FUSED = tuple(name.replace("_", "-") for name in OPERATORS)
 
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 Op = Annotated[Literal["sum", "avg", "max", "min"], Option(help="The reduction.")]
-_RANKS = "Ranks to start; default 2, or those of a launcher."
+_RANKS = "Number of ranks to start; default 2, or a launcher's."
 Ranks = Annotated[int | None, Option("--ranks", "-n", min=1, help=_RANKS)]
 Several = Annotated[int | None, Option("--ranks", "-n", min=2, help=_RANKS)]
-Warmup = Annotated[int, Option(min=0, help="Rounds before the measured ones.")]
-Iterations = Annotated[int, Option(min=1, help="Rounds measured.")]
+Warmup = Annotated[int, Option(min=0, help="Rounds to run before measuring.")]
+Iterations = Annotated[int, Option(min=1, help="Rounds to measure.")]
 Seed = Annotated[int, Option(min=0, help="Seed of the random data.")]
-Baseline = Annotated[str | None, Option(help="gloo or none; default gloo, if there is no link.")]
-_LINK = "Emulate a slower link; auto: communicate takes as long as compute."
+Baseline = Annotated[
+    str | None, Option(help="gloo or none; default gloo without an emulated link.")
+]
+_LINK = "Emulate a slower link; auto: communication takes as long as compute."
 Gbps = Annotated[str | None, _option(_gbps, "GBPS|auto", _LINK)]
 _JSON = "Write the result as JSON; -: stdout."
 Json = Annotated[str | None, Option("--json", metavar="FILE|-", help=_JSON)]
@@ -178,8 +180,10 @@ class FusedSettings(Compared):
     ablate: bool = False
     peers: str = "ranks"
     ranks: Ranks = None
-    dtype: Annotated[Dtype, Option(help="Of the inputs.")] = "float32"
-    out_dtype: Annotated[Dtype | None, Option(help="Of the output: the inputs' or float32.")] = None
+    dtype: Annotated[Dtype, Option(help="Dtype of the inputs.")] = "float32"
+    out_dtype: Annotated[
+        Dtype | None, Option(help="Dtype of the output: the inputs' or float32.")
+    ] = None
     warmup: Warmup = 3
     iterations: Iterations = 20
     seed: Seed = 0
@@ -200,8 +204,8 @@ class FusedSettings(Compared):
         return self.out_dtype or self.dtype
 
 
-_PEERS = "host: on one GPU, with the other ranks' rows in pinned host memory."
-_ABLATE = "Also measure each step from the cascade to the operator."
+_PEERS = "host: one rank, on a GPU, with its peers' rows in pinned host memory."
+_ABLATE = "Also measure the steps from a sequential cascade to the operator."
 
 
 @dataclass(frozen=True)
@@ -222,7 +226,11 @@ def fused(operator: Operator) -> type[FusedSettings]:
     chunk = Option(min=1, help=f"Rows per transfer, or sum, of {', '.join(takers)}.")
     options: list[tuple[str, Any, Any]] = [
         ("operator", str, operator.name),
-        ("shape", Annotated[Shape, product(f"M {rows}, of any number, times (K, N).")], SHAPE),
+        (
+            "shape",
+            Annotated[Shape, product(f"M {rows}, any number, times a (K, N) weight.")],
+            SHAPE,
+        ),
         ("algorithm", Annotated[str, moves, words], "auto"),
         ("chunk_rows", Annotated[int | None, chunk], None),
     ]
@@ -235,9 +243,12 @@ def fused(operator: Operator) -> type[FusedSettings]:
 
 Element = Literal["float16", "bfloat16", "float32", "float64", "int8", "int32", "int64"]
 _SIZES = "Bytes of each rank's input; K, M, G are binary."
-_BATCHES = "Rounds of batches measured."
-_WARMUP = "Rounds of batches before the measured ones."
-_OTHERS = f"Of {', '.join(BASELINES)}, or none; default gloo. `make baselines` installs the others."
+_BATCHES = "Rounds of batches to measure."
+_WARMUP = "Rounds of batches to run before measuring."
+_OTHERS = (
+    f"One or more of {', '.join(BASELINES)}, or none; default gloo. `make baselines` installs the "
+    "others."
+)
 
 
 @dataclass(frozen=True)
@@ -251,7 +262,7 @@ class SweepSettings(Shown):
     comm_sms: str = ""
     ranks: Several = None
     sizes: Annotated[str, of_sizes(_SIZES)] = "4K:64M:4"
-    dtype: Annotated[Element, Option(help="Of the elements.")] = "float32"
+    dtype: Annotated[Element, Option(help="Dtype of the elements.")] = "float32"
     warmup: Annotated[int, Option(min=0, help=_WARMUP)] = 2
     iterations: Annotated[int, Option(min=1, help=_BATCHES)] = 20
     seed: Seed = 0

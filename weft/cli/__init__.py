@@ -1,5 +1,5 @@
 """The command line: ``weft bench``, ``plan``, ``predict``, ``calibrate``, ``tune``, ``run``,
-``doctor``. Loads torch at need.
+``doctor``. Commands import torch only if they need it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ app = typer.Typer(
 app.add_typer(bench.app, name="bench")
 app.add_typer(plan.app, name="plan")
 for command in (
-    options.taking(predict.Question, predict.predict),
+    options.command_from(predict.Question, predict.predict),
     machine.calibrate,
-    options.taking(machine.Tune, machine.tune),
+    options.command_from(machine.Tune, machine.tune),
 ):
     app.command()(command)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"weft {weft.__version__}")
         raise typer.Exit
 
@@ -50,9 +50,9 @@ def about(
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
     script: Annotated[str, typer.Argument(help="A Python script that calls weft.init().")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="What the script is given.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
     ranks: Annotated[
-        int, typer.Option("--ranks", "-n", min=1, help="How many to start on this host.")
+        int, typer.Option("--ranks", "-n", min=1, help="Number of ranks to start on this host.")
     ] = 2,
     module: Annotated[
         bool,
@@ -62,10 +62,10 @@ def run(
     ] = False,
     bind: Annotated[bool, typer.Option(help="Bind each rank to cores of its own.")] = True,
 ) -> None:
-    """Run a script, or a module, on local ranks.
+    """Run a script, or a module, on several ranks of this host.
 
-    The exit status is that of the rank that failed first; 128 and the number of the signal if one
-    ended it.
+    The exit status is that of the rank that failed first: its own, or 128 plus the number of the
+    signal that ended it.
     """
     if not module and not Path(script).is_file():
         options.refuse("SCRIPT", f"there is no file {script}")
@@ -76,8 +76,8 @@ def run(
 
 @app.command("doctor")
 def diagnose() -> None:
-    """Say what the ranks of a job see of each other and of their machines, and what is wrong; start
-    it as the job is started.
+    """Report the ranks of a job, their hosts and connections, and problems. Start it with the same
+    launcher as the job.
     """
     from rich.console import Console
 

@@ -1,6 +1,6 @@
-"""The command ``weft bench``: refusals of options that do not go together, and where results go.
+"""The command ``weft bench``: checks of its options, and the output of results.
 
-Loads torch only once a benchmark runs.
+Imports torch only when a benchmark runs.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
-from weft.bench import repository, settings
-from weft.bench.settings import FusedSettings, SweepSettings
+from weft.bench import repository
+from weft.bench import settings as kinds
+from weft.bench.settings import BASELINES, FusedSettings, SweepSettings
 from weft.cli import options
 from weft.cli.options import refuse
 from weft.schedules.operators import OPERATORS
@@ -22,60 +23,60 @@ if TYPE_CHECKING:
     from weft.bench.fused import Result
 
 app = typer.Typer(
-    help="Measure operators against their limits and against other systems.",
+    help="Measure operators, their limits, and the same work by other systems.",
     no_args_is_help=True,
 )
 
 
-def _fused(given: FusedSettings) -> None:
+def _fused(settings: FusedSettings) -> None:
     from weft.bench import fused, plots, report
     from weft.bench.subjects import subject
 
-    given = FusedSettings(**vars(given))
-    if given.peers == "host":
+    settings = FusedSettings(**vars(settings))
+    if settings.peers == "host":
         options.need_gpu()
         products = options.from_repository("--peers host", "gpu.products")
-        options.hand_over(
-            given, products.from_host, products.print_times, plots.draw_times, here=True
+        options.run_benchmark(
+            settings, products.from_host, products.print_times, plots.draw_times, in_process=True
         )
         return
-    _check_fused(given)
-    measure = partial(fused.measure, subject(given.operator))
-    options.hand_over(given, measure, _print, plots.draw_times, report.to_json)
+    _check_fused(settings)
+    measure = partial(fused.measure, subject(settings.operator))
+    options.run_benchmark(settings, measure, _print, plots.draw_times, report.to_json)
 
 
-def _check_fused(given: FusedSettings) -> None:
-    """End with exit status 2 if this cannot be measured."""
-    algorithm, operator = given.algorithm, OPERATORS[given.operator]
-    _, ranks = options.world_size(given.ranks)
-    takers = [name for name in operator.algorithms if name not in operator.uncut]
+def _check_fused(settings: FusedSettings) -> None:
+    """End with exit status 2 if these settings cannot be measured."""
+    algorithm, operator = settings.algorithm, OPERATORS[settings.operator]
+    _, ranks = options.world_size(settings.ranks)
+    cutting = [name for name in operator.algorithms if name not in operator.uncut]
     chooses = algorithm == "auto" and not {*operator.auto_candidates} <= {*operator.uncut}
-    if given.chunk_rows and algorithm not in takers and not chooses:
-        why = f"{algorithm} does not take a chunk size: use --algorithm {_either(takers)}"
+    if settings.chunk_rows and algorithm not in cutting and not chooses:
+        why = f"{algorithm} does not cut shards into pieces: use --algorithm {_either(cutting)}"
         refuse("--chunk-rows", why)
-    if given.ablate and (ranks == 1 or algorithm not in (*takers, "auto")):
-        what = "one rank" if ranks == 1 else algorithm
-        needed = f"use 2 or more ranks and --algorithm {_either(takers)}"
-        refuse("--ablate", f"{what} has no transfers to overlap: {needed}")
-    possible = {given.dtype, "float32"} if given.dtype != "float64" else {given.dtype}
-    if given.out_dtype and given.out_dtype not in possible:
+    if settings.ablate and (ranks == 1 or algorithm not in (*cutting, "auto")):
+        subject = "one rank" if ranks == 1 else algorithm
+        needed = f"use 2 or more ranks and --algorithm {_either(cutting)}"
+        refuse("--ablate", f"{subject} has no transfers to overlap: {needed}")
+    possible = {settings.dtype, "float32"} if settings.dtype != "float64" else {settings.dtype}
+    if settings.out_dtype and settings.out_dtype not in possible:
         names = " or ".join(sorted(possible))
-        refuse("--out-dtype", f"a product of {given.dtype} is {names}; got {given.out_dtype}")
-    if given.link_gbps is None and given.link_latency_us is not None:
+        refuse("--out-dtype", f"a product of {settings.dtype} is {names}; got {settings.out_dtype}")
+    if settings.link_gbps is None and settings.link_latency_us is not None:
         missing = (
             "an emulated link needs a bandwidth too: add --link-gbps GBPS, or --link-gbps auto"
         )
         refuse("--link-latency-us", missing)
-    if given.link_gbps and algorithm in operator.moves_nothing:
-        moving = [name for name in takers if name not in operator.moves_nothing]
-        still = f"{algorithm} moves no rows, so an emulated link cannot slow it"
-        refuse("--link-gbps", f"{still}: use --algorithm {_either(moving)}")
-    if given.link_gbps and ranks == 1:
+    if settings.link_gbps and algorithm in operator.moves_nothing:
+        moving = [name for name in cutting if name not in operator.moves_nothing]
+        why = f"{algorithm} moves no rows, so an emulated link cannot slow it"
+        refuse("--link-gbps", f"{why}: use --algorithm {_either(moving)}")
+    if settings.link_gbps and ranks == 1:
         refuse("--link-gbps", "a single rank sends nothing over a link: use --ranks 2 or more")
-    options.check_gloo(given)
+    options.check_gloo(settings)
     try:
-        if given.save_outputs:
-            given.save_outputs.mkdir(parents=True, exist_ok=True)
+        if settings.save_outputs:
+            settings.save_outputs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         refuse("--save-outputs", f"cannot make the directory: {error}")
 
@@ -92,33 +93,35 @@ def _print(result: Result, console: Console) -> None:
     options.write_traces(result.settings, result.traces, report.title(result))
 
 
-def _sweep(given: SweepSettings) -> None:
+def _sweep(settings: SweepSettings) -> None:
     from weft.bench import plots, sweep
 
-    if given.device == "cuda":
+    if settings.device == "cuda":
         options.need_gpu()
         gathers = options.from_repository("--device cuda", "gpu.gathers")
-        options.hand_over(given, gathers.all_gathers, gathers.print_table, gathers.draw, here=True)
+        options.run_benchmark(
+            settings, gathers.all_gathers, gathers.print_table, gathers.draw, in_process=True
+        )
         return
-    if given.op == "avg" and not given.dtype.startswith(("float", "bfloat")):
-        refuse("--op", f"averages are of floating dtypes; got {given.dtype}")
-    for name in given.baselines:
-        if given.op == "avg":
+    if settings.op == "avg" and not settings.dtype.startswith(("float", "bfloat")):
+        refuse("--op", f"avg needs a floating dtype; got {settings.dtype}: use --dtype float32")
+    for name in settings.baselines:
+        if settings.op == "avg":
             refuse("--baseline", f"{name} has no averages: use --baseline none")
-        if name not in settings.BASELINES:
-            known = ", ".join(("none", *settings.BASELINES))
-            refuse("--baseline", f"there is no baseline {name!r}: use {known}")
+        if name not in BASELINES:
+            names = ", ".join(("none", *BASELINES))
+            refuse("--baseline", f"there is no baseline {name!r}: use {names}")
         if name != "gloo":
             baselines = options.from_repository("--baseline", "baselines")
-            if why := baselines.refusal(name, given):
+            if why := baselines.refusal(name, settings):
                 refuse("--baseline", why)
-    options.hand_over(
-        given, sweep.measure, sweep.print_tables, plots.draw_sweep, alone=options.ALONE
+    options.run_benchmark(
+        settings, sweep.measure, sweep.print_tables, plots.draw_sweep, alone=options.SINGLE_RANK
     )
 
 
-def _elsewhere(name: str) -> Callable[[list[str]], None]:
-    """The command in place of one that comes with the repository, where that is not there."""
+def _missing(name: str) -> Callable[[list[str]], None]:
+    """A command that refuses to run, in place of one that comes with the repository only."""
 
     def refused(arguments: list[str] = typer.Argument(None, hidden=True)) -> None:  # noqa: B008
         refuse(name, f"this benchmark {repository.MISSING}")
@@ -128,22 +131,22 @@ def _elsewhere(name: str) -> Callable[[list[str]], None]:
 
 _COMMANDS: dict[str, tuple[type[Any], Any]] = {
     **{
-        name.replace("_", "-"): (settings.fused(operator), _fused)
+        name.replace("_", "-"): (kinds.fused(operator), _fused)
         for name, operator in OPERATORS.items()
     },
-    "all-gather": (settings.AllGather, _sweep),
-    "reduce-scatter": (settings.ReduceScatter, _sweep),
-    "all-reduce": (settings.AllReduce, _sweep),
-    "broadcast": (settings.Broadcast, _sweep),
-    "all-to-all": (settings.AllToAll, _sweep),
+    "all-gather": (kinds.AllGather, _sweep),
+    "reduce-scatter": (kinds.ReduceScatter, _sweep),
+    "all-reduce": (kinds.AllReduce, _sweep),
+    "broadcast": (kinds.Broadcast, _sweep),
+    "all-to-all": (kinds.AllToAll, _sweep),
 }
 if repository.there():
     _COMMANDS |= repository.module("commands").COMMANDS
 else:
     any_options = {"ignore_unknown_options": True, "help_option_names": []}
     for name in repository.COMMANDS:
-        app.command(name, help="Comes with the repository.", context_settings=any_options)(
-            _elsewhere(name)
+        app.command(name, help="Needs weft's repository.", context_settings=any_options)(
+            _missing(name)
         )
 for name, (kind, command) in _COMMANDS.items():
-    app.command(name)(options.taking(kind, command))
+    app.command(name)(options.command_from(kind, command))

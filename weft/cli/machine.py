@@ -1,5 +1,5 @@
-"""``weft calibrate`` and ``weft tune``: measure this machine for predictions, and what is fastest
-on it.
+"""``weft calibrate`` and ``weft tune``: measure this machine for predictions, and the fastest
+variants of operators on it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from weft.predict import machine
 def calibrate(
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", "-n", min=2, help="That measure together; one per core."),
+        typer.Option(
+            "--ranks", "-n", min=2, help="Number of ranks that measure; default: one per core."
+        ),
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="Compute threads per rank.")] = 1,
     json_file: Json = None,
 ) -> None:
-    """Measure this machine for predictions, and remember it as the profile this. Takes about a
-    minute.
+    """Measure this machine for predictions, and store the profile "this". Takes about a minute.
 
-    Started by torchrun on several machines that know themselves already: measure what joins them.
+    If torchrun starts it on several calibrated machines, it measures the network between them.
     """
     options.check_files(json_file, None)
-    options.check_remembered()
+    options.check_cache()
     from weft.measure import calibrate as calibration
     from weft.world.launcher import launch
 
@@ -47,55 +48,54 @@ def calibrate(
         machine.remember(profile)
     console = Console(stderr=json_file == "-")
     table = tables.table(("", " ", "spread"), left=("", " "))
-    lines = {
-        kind: f"{1e3 * product['tflops']:.1f} GFLOP/s, weight {product['weight_gbs']:.1f} GB/s, {product['fixed_us']:.0f} us"
-        for kind, product in profile["products"].items()
-    }
-    lines |= {
-        "memory": f"{profile['memory_gbs']:.1f} GB/s",
-        "link": f"{profile['links'][0]['gbs']:.1f} GB/s",
-    }
-    lines |= {
-        "reduce": f"{profile['reduce_gbs']:.1f} GB/s",
-        "64 signals": f"{profile['notify_us']:.1f} us each",
-    }
-    lines |= {
-        "call": f"{profile['launch_us']:.1f} us",
-        "two lanes": f"{profile['lane_us']:.1f} us more",
-    }
-    lines |= {
-        "a slow copy": f"{profile['wake_us']:.1f} us late",
-        "turn": f"{profile['turn_us']:.0f} us",
-    }
-    for what, text in lines.items():
-        found = [
+    rows = [
+        (
+            kind,
+            kind,
+            f"{1e3 * rates['tflops']:.1f} GFLOP/s, weight {rates['weight_gbs']:.1f} GB/s, "
+            f"{rates['fixed_us']:.0f} us",
+        )
+        for kind, rates in profile["products"].items()
+    ]
+    rows += [
+        ("memory", "memory", f"{profile['memory_gbs']:.1f} GB/s"),
+        ("link", "link", f"{profile['links'][0]['gbs']:.1f} GB/s"),
+        ("reduce", "reduce", f"{profile['reduce_gbs']:.1f} GB/s"),
+        ("64 signals", "signal latency", f"{profile['notify_us']:.1f} us"),
+        ("call", "call", f"{profile['launch_us']:.1f} us"),
+        ("two lanes", "second lane", f"{profile['lane_us']:.1f} us more"),
+        ("a slow copy", "wake-up delay", f"{profile['wake_us']:.1f} us"),
+        ("turn", "scheduling delay", f"{profile['turn_us']:.0f} us"),
+    ]
+    for key, label, text in rows:
+        spreads = [
             percent
-            for timed, percent in profile["spread"].items()
-            if what in (timed, timed.rpartition(" ")[0])
+            for name, percent in profile["spread"].items()
+            if key in (name, name.rpartition(" ")[0])
         ]
-        table.add_row(what, text, f"{statistics.median(found):.0f} %")
+        table.add_row(label, text, f"{statistics.median(spreads):.0f} %")
     table.add_row(
         "interference", f"products and copies {profile['compute_slowdown']:.2f}x slower", ""
     )
     console.print(table)
     console.print(
-        "Rates are of large sizes, in the lower quartile of runs; spread: by how much the median "
-        "took longer.",
+        "Rates are of large sizes, by the lower quartile of times; spread: how much longer the "
+        "median is.",
         highlight=False,
     )
     options.write_json(profile, json_file)
 
 
 def _calibrate_network(threads: int, json_file: str | None) -> None:
-    """Measure the link between hosts, and let each remember it."""
+    """Measure the link between hosts, and store it on each host."""
     from weft.measure import calibrate as calibration
 
     mine = machine.calibrated()
     if mine is None:
         refuse(
             "calibrate",
-            "measure each machine by itself first, and then what joins them: run weft calibrate "
-            "without torchrun",
+            "this machine has no profile yet, which the network is added to: run weft calibrate "
+            "without torchrun on each machine first",
         )
     with options.failing("weft calibrate", json_file):
         network = asdict(calibration.measure_network(threads))
@@ -115,16 +115,16 @@ def _calibrate_network(threads: int, json_file: str | None) -> None:
 
 @dataclass(frozen=True)
 class Tune:
-    """Measure the candidates for given shapes on this machine, and remember the winners: from now
-    on auto takes them.
-    """
+    """Measure the candidates for shapes on this machine, and store the fastest, which auto uses."""
 
-    operator: Annotated[str, typer.Argument(help="What to tune."), FUSED]
-    shape: Annotated[list[Shape], product("A shape of weft bench; may be given several times.")]
-    ranks: Annotated[int, typer.Option("--ranks", "-n", min=2, help="How many to start.")] = 2
-    dtype: Annotated[Dtype, typer.Option(help="Of the inputs.")] = "float32"
+    operator: Annotated[str, typer.Argument(help="The operator to tune."), FUSED]
+    shape: Annotated[list[Shape], product("A shape as for weft bench; repeat the option for more.")]
+    ranks: Annotated[
+        int, typer.Option("--ranks", "-n", min=2, help="Number of ranks to start.")
+    ] = 2
+    dtype: Annotated[Dtype, typer.Option(help="Dtype of the inputs.")] = "float32"
     out_dtype: Annotated[
-        Dtype | None, typer.Option(help="Of the output: the inputs' or float32.")
+        Dtype | None, typer.Option(help="Dtype of the output: the inputs' (default) or float32.")
     ] = None
     plain: Annotated[
         bool, typer.Option("--plain", help="The weight is a plain tensor, not packed.")
@@ -137,44 +137,47 @@ class Tune:
     link_latency_us: Annotated[float, typer.Option(min=0, help="Latency of the emulated link.")] = (
         0.0
     )
-    iterations: Annotated[int, typer.Option(min=1, help="Rounds measured.")] = 10
+    iterations: Annotated[int, typer.Option(min=1, help="Rounds to measure.")] = 10
     threads: Threads = None
     json_file: Json = None
 
 
-def tune(given: Tune) -> None:
-    options.check_files(given.json_file, None)
-    options.check_remembered()
+def tune(settings: Tune) -> None:
+    options.check_files(settings.json_file, None)
+    options.check_cache()
     from weft.measure import tune as tuning
 
     if options.world_size(None)[0] is not None:
-        refuse("tune", "it starts its own ranks, on one host: run it by itself")
-    if given.staged and given.operator != "all-gather-matmul":
-        refuse("--staged", "only the input of all-gather-matmul can lie in symmetric memory")
+        refuse("tune", "it starts its own ranks, on one host: run it without a launcher")
+    if settings.staged and settings.operator != "all-gather-matmul":
+        refuse("--staged", "only the input of all-gather-matmul can be in symmetric memory")
     on, link = (
         options.load_machine(""),
-        (given.link_gbps, given.link_latency_us) if given.link_gbps else None,
+        (settings.link_gbps, settings.link_latency_us) if settings.link_gbps else None,
     )
     on = on.emulating(*link) if link else on
     questions = []
-    for shape in given.shape:
+    for shape in settings.shape:
         case = predict.workload(
-            given.operator.replace("-", "_"), given.ranks, (shape.m, shape.k, shape.n), given.dtype
+            settings.operator.replace("-", "_"),
+            settings.ranks,
+            (shape.m, shape.k, shape.n),
+            settings.dtype,
         )
         case = case._replace(
-            out_dtype=given.out_dtype or given.dtype,
-            packed=not given.plain,
-            symmetric=not given.staged,
+            out_dtype=settings.out_dtype or settings.dtype,
+            packed=not settings.plain,
+            symmetric=not settings.staged,
         )
         questions.append(
             tuning.Question(case, [variant for variant, _ in predict.rank(case, on)], link)
         )
-    with options.failing("weft tune", given.json_file):
+    with options.failing("weft tune", settings.json_file):
         answers = tuning.tune(
-            questions, given.iterations, options.threads_for(given.threads, given.ranks)
+            questions, settings.iterations, options.threads_for(settings.threads, settings.ranks)
         )
-    console, results = Console(stderr=given.json_file == "-"), []
-    for shape, (case, _, _), found in zip(given.shape, questions, answers, strict=True):
+    console, results = Console(stderr=settings.json_file == "-"), []
+    for shape, (case, _, _), found in zip(settings.shape, questions, answers, strict=True):
         rows = [
             {
                 **variant._asdict(),
@@ -184,8 +187,8 @@ def tune(given: Tune) -> None:
             }
             for variant, median, _ in found
         ]
-        results.append({"operator": given.operator, "shape": str(shape), "ways": rows})
-        heading = f"{given.operator} {shape}"
+        results.append({"operator": settings.operator, "shape": str(shape), "ways": rows})
+        heading = f"{settings.operator} {shape}"
         table = tables.table(
             (heading, "rows per piece", "predicted ms", "measured ms"), left=(heading,)
         )
@@ -198,7 +201,7 @@ def tune(given: Tune) -> None:
             )
         console.print(table)
         console.print(
-            f"Remembered: {found[0].variant}, at most {rows[0]['chunk_rows']} rows per transfer.",
+            f"Stored: {found[0].variant}, at most {rows[0]['chunk_rows']} rows per transfer.",
             highlight=False,
         )
-    options.write_json({"tuned": results}, given.json_file)
+    options.write_json({"tuned": results}, settings.json_file)

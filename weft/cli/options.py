@@ -1,5 +1,5 @@
-"""What commands share: options from dataclasses, what they may not be, who measures, and where
-results go. Loads torch at need.
+"""Functions that commands share: options from dataclasses, checks of options, the start of ranks
+for a benchmark, and output of results. Imports torch only if a command needs it.
 """
 
 from __future__ import annotations
@@ -22,52 +22,50 @@ from weft.bench import repository
 from weft.plan.trace import Trace
 from weft.predict import machine
 
-Given = TypeVar("Given")
+Settings = TypeVar("Settings")
 
-ALONE = "a single rank has no peer to exchange anything with: use 2 or more"
+SINGLE_RANK = "a single rank has no peer to exchange anything with: use 2 or more"
 
 
-def taking(kind: type[Given], command: Callable[[Given], None]) -> Callable[..., None]:
-    """A command that takes as options the fields of a dataclass that say what option they are, and
-    is called with one.
-
-    Its help is what the dataclass says of itself.
+def command_from(kind: type[Settings], run: Callable[[Settings], None]) -> Callable[..., None]:
+    """A command that calls `run` with a `kind`, a dataclass whose annotated fields are the options
+    of the command and whose docstring is its help.
     """
     hints = get_type_hints(kind, include_extras=True)
-    every = [
-        each
-        for each in inspect.signature(kind).parameters.values()
-        if get_origin(hints[each.name]) is Annotated
+    fields = [
+        field
+        for field in inspect.signature(kind).parameters.values()
+        if get_origin(hints[field.name]) is Annotated
     ]
 
-    def taken(**given: Any) -> None:
-        command(kind(**given))
+    def command(**values: Any) -> None:
+        run(kind(**values))
 
     parameters = [
-        each.replace(kind=each.KEYWORD_ONLY, annotation=_annotation(hints[each.name]))
-        for each in every
+        field.replace(kind=field.KEYWORD_ONLY, annotation=_annotation(hints[field.name]))
+        for field in fields
     ]
-    taken.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    taken.__annotations__ = {each.name: each.annotation for each in parameters}
-    taken.__name__, taken.__doc__ = command.__name__, kind.__doc__
-    return taken
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {field.name: field.annotation for field in parameters}
+    command.__name__, command.__doc__ = run.__name__, kind.__doc__
+    return command
 
 
 def _annotation(hint: Any) -> Any:
-    """The annotation of an option; words that a field says are all that it may be."""
+    """The annotation of an option; words in a field's annotation are its only values."""
     option, *words = hint.__metadata__
     return Annotated[Literal[words[0]], option] if words else hint
 
 
 def refuse(option: str, why: str) -> NoReturn:
-    """End with exit status 2 because of what was given for `option`."""
+    """End with exit status 2 because of the value of `option`."""
     raise typer.BadParameter(why, param_hint=option)
 
 
 @contextmanager
 def refusing(option: str) -> Iterator[None]:
-    """Refuse what was given for `option` if the ``with`` block finds it wrong, as it says in a
-    `ValueError`.
+    """Refuse the value of `option` if the ``with`` block raises a `ValueError`, for the reason that
+    it states.
     """
     try:
         yield
@@ -76,46 +74,49 @@ def refusing(option: str) -> Iterator[None]:
 
 
 def load_machine(name: str) -> Any:
-    """The profile of this name, or without one that of this machine; ends with exit status 2 if
-    there is none.
+    """The profile of this name, or without a name this machine's; ends with exit status 2 if there
+    is none.
     """
     with refusing("--machine"):
         found = machine.load(name) if name else machine.here()
     if not name and found.name != machine.THIS:
-        unknown = f"This machine is not calibrated, so the profile {found.name} is taken; weft calibrate measures this one."
-        typer.echo(unknown, err=True)
+        text = (
+            f"This machine is not calibrated, so the profile {found.name} is taken; weft calibrate "
+            "measures this machine."
+        )
+        typer.echo(text, err=True)
     return found
 
 
 def from_repository(option: str, name: str) -> Any:
     """A module of the benchmarks that come with the repository; ends with exit status 2 if they are
-    not there.
+    missing.
     """
     if not repository.there():
         refuse(option, f"this benchmark {repository.MISSING}")
     return repository.module(name)
 
 
-def check_gloo(given: Any) -> None:
-    """Refuse a baseline of a benchmark that only has gloo."""
-    if given.baseline not in (None, "none", "gloo"):
-        refuse("--baseline", f"there is no baseline {given.baseline!r}: use none or gloo")
-    if given.baseline == "gloo" and given.link_gbps:
-        unequal = "a baseline does not pass the emulated link, so they cannot be compared"
-        refuse("--baseline", f"{unequal}: use --baseline none")
+def check_gloo(settings: Any) -> None:
+    """Refuse a baseline other than gloo, and gloo on an emulated link."""
+    if settings.baseline not in (None, "none", "gloo"):
+        refuse("--baseline", f"there is no baseline {settings.baseline!r}: use none or gloo")
+    if settings.baseline == "gloo" and settings.link_gbps:
+        why = "gloo does not pass the emulated link, so the times cannot be compared"
+        refuse("--baseline", f"{why}: use --baseline none")
 
 
 def need_gpu() -> None:
-    """End with exit status 2 where there is no GPU."""
+    """End with exit status 2 without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
-        refuse("--device", "torch finds no GPU here: leave it out, or use --device cpu")
+        refuse("--device", "torch finds no GPU here: omit the option, or use --device cpu")
 
 
 def world_size(ranks: int | None) -> tuple[int | None, int]:
-    """This process's rank among those that a launcher started, None without a launcher; and the
-    number of ranks.
+    """This process's rank in a job that a launcher started, None without a launcher; and the number
+    of ranks.
     """
     from weft.world.rendezvous import launcher_variables
 
@@ -126,39 +127,39 @@ def world_size(ranks: int | None) -> tuple[int | None, int]:
     if ranks not in (None, size):
         refuse(
             "--ranks",
-            f"a launcher has started {size} rank(s) already: leave --ranks out, or run weft bench "
-            "by itself",
+            f"a launcher has already started {size} rank(s): omit --ranks, or run weft without the "
+            "launcher",
         )
     return int(variables["RANK"]), size
 
 
-def threads_for(given: int | None, ranks: int) -> int:
-    """Compute threads per rank: as given, or this host's cores shared out among its ranks, all of
-    `ranks` without a launcher.
+def threads_for(threads: int | None, ranks: int) -> int:
+    """Compute threads per rank: `threads`, or this host's cores divided among its ranks, which are
+    all `ranks` without a launcher.
     """
     from weft.world.placement import threads_per_rank
     from weft.world.rendezvous import launcher_variables
 
-    return given or threads_per_rank(
+    return threads or threads_per_rank(
         int((launcher_variables(os.environ) or {}).get("LOCAL_WORLD_SIZE", ranks))
     )
 
 
 def check_files(json_file: str | None, trace: Path | None, *pictures: Path | None) -> None:
-    """Refuse files that could not be written, before anything is measured."""
+    """Refuse files that cannot be written, before anything is measured."""
     for picture in filter(None, pictures):
         if picture.suffix.lower() not in (".png", ".svg"):
-            refuse("--plot / --timeline", f"pictures are .png or .svg files; got {picture}")
+            refuse("--plot / --timeline", f"pictures must be .png or .svg files; got {picture}")
     for file in (json_file if json_file != "-" else None, trace, *pictures):
         if file:
             _check_writable(Path(file))
 
 
 def _check_writable(file: Path) -> None:
-    """Refuse a file that cannot be written; one that is there stays as it is."""
+    """Refuse a file that cannot be written; an existing file is not changed."""
     option, new = "--json / --plot / --trace / --timeline", not file.exists()
     if not file.absolute().parent.is_dir():
-        refuse(option, f"there is no directory for {file}; make it first")
+        refuse(option, f"the directory of {file} does not exist; make it first")
     try:
         file.open("ab").close()
     except OSError as error:
@@ -167,21 +168,22 @@ def _check_writable(file: Path) -> None:
         file.unlink(missing_ok=True)
 
 
-def check_remembered() -> None:
-    """Refuse to measure what could not be remembered."""
+def check_cache() -> None:
+    """Refuse to measure if the cache directory cannot be written."""
     try:
         cache.check()
     except OSError as error:
-        why = f"nothing can be remembered in {cache.directory()}: {error.strerror}"
-        refuse("WEFT_CACHE", f"{why}; let this variable name a directory that can be written")
+        why = f"measurements cannot be stored in {cache.directory()}: {error.strerror}"
+        refuse("WEFT_CACHE", f"{why}; set this variable to a directory that can be written")
 
 
 @contextmanager
 def failing(command: str, json_file: str | None = None) -> Iterator[None]:
-    """End with exit status 1 for what fails, or cannot be done here, in the ``with`` block.
+    """Print errors of the ``with`` block, failures and unsupported requests, and end with exit
+    status 1.
 
-    Where the result goes to stdout nothing else does: what gloo says of its connections in torch
-    2.9, here or in ranks that are started, goes to stderr.
+    If the JSON goes to stdout, all other output of this process and of started ranks, such as the
+    messages of gloo on its connections in torch 2.9, goes to stderr.
     """
     with ExitStack() as stack:
         if json_file == "-":
@@ -197,7 +199,7 @@ def failing(command: str, json_file: str | None = None) -> Iterator[None]:
 
 
 def write_json(result: dict[str, Any], file: str | None) -> None:
-    """Write a result to where ``--json`` says."""
+    """Write a result to the file of ``--json``; ``-`` is stdout."""
     text = json.dumps(result, indent=1, allow_nan=False) + "\n"
     if file == "-":
         sys.stdout.write(text)
@@ -205,55 +207,58 @@ def write_json(result: dict[str, Any], file: str | None) -> None:
         Path(file).write_text(text)
 
 
-def write_traces(given: Any, traces: Sequence[Trace], title: str) -> None:
-    """Write traces to where ``--trace`` and ``--timeline`` say."""
+def write_traces(settings: Any, traces: Sequence[Trace], title: str) -> None:
+    """Write traces to the files of ``--trace`` and ``--timeline``."""
     from weft.pictures.timeline import draw
     from weft.plan.trace import to_perfetto
 
-    if given.trace:
-        given.trace.write_text(json.dumps(to_perfetto(*traces)))
-    if given.timeline:
-        draw(traces, given.timeline, title)
+    if settings.trace:
+        settings.trace.write_text(json.dumps(to_perfetto(*traces)))
+    if settings.timeline:
+        draw(traces, settings.timeline, title)
 
 
-def hand_over(
-    given: Any,
+def run_benchmark(
+    settings: Any,
     measure: Callable[[Any], Any],
-    tell: Callable[[Any, Console], None],
+    show: Callable[[Any, Console], None],
     draw: Callable[[dict[str, Any], Path], None],
     to_json: Callable[[Any], dict[str, Any]] = lambda result: result,
     *,
     alone: str = "",
-    here: bool = False,
+    in_process: bool = False,
 ) -> None:
-    """Measure what settings of `weft.bench.settings` say, and hand over the result as tables, file
+    """Run a benchmark with settings of `weft.bench.settings`, and output the result as tables, file
     and picture.
 
-    Measures on ranks started for it, or as the rank that a launcher made this, or `here`, in this
-    process. `alone`: why there must be two. A failure, something that these ranks cannot do, and
-    wrong results end with exit status 1.
+    It runs on ranks started here, or on the ranks of a launcher, of which this process is one, or
+    `in_process`. `alone`: the reason to refuse a single rank. Errors and wrong results end with
+    exit status 1.
     """
-    joined, ranks = (0, given.ranks or 2) if here else world_size(given.ranks)
+    rank, ranks = (0, settings.ranks or 2) if in_process else world_size(settings.ranks)
     if ranks < 2 and alone:
         refuse("--ranks", alone)
     check_files(
-        given.json_file, getattr(given, "trace", None), given.plot, getattr(given, "timeline", None)
+        settings.json_file,
+        getattr(settings, "trace", None),
+        settings.plot,
+        getattr(settings, "timeline", None),
     )
-    threads = 1 if here else threads_for(given.threads, ranks)
-    settings = replace(given, ranks=ranks, threads=threads)
+    threads = 1 if in_process else threads_for(settings.threads, ranks)
+    settings = replace(settings, ranks=ranks, threads=threads)
     from weft.world.launcher import launch
 
-    with failing("weft bench", given.json_file):
+    with failing("weft bench", settings.json_file):
         found = (
             measure(settings)
-            if joined is not None
+            if rank is not None
             else launch(measure, ranks, settings, threads=threads)[0]
         )
     result = to_json(found)
-    if not joined:
-        tell(found, Console(stderr=given.json_file == "-"))
-        write_json(result, given.json_file)
-        if given.plot:
-            draw(result, given.plot)
+    if not rank:
+        show(found, Console(stderr=settings.json_file == "-"))
+        write_json(result, settings.json_file)
+        if settings.plot:
+            draw(result, settings.plot)
     if not result["verified"]:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""The command ``weft plan``: the plan of an operator, and its proof. Does not load torch."""
+"""The command ``weft plan``: the plan of an operator, and its proof. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.predict.planners import PLANNERS, planned
 from weft.schedules.workload import Request, pieces
 
 app = typer.Typer(
-    help="Look at plans: the instructions of every rank in one execution of an operator.",
+    help="Show plans: the instructions of every rank in one execution of an operator.",
     no_args_is_help=True,
 )
 Name = Enum("Name", {name: name.replace("_", "-") for name in PLANNERS}, type=str)  # type: ignore[misc]
@@ -23,26 +23,30 @@ Name = Enum("Name", {name: name.replace("_", "-") for name in PLANNERS}, type=st
 
 @app.callback()
 def plan() -> None:
-    """Keep ``show`` a command of its own while it is the only one."""
+    """Make ``show`` a subcommand, though there is only one: typer would merge it into ``plan``."""
 
 
 @app.command()
 def show(
     operator: Annotated[Name, typer.Argument(help="The operator to plan.")],
     ranks: Annotated[
-        int | None, typer.Option("--ranks", "-n", min=1, help="Default: those of --rows, else 2.")
+        int | None,
+        typer.Option(
+            "--ranks", "-n", min=1, help="Number of ranks. Default: one for each of --rows, else 2."
+        ),
     ] = None,
     algorithm: Annotated[
-        str | None, typer.Option(help="Default: push, or the operator's first.")
+        str | None, typer.Option(help="Default: push, or the operator's first algorithm.")
     ] = None,
     rows: Annotated[
         str | None,
         typer.Option(
-            metavar="R0,R1,…", help="Rows of each rank's part; without, blocks are shown."
+            metavar="R0,R1,…",
+            help="Rows of each rank's part, to show row numbers; without, the plan shows blocks.",
         ),
     ] = None,
     chunk_rows: Annotated[
-        int, typer.Option(min=1, help="Rows per transfer; of 4 rows without --rows.")
+        int, typer.Option(min=1, help="Rows per transfer; without --rows, of 4 rows.")
     ] = 2,
     symmetric: Annotated[
         bool, typer.Option("--symmetric", help="The caller's tensors are in symmetric memory.")
@@ -54,8 +58,8 @@ def show(
     planner = PLANNERS[operator.name]
     chosen = algorithm or ("push" if "push" in planner.algorithms else planner.algorithms[0])
     if chosen not in planner.algorithms:
-        known = f"{operator.value} is planned with {', '.join(planner.algorithms)}"
-        refuse("--algorithm", f"{known}; got {chosen!r}")
+        names = f"{operator.value} is planned with {', '.join(planner.algorithms)}"
+        refuse("--algorithm", f"{names}; got {chosen!r}")
     parts = None if rows is None else _rows(rows, ranks)
     cut = pieces(max(parts) if parts else 4, chunk_rows)
     count = len(parts) if parts else ranks or 2
@@ -68,7 +72,7 @@ def show(
         raise typer.Exit(1) from None
     notifies = made.notifies()
     typer.echo(f"\nnotifies of other ranks: at most {max(notifies)} by one, {sum(notifies)} in all")
-    typer.echo("verified: no race, no deadlock, every output row as promised, whatever the sizes")
+    typer.echo("verified: no race, no deadlock, every output row correct, for all sizes")
 
 
 def _rows(text: str, ranks: int | None) -> list[int]:

@@ -1,4 +1,4 @@
-"""``weft predict``: what operators would take on a machine."""
+"""``weft predict``: predicted times of operators on a machine."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from weft.schedules.operators import OPERATORS
 
 @dataclass(frozen=True)
 class Question:
-    """What an operator would take: every algorithm, what holds it up, and what would change that.
-    Nothing is run.
+    """Predict the time of an operator by each algorithm, and its bottleneck; runs nothing.
 
-    Would overlap help the MLP of a 70B model, 8192 wide and 28672 deep, on 8 GPUs with links of 200
-    GB/s?
+    Example: would overlap help the MLP of a 70B model, with 8192 hidden and 28672 intermediate
+    features, on 8 GPUs with links of 200 GB/s?
 
     weft predict mlp --machine h100-nvlink-8 --ranks 8 --shape 8192x8192x28672 --link 200
     """
@@ -33,78 +32,94 @@ class Question:
     operator: Annotated[
         str,
         typer.Argument(
-            help="mlp: both of a gated MLP; --shape is then tokens x hidden x intermediate. Collectives take --bytes."
+            help="mlp: both operators of a gated MLP, whose --shape is tokens x hidden x "
+            "intermediate. Collectives take --bytes in place of --shape."
         ),
         (*FUSED, "mlp", *(name.replace("_", "-") for name in COLLECTIVES)),
     ]
     machine: Annotated[
         str,
-        typer.Option(help="A profile; without one, this machine if it is calibrated, else cpu."),
+        typer.Option(
+            help="Name of a profile; default: this machine's if it is calibrated, else cpu."
+        ),
     ] = ""
-    ranks: Annotated[int, typer.Option("--ranks", "-n", min=1, help="How many share the work.")] = 2
+    ranks: Annotated[int, typer.Option("--ranks", "-n", min=1, help="Number of ranks.")] = 2
     threads: Annotated[
         int | None,
-        typer.Option(min=1, help="Of each rank, where the profile tells cores; by default all."),
+        typer.Option(
+            min=1, help="Compute threads per rank, if the profile has cores; default: all."
+        ),
     ] = None
     bytes: Annotated[
-        str, typer.Option(metavar="FIRST:LAST:FACTOR,…", help="Of each rank, in a collective.")
+        str,
+        typer.Option(metavar="FIRST:LAST:FACTOR,…", help="Bytes of each rank, for collectives."),
     ] = "8:16M:8"
     hosts: Annotated[
-        int, typer.Option(min=1, help="Over how many hosts they are spread, as many on each.")
+        int, typer.Option(min=1, help="Number of hosts, each with the same number of ranks.")
     ] = 1
-    shape: Annotated[Shape, product("M rows in all, times each rank's (K, N).")] = SHAPE
+    shape: Annotated[Shape, product("M rows of all ranks, times each rank's (K, N) weight.")] = (
+        SHAPE
+    )
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Of the inputs; by default the first that the machine has.")
+        Dtype | None, typer.Option(help="Dtype of the inputs; default: the first of the profile.")
     ] = None
     out_dtype: Annotated[
-        Dtype | None, typer.Option(help="Of the output; by default the inputs'.")
+        Dtype | None, typer.Option(help="Dtype of the output; default: the inputs'.")
     ] = None
     algorithm: Annotated[
-        str, typer.Option(help="One of the operator's, or auto for the fastest.")
+        str, typer.Option(help="An algorithm of the operator, or auto for the fastest.")
     ] = "auto"
     chunk_rows: Annotated[
-        int | None, typer.Option(min=1, help="Rows per piece; by default the fastest.")
+        int | None, typer.Option(min=1, help="Rows per piece; default: the fastest.")
     ] = None
     link: Annotated[
         float | None,
-        typer.Option(metavar="GB/s", help="Another bandwidth of the link that joins all ranks."),
+        typer.Option(
+            metavar="GB/s",
+            help="Bandwidth of the link between ranks, in place of the profile's.",
+        ),
     ] = None
     latency_us: Annotated[
-        float | None, typer.Option(min=0, help="Another latency of that link.")
+        float | None, typer.Option(min=0, help="Latency of the link, in place of the profile's.")
     ] = None
     link_gbps: Annotated[
-        float | None, typer.Option(help="Gbit/s of an emulated link, as of weft bench.")
+        float | None, typer.Option(help="Gbit/s of an emulated link, as for weft bench.")
     ] = None
     link_latency_us: Annotated[float, typer.Option(min=0, help="Latency of the emulated link.")] = (
         0.0
     )
     compare: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The JSON of a weft bench run, which says the rest."),
+        typer.Option(
+            metavar="FILE",
+            help="JSON of weft bench, to compare with; it sets the other options.",
+        ),
     ] = None
     sweep: Annotated[
         str | None,
         typer.Option(
-            metavar="WHAT=A:B[:F]", help="ranks, m, k, n or link, from A to B by factor F."
+            metavar="WHAT=A:B[:F]",
+            help="Predict for ranks, m, k, n or link from A to B, times F each (default 2).",
         ),
     ] = None
     json_file: Json = None
     plot: Plot = None
     trace: Trace = None
     timeline: Annotated[
-        Path | None, typer.Option(metavar="FILE.png|svg", help="Draw what would run when.")
+        Path | None,
+        typer.Option(metavar="FILE.png|svg", help="Draw the predicted instructions over time."),
     ] = None
 
-    def changed(self, what: str, value: float) -> Question:
-        """The question with another value of one thing: ranks, link, or m, k or n of the shape."""
-        other: dict[str, Any] = {what: value}
-        if what in ("ranks", "link"):
+    def changed(self, name: str, value: float) -> Question:
+        """The question with another value of `name`: ranks, link, or m, k or n of the shape."""
+        other: dict[str, Any] = {name: value}
+        if name in ("ranks", "link"):
             return replace(self, **other)
         return replace(self, shape=replace(self.shape, **other))
 
     def as_measured(self) -> tuple[Question, dict[str, Any] | None]:
-        """The question that the benchmark to compare with answers, and its result; without one, the
-        question itself.
+        """The question with the settings of the benchmark to compare with, and the benchmark's
+        result; without one, the question itself.
         """
         if not self.compare:
             return self, None
@@ -122,19 +137,19 @@ class Question:
         return replace(self, **changes), found
 
     def cases(self, machine: Any) -> Iterator[tuple[Any, ...]]:
-        """``(workload, machine, algorithm, chunk rows)`` of each operator in turn."""
-        known = [name.removesuffix(" packed") for name in machine.products]
-        dtype = self.dtype or known[0]
-        if dtype not in known:
-            rates = f"{machine.name} has product rates for {', '.join(dict.fromkeys(known))}"
+        """``(workload, machine, algorithm, chunk rows)`` of each operator, in order."""
+        dtypes = [name.removesuffix(" packed") for name in machine.products]
+        dtype = self.dtype or dtypes[0]
+        if dtype not in dtypes:
+            rates = f"{machine.name} has product rates for {', '.join(dict.fromkeys(dtypes))}"
             refuse("--dtype", f"{rates}; got {dtype}")
         on = self.linked(machine)
         m, k, n = self.shape
         parts = {self.operator.replace("-", "_"): (m, k, n)}
         if self.operator == "mlp":
             if n % self.ranks:
-                uneven = f"the {n} columns within the MLP must divide over {self.ranks} ranks"
-                refuse("--shape", uneven)
+                uneven = f"the {n} columns within the MLP cannot be divided over {self.ranks} ranks"
+                refuse("--shape", f"{uneven}: use a multiple of {self.ranks}")
             width = n // self.ranks
             parts = {"all_gather_matmul": (m, k, 2 * width), "matmul_reduce_scatter": (m, width, k)}
         for operator, shape in parts.items():
@@ -145,17 +160,17 @@ class Question:
             case = workload(operator, self.ranks, shape, dtype, self.out_dtype or dtype)
             if not candidates(case, on, self.algorithm, self.chunk_rows):
                 why = f"reads peers' memory, which cannot be done on {on.name} over this link"
-                refuse("--algorithm", f"{self.algorithm} {why}")
+                refuse("--algorithm", f"{self.algorithm} {why}: use auto")
             yield case, on, self.algorithm, self.chunk_rows
 
     def linked(self, machine: Any) -> Any:
-        """The machine with the hosts and links that are asked for."""
+        """The machine with the hosts and links of the options."""
         with options.refusing("--threads"):
             on = machine.of_ranks(self.ranks, self.threads)
         on = on.emulating(self.link_gbps, self.link_latency_us) if self.link_gbps else on
         if self.ranks % self.hosts:
-            uneven = f"{self.ranks} ranks are not spread evenly over {self.hosts} hosts"
-            refuse("--hosts", f"{uneven}: give another --ranks")
+            uneven = f"{self.ranks} ranks cannot be divided evenly over {self.hosts} hosts"
+            refuse("--hosts", f"{uneven}: use another --ranks")
         if self.hosts > 1:
             with options.refusing("--hosts"):
                 on = on.over([rank * self.hosts // self.ranks for rank in range(self.ranks)])
@@ -164,33 +179,37 @@ class Question:
         return on
 
 
-def predict(given: Question) -> None:
-    """Answer a question."""
-    options.check_files(given.json_file, given.trace, given.plot, given.timeline)
-    question, measured = given.as_measured()
+def predict(settings: Question) -> None:
+    """Print the answer to a question, and write its files."""
+    options.check_files(settings.json_file, settings.trace, settings.plot, settings.timeline)
+    question, measured = settings.as_measured()
     if question.hosts > 1 and question.link_gbps:
-        refuse("--hosts", "links between hosts are real ones: use --link instead of --link-gbps")
-    machine, console = options.load_machine(given.machine), Console(stderr=given.json_file == "-")
-    if given.operator.replace("-", "_") in COLLECTIVES:
-        result = _collective(given, machine, console)
-    elif given.sweep:
-        if given.operator == "mlp" or measured:
-            refuse("--sweep", "a sweep is of one operator, without --compare")
+        refuse("--hosts", "only ranks of one host have an emulated link: use --link")
+    machine, console = (
+        options.load_machine(settings.machine),
+        Console(stderr=settings.json_file == "-"),
+    )
+    if settings.operator.replace("-", "_") in COLLECTIVES:
+        result = _collective(settings, machine, console)
+    elif settings.sweep:
+        if settings.operator == "mlp" or measured:
+            refuse("--sweep", "a sweep needs a single operator, and no --compare")
         result = _sweep(question, machine, console)
     else:
         result = _operators(question, measured, machine, console)
-    options.write_json(result, given.json_file)
+    options.write_json(result, settings.json_file)
 
 
-def _collective(given: Question, machine: Any, console: Console) -> dict[str, Any]:
+def _collective(settings: Question, machine: Any, console: Console) -> dict[str, Any]:
     from weft.cli.predictions import show_collective
 
-    if given.sweep or given.plot or given.trace or given.timeline:
-        refuse("--sweep", "of a collective there is a table by --bytes, and --json")
-    name = given.operator.replace("-", "_")
-    sizes = [0] if name == "barrier" else parse_sizes(given.bytes)
+    if settings.sweep or settings.plot or settings.trace or settings.timeline:
+        why = "collectives have no --sweep, --plot, --trace or --timeline"
+        refuse("--sweep", f"{why}: use --bytes for several sizes, and --json")
+    name = settings.operator.replace("-", "_")
+    sizes = [0] if name == "barrier" else parse_sizes(settings.bytes)
     with options.refusing("--machine"):
-        found = answers.collective(name, sizes, given.ranks, given.linked(machine))
+        found = answers.collective(name, sizes, settings.ranks, settings.linked(machine))
     show_collective(found, console)
     return found
 
@@ -199,26 +218,25 @@ def _sweep(question: Question, machine: Any, console: Console) -> dict[str, Any]
     from weft.cli import predictions
 
     assert question.sweep
-    what, values = _parse_sweep(question.sweep)
-    cases = [case for value in values for case in question.changed(what, value).cases(machine)]
+    name, values = _parse_sweep(question.sweep)
+    cases = [case for value in values for case in question.changed(name, value).cases(machine)]
     results = [answers.answer(*case) for case in cases]
-    predictions.show_sweep(what, results, values, console)
+    predictions.show_sweep(name, results, values, console)
     if question.plot:
-        predictions.draw_sweep(what, results, values, question.plot)
-    return {"sweep": what, "values": values, "results": results}
+        predictions.draw_sweep(name, results, values, question.plot)
+    return {"sweep": name, "values": values, "results": results}
 
 
 def _parse_sweep(text: str) -> tuple[str, list[int]]:
-    what, _, span = text.partition("=")
+    """The swept quantity and its values."""
+    name, _, span = text.partition("=")
     names = {"ranks": "ranks", "shape": "m", "m": "m", "k": "k", "n": "n", "link": "link"}
     with suppress(ValueError):
         values = parse_sizes(span)
-        if what in names and ":" in span:
-            return names[what], values
-    expected = (
-        "ranks, m (or shape), k, n or link, from, to and maybe a factor of at least 2, upwards"
-    )
-    return refuse("--sweep", f"expected {expected}, such as ranks=2:64; got {text!r}")
+        if name in names and ":" in span:
+            return names[name], values
+    expected = "expected ranks, m (or shape), k, n or link, and an increasing range A:B or A:B:F"
+    return refuse("--sweep", f"{expected}, such as ranks=2:64; got {text!r}")
 
 
 def _operators(
@@ -227,7 +245,7 @@ def _operators(
     from weft.cli import predictions
 
     if question.plot:
-        refuse("--plot", "curves are drawn of a sweep: add --sweep, or use --timeline")
+        refuse("--plot", "only a sweep is drawn as curves: add --sweep, or use --timeline")
     cases = [*question.cases(machine)]
     results = [answers.answer(*case) for case in cases]
     for result in results:
@@ -242,7 +260,7 @@ def _operators(
 
 
 def _draw(question: Question, cases: list[tuple[Any, ...]], results: list[dict[str, Any]]) -> None:
-    """Write the traces of every operator: of the sequential algorithm, and of the fastest."""
+    """Write the traces of the sequential and of the fastest algorithm of every operator."""
     traces = []
     for (case, on), result in zip(cases, results, strict=True):
         fastest = answers.variant(result)
@@ -250,5 +268,5 @@ def _draw(question: Question, cases: list[tuple[Any, ...]], results: list[dict[s
             title = f"{result['predicted']}, {variant}, predicted"
             traces.append(trace(case, variant, on, title))
     title = f"{question.operator} on {results[0]['machine']}"
-    ranks = f"{question.ranks} ranks, of equal ones the first"
+    ranks = f"{question.ranks} ranks, equal ones shown once"
     options.write_traces(question, traces, f"{title}: {ranks}")

@@ -17,7 +17,7 @@ from weft.predict.answers import RESOURCES, ms, variant, words
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """Print an answer as a table, and in plain words."""
+    """Print a prediction as a table and as sentences."""
     times, link = result["times_ms"], result["link"]
     where = f"{result['machine']}{f', emulated link of {link:g} Gbit/s' if link else ''}"
     hosts = f" on {result['hosts']} hosts" if result["hosts"] > 1 else ""
@@ -67,11 +67,11 @@ def show_comparison(result: dict[str, Any], measured: dict[str, Any], console: C
 
 
 def show_sweep(
-    what: str, results: list[dict[str, Any]], values: Sequence[float], console: Console
+    swept: str, results: list[dict[str, Any]], values: Sequence[float], console: Console
 ) -> None:
     """Print the times of a sweep in one table."""
     times = ("compute ms", "communicate", "sequential", "pipelined")
-    table = tables.table((what, *times, "speedup", "by", "bottleneck"), left=("by", "bottleneck"))
+    table = tables.table((swept, *times, "speedup", "by", "bottleneck"), left=("by", "bottleneck"))
     for value, result in zip(values, results, strict=True):
         cells = [ms(result["times_ms"][name]) for name in figures.VIEWS]
         cells += [f"{result['speedup']:.2f}x", str(variant(result))]
@@ -80,12 +80,12 @@ def show_sweep(
 
 
 def draw_sweep(
-    what: str, results: list[dict[str, Any]], values: Sequence[float], path: Path
+    swept: str, results: list[dict[str, Any]], values: Sequence[float], path: Path
 ) -> None:
     """Draw the times of a sweep, and the gain of overlap, into a PNG or SVG file."""
     first = results[0]
-    shape = {**first["shape"], **({what: what.upper()} if what in first["shape"] else {})}
-    ranks = "" if what == "ranks" else f"{first['ranks']} ranks, "
+    shape = {**first["shape"], **({swept: swept.upper()} if swept in first["shape"] else {})}
+    ranks = "" if swept == "ranks" else f"{first['ranks']} ranks, "
     title = f"{first['predicted']} on {first['machine']}: {ranks}{_size(shape)} {first['dtype']}"
     with picture(path, 11, 4.4, title) as figure:
         times, gains = figure.subplots(1, 2)
@@ -106,7 +106,7 @@ def draw_sweep(
             rotation = 30 if len(values) > 8 else 0
             axes.set_xticks(values, [f"{value:g}" for value in values], rotation=rotation)
             axes.minorticks_off()
-            axes.set_xlabel("GB/s of the link" if what == "link" else what)
+            axes.set_xlabel("GB/s of the link" if swept == "link" else swept)
         figure.legend(*times.get_legend_handles_labels(), loc="outside lower center", ncols=4)
 
 
