@@ -54,6 +54,6 @@ def tensor_access(request: pytest.FixtureRequest) -> Iterator[None]:
     from weft.checks import PLAIN
     from weft.world import memory
 
-    _native.look_by(PLAIN, memory.LOOK if request.param else None)
+    _native.set_tensor_access(PLAIN, memory.LOOK if request.param else None)
     yield
-    _native.look_by(PLAIN, memory.LOOK)
+    _native.set_tensor_access(PLAIN, memory.LOOK)

@@ -28,12 +28,12 @@ std::vector<size_t> cut(const std::vector<uint32_t>& pieces, const std::vector<s
 }  // namespace
 
 Binding::Binding(Program& program, const std::vector<size_t>& rows,
-                 const std::vector<BoundTensor>& given, std::string words)
+                 const std::vector<BoundTensor>& bound, std::string words)
     : program_(program),
       shards_(rows),
       widths_(program.buffers.size()),
       offsets_(program.buffers.size()),
-      said_(program.said) {
+      text_(program.text) {
   const int rank = program.rank;
   const std::vector<size_t> sizes = cut(program.pieces, rows);
   const size_t largest = sizes.empty() ? 1 : *std::max_element(sizes.begin(), sizes.end());
@@ -42,19 +42,19 @@ Binding::Binding(Program& program, const std::vector<size_t>& rows,
     sums.reserve(layout.size() + 1);
     sums.push_back(0);
     for (int block : layout)
-      sums.push_back(sums.back() + (block == Buffer::kRow    ? 1
-                                    : block == Buffer::kRoom ? largest
-                                                             : sizes[block]));
+      sums.push_back(sums.back() + (block == Buffer::kRow        ? 1
+                                    : block == Buffer::kAnyBlock ? largest
+                                                                 : sizes[block]));
   }
   std::vector<const BoundTensor*> tensors(program.buffers.size());
-  for (const BoundTensor& tensor : given) {
+  for (const BoundTensor& tensor : bound) {
     const Buffer& buffer = program.buffers[tensor.buffer];
     tensors[tensor.buffer] = &tensor, widths_[tensor.buffer] = tensor.columns;
     if (size_t planned = sums_[buffer.layouts[rank]].back(); tensor.rows != planned)
       throw std::invalid_argument("'" + buffer.name + "' has " + std::to_string(tensor.rows) +
                                   " rows; the plan gives it " + std::to_string(planned));
-    if (buffer.shared && tensor.apart && offers_ < 0)
-      offered_ = tensor.address, offers_ = static_cast<int>(tensor.buffer);
+    if (buffer.shared && tensor.unmapped && published_buffer_ < 0)
+      published_ = tensor.address, published_buffer_ = static_cast<int>(tensor.buffer);
     else if (buffer.shared && tensor.parts.empty())
       not_symmetric(buffer);
   }
@@ -77,11 +77,11 @@ Binding::Binding(Program& program, const std::vector<size_t>& rows,
     const Buffer& buffer = program.buffers[which];
     const BoundTensor* tensor = tensors[which];
     const size_t wide = columns(which), row = wide * buffer.itemsize,
-                 turns = buffer.role == Role::eager ? ~size_t{0} : 0;
-    Placed& placed = placed_.emplace_back(
-        Placed{&sums_[buffer.layouts[owner]], wide, row, tensor ? tensor->stride : row, turns});
-    if (tensor && tensor->apart && owner != rank)
-      placed.apart = owner;
+                 eager_mask = buffer.role == Role::eager ? ~size_t{0} : 0;
+    Placed& placed = placed_.emplace_back(Placed{&sums_[buffer.layouts[owner]], wide, row,
+                                                 tensor ? tensor->stride : row, eager_mask});
+    if (tensor && tensor->unmapped && owner != rank)
+      placed.unmapped_owner = owner;
     else if (tensor)
       placed.base =
           reinterpret_cast<char*>(owner == rank ? tensor->address : tensor->parts.at(owner));
@@ -89,37 +89,38 @@ Binding::Binding(Program& program, const std::vector<size_t>& rows,
   for (const auto& lane : program.lanes)
     for (const Instruction& i : lane) {
       for (size_t at = 0; at < i.operands.size(); ++at)
-        // others are not read, nor written to
-        if (apart(i.operands[at]) >= 0 && (i.op != Op::copy || at == 0))
+        // only the source of a copy may be unmapped
+        if (unmapped_owner(i.operands[at]) >= 0 && (i.op != Op::copy || at == 0))
           not_symmetric(program.buffer(i.operands[at]));
-      if (i.together) written_ += Binding::rows(i.operands[i.measure]) * row_bytes(i.operands[0]);
+      if (i.counts_as_output)
+        written_ += Binding::rows(i.operands[i.sizing]) * row_bytes(i.operands[0]);
     }
   if (program.name.empty()) return;
-  std::vector<bool> shown(program.buffers.size());
-  // the caller's buffers whose sizes ranks must agree on, and all on which they must
-  std::string called, told;
+  std::vector<bool> listed_already(program.buffers.size());
+  // the sizes of the caller's buffers on which ranks must agree; all properties on which they must
+  std::string in_words, agreed;
   for (uint32_t number = 0; number < program.buffers.size(); ++number) {
     const Buffer& buffer = program.buffers[number];
-    if (!buffer.told) continue;
+    if (!buffer.in_digest) continue;
     const std::string wide = std::to_string(columns(number));
-    told += buffer.name + "=[" + listed(buffer) + "] rows x " + wide + " " + buffer.dtype;
+    agreed += buffer.name + "=[" + listed(buffer) + "] rows x " + wide + " " + buffer.dtype;
     if (buffer.shared && tensors[number])
-      told +=
+      agreed +=
           tensors[number]->place + ", " + std::to_string(tensors[number]->stride) + " bytes a row";
-    told += ", ";
-    if (const Buffer& given = program.buffers[buffer.like]; !shown[buffer.like]) {
-      shown[buffer.like] = true;
-      const size_t own = sums_[given.layouts[rank]].back();
-      const bool even = std::all_of(given.layouts.begin(), given.layouts.end(),
+    agreed += ", ";
+    if (const Buffer& of_caller = program.buffers[buffer.like]; !listed_already[buffer.like]) {
+      listed_already[buffer.like] = true;
+      const size_t own = sums_[of_caller.layouts[rank]].back();
+      const bool even = std::all_of(of_caller.layouts.begin(), of_caller.layouts.end(),
                                     [&](uint32_t l) { return sums_[l].back() == own; });
-      called += (called.empty() ? "" : ", ") + given.name + "=";
-      called += even ? "(" + std::to_string(own) + ", " + wide + ") "
-                     : "[" + listed(given) + "] rows x " + wide + " ";
-      called += given.dtype;
+      in_words += (in_words.empty() ? "" : ", ") + of_caller.name + "=";
+      in_words += even ? "(" + std::to_string(own) + ", " + wide + ") "
+                       : "[" + listed(of_caller) + "] rows x " + wide + " ";
+      in_words += of_caller.dtype;
     }
   }
-  if (words.empty()) words = program.name + "(" + called + ")";
-  said_ = Said(words + "\n" + program.name + "(" + told + program.ending);
+  if (words.empty()) words = program.name + "(" + in_words + ")";
+  text_ = CallText(words + "\n" + program.name + "(" + agreed + program.ending);
 }
 
 std::string Binding::listed(const Buffer& buffer) const {
@@ -135,13 +136,13 @@ void Binding::place(Role role, const std::vector<uintptr_t>& begins) {
     if (program_.buffers[which].role != role) continue;
     placed_[number].base = reinterpret_cast<char*>(begins.at(owner) + offsets_[which]);
     if (role == Role::eager && begins.size() == 2)
-      placed_[number].others = begins[1 - owner] - begins[owner];
+      placed_[number].swap_distance = begins[1 - owner] - begins[owner];
   }
 }
 
-bool Binding::again(const std::vector<size_t>& rows, const std::vector<BoundTensor>& given) {
+bool Binding::again(const std::vector<size_t>& rows, const std::vector<BoundTensor>& bound) {
   if (rows != shards_) return false;
-  for (const BoundTensor& tensor : given) {
+  for (const BoundTensor& tensor : bound) {
     const Buffer& buffer = program_.buffers[tensor.buffer];
     if (tensor.columns != widths_[tensor.buffer] ||
         tensor.rows != sums_[buffer.layouts[program_.rank]].back())
@@ -152,7 +153,7 @@ bool Binding::again(const std::vector<size_t>& rows, const std::vector<BoundTens
           (owner != program_.rank || placed_[number].stride != tensor.stride))
         return false;
   }
-  for (const BoundTensor& tensor : given) move(tensor.buffer, tensor.address);
+  for (const BoundTensor& tensor : bound) move(tensor.buffer, tensor.address);
   return true;
 }
 
@@ -160,7 +161,7 @@ void Binding::move(uint32_t buffer, uintptr_t address) {
   for (uint32_t number = 0; number < program_.slots.size(); ++number)
     if (program_.slots[number] == std::pair(program_.rank, buffer))
       placed_[number].base = reinterpret_cast<char*>(address);
-  if (static_cast<int>(buffer) == offers_) offered_ = address;
+  if (static_cast<int>(buffer) == published_buffer_) published_ = address;
 }
 
 }  // namespace weft

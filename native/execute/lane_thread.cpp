@@ -14,10 +14,10 @@ namespace weft {
 
 namespace {
 
-// A lane thread mostly sleeps; when there is something to do it should do it at once, also where
-// threads that compute keep all cores busy. A short time slice gives it an early deadline in the
-// kernel's fair scheduler, without any privilege.
-void be_punctual() {
+// A lane thread usually sleeps, and should run at once when it is woken, even if computing threads
+// use all cores. A short time slice gives it an early deadline in the kernel's fair scheduler,
+// without any privilege.
+void shorten_slices() {
   prctl(PR_SET_TIMERSLACK, 1000);  // nanoseconds
   struct {
     uint32_t size, policy;
@@ -43,7 +43,7 @@ LaneThread::~LaneThread() {
 }
 
 void LaneThread::start(Job job) {
-  std::vector<Job> over;  // let go when the lock is
+  std::vector<Job> over;  // released after the lock
   std::lock_guard lock(mutex_);
   if (!thread_.joinable()) thread_ = std::thread(&LaneThread::work, this);
   jobs_.push_back(std::move(job));
@@ -52,7 +52,7 @@ void LaneThread::start(Job job) {
 }
 
 bool LaneThread::join(const Program& program, double seconds) {
-  std::vector<Job> over;  // let go when the lock is
+  std::vector<Job> over;  // released after the lock
   std::unique_lock lock(mutex_);
   const bool joined = changed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] {
     return std::none_of(jobs_.begin(), jobs_.end(),
@@ -64,7 +64,7 @@ bool LaneThread::join(const Program& program, double seconds) {
 
 void LaneThread::work() {
   current_ = true;
-  be_punctual();
+  shorten_slices();
   set_team_size(threads_);
   std::unique_lock lock(mutex_);
   while (true) {
@@ -74,7 +74,7 @@ void LaneThread::work() {
     lock.unlock();
     run_(job);
     lock.lock();
-    if (jobs_.front().held) done_.push_back(std::move(jobs_.front()));
+    if (jobs_.front().retained) done_.push_back(std::move(jobs_.front()));
     jobs_.pop_front();
     changed_.notify_all();
   }

@@ -1,4 +1,4 @@
-// The thread that runs lanes beside the caller, one after the other.
+// The thread that runs lanes concurrently with the caller, one after the other.
 #pragma once
 
 #include <condition_variable>
@@ -19,19 +19,19 @@ class LaneThread {
   struct Job {
     Program* program;
     size_t lane;
-    // what the program works on; let go on a thread that starts, joins or ends jobs
-    std::shared_ptr<void> held = {};
+    // objects that the program needs; released on a thread that starts, joins or ends jobs
+    std::shared_ptr<void> retained = {};
   };
 
-  // `run` does a job; its waits have time limits. `threads` share what it copies and adds.
+  // `run` executes a job; its waits have time limits. `threads` threads divide its copies and sums.
   LaneThread(std::function<void(const Job&)> run, size_t threads)
       : run_(std::move(run)), threads_(threads) {}
-  ~LaneThread();  // when all jobs are done
+  ~LaneThread();  // executes all jobs first
 
   void start(Job job);
   // Wait until the jobs of this program are done; false if `seconds` pass first.
   bool join(const Program& program, double seconds = 1e9);
-  // Whether a lane thread is what calls this.
+  // Whether the calling thread is a lane thread.
   static bool current() { return current_; }
 
  private:
@@ -42,8 +42,8 @@ class LaneThread {
   size_t threads_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Job> jobs_;   // the first is being done
-  std::vector<Job> done_;  // whose `held` is to be let go
+  std::deque<Job> jobs_;   // the first one is being executed
+  std::vector<Job> done_;  // with objects that are to be released
   bool stopping_ = false;
   std::thread thread_;
 };

@@ -1,4 +1,4 @@
-// A plan's lane, compiled: instructions over addresses instead of names.
+// One rank's part of a plan, compiled: instructions on slots and blocks instead of names.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +16,8 @@
 
 namespace weft {
 
-// Blocks `start:stop` of one of the program's slots, a buffer on a rank. Where they lie, and how
-// many rows they are, is bound later.
+// Blocks `start:stop` of one of the program's slots; a slot is a buffer on a rank. A binding adds
+// their addresses and numbers of rows.
 struct Operand {
   uint32_t slot;
   uint32_t start;
@@ -33,24 +33,22 @@ enum class Op : int { copy, reduce, notify, wait, pause };
 struct Instruction {
   Op op;
   std::vector<Operand> operands;  // the destination first, then the sources
-  // the operand whose blocks say how many rows there are: room for blocks does not
-  uint32_t measure = 0;
-  // written with all that goes to outputs before anybody looks at it again
-  bool together = false;
+  uint32_t sizing = 0;  // the operand whose blocks give the number of rows: none holds any block
+  bool counts_as_output = false;   // no output is read before all such instructions have ended
   std::vector<Dtype> dtypes = {};  // of the operands of a reduction
   Combine combine = Combine::sum;
-  bool remote = false;         // crosses the link to a peer
+  bool remote = false;         // uses the link to a peer
   Counter* counter = nullptr;  // to raise or to wait for
-  uint32_t index = 0;          // of the counter waited for, among this rank's
-  int source = 0;              // who raises the counter waited for
+  uint32_t index = 0;          // of the counter waited for, among this rank's counters
+  int source = 0;              // the rank that raises the counter waited for
   uint64_t count = 0;
-  Reader reader = Reader::self;  // of what it writes
-  // reads a peer's tensor, which is its owner's again once that has closed the world
-  bool exposed = false;
-  // a copy of the same rows as the one before it, made in one pass with that
+  Reader reader = Reader::self;  // of the destination
+  // reads a peer's tensor, which its owner may overwrite once it has closed the world
+  bool reads_peer_tensor = false;
+  // a copy of the rows of the instruction before it, executed in one pass with that
   bool follows = false;
 
-  // Is it a copy of the rows that `first` copies or makes?
+  // Whether this is a copy of the rows that `first` copies or computes.
   bool joins(const Instruction& first) const {
     if (op != Op::copy) return false;
     if (first.op == Op::copy) return first.operands[1] == operands[1];
@@ -58,19 +56,20 @@ struct Instruction {
   }
 };
 
-// What a buffer is to the caller; as in the plan.
+// Role of a buffer, as in the plan.
 enum class Role : int { input, output, workspace, eager };
 
-// A buffer of a plan: which blocks it has on each rank.
+// A buffer of a plan, with its blocks on each rank.
 struct Buffer {
-  static constexpr int kRoom = -1;  // room for any block: as many rows as the largest has
-  static constexpr int kRow = -2;   // a single row, in plans whose sizes are fixed
+  static constexpr int kAnyBlock = -1;  // holds any block: the number of rows of the largest
+  static constexpr int kRow = -2;       // a single row, in plans whose sizes are fixed
 
   std::string name, dtype;
   size_t itemsize;
   Role role;
-  uint32_t like;  // the caller's buffer whose columns its rows have
-  bool told;      // whether ranks tell each other what it is, since they must agree on it
+  uint32_t like;  // the caller's buffer with the same number of columns
+  bool
+      in_digest;  // whether ranks must agree on its sizes, which are then part of the call's digest
   bool shared;    // whether peers access it
   std::vector<uint32_t> layouts;  // by rank
 };
@@ -83,23 +82,23 @@ struct WaitFailure {
   uint64_t actual = 0;
 };
 
-using Span = std::pair<int64_t, int64_t>;  // when it began, and when it was over
+using Span = std::pair<int64_t, int64_t>;  // times of the beginning and the end
 
 class Binding;
 
-// The eager buffer of an execution: `behind` is its offset from the first one; `crossed` is all
-// ones if two ranks use each other's, else 0.
-struct Turn {
-  size_t behind = 0, crossed = 0;
+// The eager buffers of an execution: `offset` from the first set; `swap_mask` is all ones if two
+// ranks use each other's buffers, else 0.
+struct EagerOffset {
+  size_t offset = 0, swap_mask = 0;
 };
 
-// The state of a program's execution. It is used again, so that a repeated call allocates nothing.
+// The state of a program's execution. It is reused, so that a repeated call allocates nothing.
 struct Execution {
   Execution(size_t lanes, size_t ranks)
       : spans(lanes),
         failures(lanes),
         targets(lanes),
-        held(lanes),
+        link_ready(lanes),
         agreed(lanes, std::vector<char>(ranks)) {}
   void reset(uint64_t new_call, uint64_t new_digest) {
     call = new_call, digest = new_digest;
@@ -109,90 +108,89 @@ struct Execution {
     stopped.store(-1, std::memory_order_relaxed);
   }
 
-  const Binding* binding = nullptr;      // of an execution whose plan has buffers
+  const Binding* binding = nullptr;      // null if the plan has no buffers
   std::vector<std::vector<Span>> spans;  // by lane and instruction, when tracing
   std::vector<WaitFailure> failures;     // by lane
-  // the lane that ended early on the lane thread: no other need wait any more
+  // the lane that ended early on the lane thread, which ends the waits of all others; -1: none
   std::atomic<int> stopped{-1};
-  // by lane and instruction: what a wait waits for, fixed when the call begins
+  // by lane and instruction: the value that a wait waits for, fixed when the call begins
   std::vector<std::vector<uint64_t>> targets;
-  std::vector<int64_t> held;              // by lane: when it last began, computed or had to wait
-  std::vector<std::vector<char>> agreed;  // by lane: peers seen to have made the same call
+  std::vector<int64_t> link_ready;        // by lane: time from which rows are ready for the link
+  std::vector<std::vector<char>> agreed;  // by lane: peers known to have made the same call
   uint64_t call = 0, digest = 0;
-  uint64_t mark = 0;  // both in one number, for peers to compare
-  Turn turn;
+  uint64_t mark = 0;  // both combined, for peers to compare
+  EagerOffset eager;
   int64_t timeout = 0;  // of each wait, in nanoseconds
 };
 
-// One rank's part of a plan: its lanes, how much each of its counters grows in one execution, and
-// the state of one.
+// One rank's part of a plan: its lanes, the growth of its counters in an execution, and the state
+// of the current execution.
 struct Program {
-  static constexpr size_t kEager = 64 << 10;  // bytes of eager buffers that a plan has on each rank
-  static constexpr size_t kEagerSets = 2;     // of these buffers: executions alternate
+  static constexpr size_t kEager = 64 << 10;  // bytes of eager buffers of a plan on each rank
+  static constexpr size_t kEagerSets = 2;     // sets of eager buffers, which executions alternate
 
   std::vector<std::vector<Instruction>> lanes;
-  std::vector<std::pair<uint32_t, uint64_t>> promised;
-  Said said;  // of an execution for which nothing is bound
-  // the operator's name and the plan's, where what is said of an execution follows from what is
-  // bound
+  std::vector<std::pair<uint32_t, uint64_t>> growth;  // of this rank's counters, by index
+  CallText text;                                      // of an execution without a binding
+  // names of the operator and of the plan; the binding adds sizes to make the text
   std::string name, ending;
-  // into how many blocks each shard is cut; blocks are numbered over all shards
+  // number of blocks of each shard; blocks are numbered over all shards
   std::vector<uint32_t> pieces = {};
-  // the numbers of blocks that lie one after another in some buffer
+  // numbers of consecutive blocks of buffers; a buffer refers to a layout for each rank
   std::vector<std::vector<int>> layouts = {};
   std::vector<Buffer> buffers = {};
   std::vector<std::pair<int, uint32_t>> slots = {};  // a rank, and the number of a buffer there
-  int rank = 0;                                      // whose part it is, where there are slots
-  bool eager = false;  // whether some buffer is: then no rank ends it before all have begun it
+  int rank = 0;                                      // the rank of this part, if there are slots
+  bool eager = false;                                // whether it has eager buffers
   Execution execution;
 
-  Program(std::string what, size_t lane_count, std::vector<std::pair<uint32_t, uint64_t>> growth,
-          size_t ranks)
+  Program(std::string call, size_t lane_count,
+          std::vector<std::pair<uint32_t, uint64_t>> counter_growth, size_t ranks)
       : lanes(lane_count),
-        promised(std::move(growth)),
-        said(std::move(what)),
+        growth(std::move(counter_growth)),
+        text(std::move(call)),
         execution(lane_count, ranks) {}
 
-  // Whether the two ranks that it is for swap their eager buffers in every other execution. They
-  // then write where they last read: that is in their own cache, and what they last wrote in the
-  // other's, which would have to give it up line after line.
-  bool crosses() const { return eager && buffers[0].layouts.size() == 2; }
+  // Whether two ranks swap their eager buffers in every second pair of executions. Each then writes
+  // lines that it has read last, which are in its own cache; lines that it has written last are in
+  // the other's cache, which would have to give them up one by one.
+  bool swaps_eager() const { return eager && buffers[0].layouts.size() == 2; }
 
-  // The number of a buffer; that behind the last if there is none of this name.
-  uint32_t number(std::string_view name) const {
+  // The number of the buffer of this name; the number of buffers if there is none.
+  uint32_t number(std::string_view of_name) const {
     const auto found = std::find_if(buffers.begin(), buffers.end(),
-                                    [&](const Buffer& buffer) { return buffer.name == name; });
+                                    [&](const Buffer& buffer) { return buffer.name == of_name; });
     return static_cast<uint32_t>(found - buffers.begin());
   }
 
   const Buffer& buffer(const Operand& o) const { return buffers.at(slots.at(o.slot).second); }
 
-  // Whether it is the caller's: what was there before the call may be read until then.
-  bool given(const Operand& o) const {
+  // Whether it is a buffer of the caller's, which may be used outside the call.
+  bool of_caller(const Operand& o) const {
     return buffer(o).role == Role::input || buffer(o).role == Role::output;
   }
 
   // Whether it reads a tensor of a peer's caller.
-  bool exposes(const Instruction& instruction) const {
-    // to the first operand
+  bool reads_peers(const Instruction& instruction) const {
     const bool writes = instruction.op == Op::copy || instruction.op == Op::reduce;
-    return std::any_of(instruction.operands.begin() + writes, instruction.operands.end(),
-                       [&](const Operand& source) {
-                         return given(source) && slots.at(source.slot).first != rank;
-                       });
+    const auto sources = instruction.operands.begin() + writes;  // after the destination
+    return std::any_of(sources, instruction.operands.end(), [&](const Operand& source) {
+      return of_caller(source) && slots.at(source.slot).first != rank;
+    });
   }
 
-  // `returns`: this rank also reads what lies where it writes.
+  // Append an instruction. `returns`: this rank also reads the memory that it writes.
   void add(size_t lane, Instruction instruction, bool returns = false) {
     auto& instructions = lanes[lane];
     auto first = instructions.rbegin();
     while (first != instructions.rend() && first->follows) ++first;
     instruction.follows = first != instructions.rend() && instruction.joins(*first);
-    instruction.exposed = exposes(instruction) || (instruction.follows && first->exposed);
+    instruction.reads_peer_tensor =
+        reads_peers(instruction) || (instruction.follows && first->reads_peer_tensor);
     if (instruction.op == Op::copy || instruction.op == Op::reduce) {
       const Operand& written = instruction.operands[0];
-      returns = returns || (buffer(written).role == Role::eager && crosses());
-      if (buffer(written).shared && !returns && (instruction.remote || !given(written)))
+      returns = returns || (buffer(written).role == Role::eager && swaps_eager());
+      if (buffer(written).shared && !returns && (instruction.remote || !of_caller(written)))
         instruction.reader = instruction.remote ? Reader::owner : Reader::peers;
     }
     instructions.push_back(std::move(instruction));

@@ -12,10 +12,10 @@ namespace weft {
 
 void copy_rows(const Target* targets, size_t count, const char* src, size_t src_stride, size_t rows,
                size_t row_bytes) {
-  bool joined = src_stride == row_bytes;
-  for (size_t i = 0; i < count; ++i) joined = joined && targets[i].stride == row_bytes;
-  if (joined) row_bytes *= rows, rows = row_bytes > 0;
-  // stays in the second-level cache from one target to the next
+  bool contiguous = src_stride == row_bytes;
+  for (size_t i = 0; i < count; ++i) contiguous = contiguous && targets[i].stride == row_bytes;
+  if (contiguous) row_bytes *= rows, rows = row_bytes > 0;
+  // a block of this size stays in the second-level cache from one target to the next
   constexpr size_t kCached = size_t{32} << 10;
   const size_t block = count > 1 ? kCached : row_bytes;
   const Writer shared(targets, count, rows * row_bytes, row_bytes);

@@ -1,5 +1,5 @@
-// The two floating-point formats of 16 bits, converted by integer arithmetic: what any processor
-// can do, with the bits that those give which do it by one instruction.
+// The two floating-point formats of 16 bits, converted by integer arithmetic, on any processor, to
+// the same bits as by the conversion instructions of processors that have them.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +27,8 @@ inline float widen(BFloat16 x) { return bits_as<float>(uint32_t{x.bits} << 16); 
 
 inline float widen(Float16 x) {
   const uint32_t sign = uint32_t{x.bits & 0x8000u} << 16, magnitude = x.bits & 0x7fffu;
-  uint32_t bits = (magnitude << 13) + (112u << 23);  // the exponent counts from another zero
-  // below the normal numbers
+  uint32_t bits = (magnitude << 13) + (112u << 23);  // the two exponents have different biases
+  // subnormal numbers
   if (magnitude < 0x400) bits = bits_as<uint32_t>(static_cast<float>(magnitude) * 0x1p-24f);
   // a NaN becomes a quiet one
   if (magnitude >= 0x7c00)
@@ -50,7 +50,7 @@ template <>
 inline Float16 narrow(float x) {
   const uint32_t bits = bits_as<uint32_t>(x), magnitude = bits & 0x7fffffff;
   uint32_t rounded = (magnitude + 0xfff + ((magnitude >> 13) & 1) - (112u << 23)) >> 13;
-  // below the normal numbers: 1/2 has just as many places behind the point
+  // subnormal numbers: adding 1/2 rounds to the last place of a subnormal float16
   if (magnitude < 0x38800000)
     rounded = bits_as<uint32_t>(bits_as<float>(magnitude) + 0.5f) - bits_as<uint32_t>(0.5f);
   if (magnitude >= 0x477ff000) rounded = 0x7c00;  // nearer to 2^16 than to the largest number

@@ -35,9 +35,9 @@ T store(Wide x) {
     return static_cast<T>(x);
 }
 
-// Loops over elements are compiled for several widths of vectors, into which `WEFT_INLINE` puts
-// them; the processor decides. Compilers can do this by themselves (`target_clones`), but not all,
-// not for templates, and not where the C library is musl.
+// Loops over elements are compiled for several vector widths: `WEFT_INLINE` inlines them into a
+// function for each, and the processor's features select one. Compilers can do this by themselves
+// (`target_clones`), but not all of them, not for templates, and not with musl as the C library.
 #define WEFT_INLINE __attribute__((always_inline))
 
 #if defined(__x86_64__)
@@ -49,38 +49,38 @@ const int vector_bits = [] {
   return wider ? 512 : 256;
 }();
 
-template <class Loop, class... Given>
-__attribute__((target("avx2"))) void with_256_bits(Loop loop, Given... given) {
-  loop(given...);
+template <class Loop, class... Args>
+__attribute__((target("avx2"))) void with_256_bits(Loop loop, Args... args) {
+  loop(args...);
 }
 
-template <class Loop, class... Given>
+template <class Loop, class... Args>
 __attribute__((target("avx2,avx512f,avx512vl,avx512bw,avx512dq"))) void with_512_bits(
-    Loop loop, Given... given) {
-  loop(given...);
+    Loop loop, Args... args) {
+  loop(args...);
 }
 
-template <class Loop, class... Given>
-void vectorised(Loop loop, Given... given) {
+template <class Loop, class... Args>
+void vectorised(Loop loop, Args... args) {
   if (vector_bits == 512)
-    with_512_bits(loop, given...);
+    with_512_bits(loop, args...);
   else if (vector_bits == 256)
-    with_256_bits(loop, given...);
+    with_256_bits(loop, args...);
   else
-    loop(given...);
+    loop(args...);
 }
 #else
-template <class Loop, class... Given>
-void vectorised(Loop loop, Given... given) {
-  loop(given...);
+template <class Loop, class... Args>
+void vectorised(Loop loop, Args... args) {
+  loop(args...);
 }
 #endif
 
-// What is made of two numbers.
+// Operations on two numbers.
 struct Sum {
   template <class Wide>
   WEFT_INLINE Wide operator()(Wide total, Wide x) const {
-    // whose overflow, unlike that of unsigned ones, is undefined
+    // overflow of signed integers is undefined, that of unsigned ones wraps
     if constexpr (std::is_integral_v<Wide> && std::is_signed_v<Wide>) {
       using Wrapping = std::make_unsigned_t<Wide>;
       return static_cast<Wide>(static_cast<Wrapping>(total) + static_cast<Wrapping>(x));
@@ -103,7 +103,7 @@ struct Min {
 };
 
 template <class Wide, class T>
-void begin(Wide* total, const T* src, size_t n) {
+void load_all(Wide* total, const T* src, size_t n) {
   vectorised(
       [](Wide* total, const T* src, size_t n) WEFT_INLINE {
         for (size_t i = 0; i < n; ++i) total[i] = load<Wide>(src[i]);
@@ -111,26 +111,27 @@ void begin(Wide* total, const T* src, size_t n) {
       total, src, n);
 }
 
-template <class Make, class Wide, class T, class U>
-void begin(Wide* total, const T* one, const U* other, size_t n) {
+template <class Operation, class Wide, class T, class U>
+void load_all(Wide* total, const T* one, const U* other, size_t n) {
   vectorised(
       [](Wide* total, const T* one, const U* other, size_t n) WEFT_INLINE {
-        for (size_t i = 0; i < n; ++i) total[i] = Make()(load<Wide>(one[i]), load<Wide>(other[i]));
+        for (size_t i = 0; i < n; ++i)
+          total[i] = Operation()(load<Wide>(one[i]), load<Wide>(other[i]));
       },
       total, one, other, n);
 }
 
-template <class Make, class Wide, class T>
-void go_on(Wide* total, const T* src, size_t n) {
+template <class Operation, class Wide, class T>
+void accumulate(Wide* total, const T* src, size_t n) {
   vectorised(
       [](Wide* total, const T* src, size_t n) WEFT_INLINE {
-        for (size_t i = 0; i < n; ++i) total[i] = Make()(total[i], load<Wide>(src[i]));
+        for (size_t i = 0; i < n; ++i) total[i] = Operation()(total[i], load<Wide>(src[i]));
       },
       total, src, n);
 }
 
 template <class Wide, class T>
-void end(T* dst, const Wide* total, size_t n) {
+void store_all(T* dst, const Wide* total, size_t n) {
   vectorised(
       [](T* dst, const Wide* total, size_t n) WEFT_INLINE {
         for (size_t i = 0; i < n; ++i) dst[i] = store<T>(total[i]);
@@ -150,12 +151,12 @@ void divide(Wide* total, size_t n, Wide by) {
 // One block at a time, so that the accumulator stays in the first-level cache while the sources
 // stream through.
 constexpr size_t kBlock = 1024;
-// So many bytes are made before they are copied: they are still there, and long copies are fast
-// ones.
+// Bytes of results that are computed before they are copied: few enough to be still in the cache,
+// and enough for a long copy, which is faster than several short ones.
 constexpr size_t kRun = size_t{16} << 10;
 
-// Compilers do not vectorise conversions from and to float16, so they are written out: for as many
-// elements as fill vectors; how many these were.
+// Compilers do not vectorise conversions from and to float16, so vector instructions are written
+// out here. They convert the elements that fill vectors, and return the number of these elements.
 #if defined(__x86_64__)
 const bool converts = [] {
   unsigned a, b, c = 0, d;
@@ -231,76 +232,75 @@ template <class Wide>
 void write(Dtype dtype, char* at, const Wide* total, size_t n) {
   if constexpr (std::is_same_v<Wide, float>) {
     if (dtype == Dtype::float16) return narrow_all(reinterpret_cast<Float16*>(at), total, n);
-    if (dtype == Dtype::bfloat16) return end(reinterpret_cast<BFloat16*>(at), total, n);
+    if (dtype == Dtype::bfloat16) return store_all(reinterpret_cast<BFloat16*>(at), total, n);
   }
-  end(reinterpret_cast<Wide*>(at), total, n);
+  store_all(reinterpret_cast<Wide*>(at), total, n);
 }
 
-template <class Make, class Wide>
-void reduce_all(Combine combine, Dtype made, const std::vector<Rows>& sources, size_t rows,
+template <class Operation, class Wide>
+void reduce_all(Combine combine, Dtype result_dtype, const std::vector<Rows>& sources, size_t rows,
                 size_t columns, int ranks, const Target* targets, size_t count) {
-  const size_t item = size_of(made);
+  const size_t item = size_of(result_dtype);
   const Writer shared(targets, count, rows * columns * item, columns * item);
-  const bool aside = shared.past_caches(targets[0]);
-  // Two rows that are added as they are need no accumulator, unless one of them lies where the sum
-  // goes.
-  const bool straight = sources.size() == 2 && combine != Combine::avg && sizeof(Wide) == item &&
-                        sources[0].dtype == made && sources[1].dtype == made &&
-                        sources[0].base != targets[0].base && sources[1].base != targets[0].base;
-  share(rows, columns, item, [&](size_t top, size_t high, size_t left, size_t wide) {
+  const bool buffered = shared.non_temporal(targets[0]);
+  // Two rows of the result's dtype need no accumulator, unless the sum overwrites one of them.
+  const bool direct = sources.size() == 2 && combine != Combine::avg && sizeof(Wide) == item &&
+                      sources[0].dtype == result_dtype && sources[1].dtype == result_dtype &&
+                      sources[0].base != targets[0].base && sources[1].base != targets[0].base;
+  share(rows, columns, item, [&](size_t top_row, size_t high, size_t left, size_t wide) {
     Writer writer = shared;
     alignas(64) Wide total[kBlock];
     alignas(64) char block[kRun];
-    for (size_t row = top; row < top + high; ++row)
-      for (size_t begun = left; begun < left + wide; begun += kRun / item) {
-        const size_t all = std::min(kRun / item, left + wide - begun);
-        auto there = [&](const Target& to) { return to.base + row * to.stride + begun * item; };
-        char* const result = aside ? block : there(targets[0]);
-        for (size_t start = begun; start < begun + all; start += kBlock) {
-          const size_t n = std::min(kBlock, begun + all - start);
+    for (size_t row = top_row; row < top_row + high; ++row)
+      for (size_t column = left; column < left + wide; column += kRun / item) {
+        const size_t all = std::min(kRun / item, left + wide - column);
+        auto there = [&](const Target& to) { return to.base + row * to.stride + column * item; };
+        char* const result = buffered ? block : there(targets[0]);
+        for (size_t start = column; start < column + all; start += kBlock) {
+          const size_t n = std::min(kBlock, column + all - start);
           auto from = [&](const Rows& x, auto use) {
             read<Wide>(x.dtype, x.base + row * x.stride + start * size_of(x.dtype), n, use);
           };
-          char* const sum = result + (start - begun) * item;
+          char* const sum = result + (start - column) * item;
           from(sources[0], [&](const auto* one) {
-            if (sources.size() == 1) return begin(total, one, n);
-            Wide* const into = straight ? reinterpret_cast<Wide*>(sum) : total;
-            from(sources[1], [&](const auto* other) { begin<Make>(into, one, other, n); });
+            if (sources.size() == 1) return load_all(total, one, n);
+            Wide* const into = direct ? reinterpret_cast<Wide*>(sum) : total;
+            from(sources[1], [&](const auto* other) { load_all<Operation>(into, one, other, n); });
           });
-          if (straight) continue;
+          if (direct) continue;
           for (size_t source = 2; source < sources.size(); ++source)
-            from(sources[source], [&](const auto* more) { go_on<Make>(total, more, n); });
+            from(sources[source], [&](const auto* more) { accumulate<Operation>(total, more, n); });
           if (combine == Combine::avg) divide(total, n, static_cast<Wide>(ranks));
-          write(made, sum, total, n);
+          write(result_dtype, sum, total, n);
         }
-        for (size_t target = aside ? 0 : 1; target < count; ++target)
+        for (size_t target = buffered ? 0 : 1; target < count; ++target)
           writer.write(targets[target], there(targets[target]), result, all * item);
       }
-    writer.done(!top && !left);
+    writer.done(!top_row && !left);
   });
 }
 
-template <class Make, class... Given>
-void reduce_by(Combine combine, Dtype made, const Given&... given) {
-  switch (made) {
+template <class Operation, class... Args>
+void reduce_by(Combine combine, Dtype result_dtype, const Args&... args) {
+  switch (result_dtype) {
     case Dtype::float16:
     case Dtype::bfloat16:
     case Dtype::float32:
-      return reduce_all<Make, float>(combine, made, given...);
+      return reduce_all<Operation, float>(combine, result_dtype, args...);
     case Dtype::float64:
-      return reduce_all<Make, double>(combine, made, given...);
+      return reduce_all<Operation, double>(combine, result_dtype, args...);
     case Dtype::int8:
-      return reduce_all<Make, int8_t>(combine, made, given...);
+      return reduce_all<Operation, int8_t>(combine, result_dtype, args...);
     case Dtype::int16:
-      return reduce_all<Make, int16_t>(combine, made, given...);
+      return reduce_all<Operation, int16_t>(combine, result_dtype, args...);
     case Dtype::int32:
-      return reduce_all<Make, int32_t>(combine, made, given...);
+      return reduce_all<Operation, int32_t>(combine, result_dtype, args...);
     case Dtype::int64:
-      return reduce_all<Make, int64_t>(combine, made, given...);
+      return reduce_all<Operation, int64_t>(combine, result_dtype, args...);
     case Dtype::uint8:
-      return reduce_all<Make, uint8_t>(combine, made, given...);
+      return reduce_all<Operation, uint8_t>(combine, result_dtype, args...);
     case Dtype::boolean:
-      return reduce_all<Make, bool>(combine, made, given...);
+      return reduce_all<Operation, bool>(combine, result_dtype, args...);
   }
 }
 
@@ -326,15 +326,16 @@ size_t size_of(Dtype dtype) {
   return 0;
 }
 
-void reduce_rows(Combine combine, Dtype made, const std::vector<Rows>& sources, size_t rows,
+void reduce_rows(Combine combine, Dtype result_dtype, const std::vector<Rows>& sources, size_t rows,
                  size_t columns, int ranks, const Target* targets, size_t count) {
-  const size_t row = columns * size_of(made);
-  bool joined = true;  // rows without gaps are one long row
-  for (const Rows& x : sources) joined = joined && x.stride == columns * size_of(x.dtype);
-  for (size_t i = 0; i < count; ++i) joined = joined && targets[i].stride == row;
-  if (joined) columns *= rows, rows = columns > 0;
-  auto by = [&](auto make) {
-    reduce_by<decltype(make)>(combine, made, sources, rows, columns, ranks, targets, count);
+  const size_t row = columns * size_of(result_dtype);
+  bool contiguous = true;  // rows without gaps are one long row
+  for (const Rows& x : sources) contiguous = contiguous && x.stride == columns * size_of(x.dtype);
+  for (size_t i = 0; i < count; ++i) contiguous = contiguous && targets[i].stride == row;
+  if (contiguous) columns *= rows, rows = columns > 0;
+  auto by = [&](auto operation) {
+    reduce_by<decltype(operation)>(combine, result_dtype, sources, rows, columns, ranks, targets,
+                                   count);
   };
   if (combine == Combine::max)
     by(Max());

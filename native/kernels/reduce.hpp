@@ -1,4 +1,5 @@
-// Sums, averages and extremes of rows in a fixed order: what makes results independent of arrival.
+// Sums, averages and extremes of rows in a fixed order: results do not depend on the order in which
+// rows arrive.
 #pragma once
 
 #include <cstddef>
@@ -31,14 +32,14 @@ struct Rows {
   Dtype dtype;
 };
 
-// sources[0] + sources[1] + … for each element, in this order, or their extreme, as `made`; `avg`
-// divides the sum by `ranks`. float16, bfloat16 and float32 are accumulated in float32, float64 in
-// float64, and rounded once; integers are exact (modulo their width; an average is cut off), a sum
-// of booleans is "or". Floating operands may differ in dtype, except that float64 goes with
-// float64. The extreme of a NaN and anything is NaN. The result is written to each of `count`
-// targets in one pass; they may be sources, too. Many bytes are shared out among the threads of the
-// team, which changes nothing in the result.
-void reduce_rows(Combine combine, Dtype made, const std::vector<Rows>& sources, size_t rows,
+// sources[0] + sources[1] + … for each element, in this order, or their extreme, as `result_dtype`;
+// `avg` divides the sum by `ranks`. float16, bfloat16 and float32 are accumulated in float32,
+// float64 in float64, and rounded once; integers are exact (modulo their width; an average is
+// truncated), a sum of booleans is "or". Floating operands may differ in dtype, except that float64
+// is combined with float64 only. The extreme of a NaN and any number is NaN. The result is written
+// to each of `count` targets in one pass; they may be sources, too. Large sums are divided among
+// the threads of the team, with the same result.
+void reduce_rows(Combine combine, Dtype result_dtype, const std::vector<Rows>& sources, size_t rows,
                  size_t columns, int ranks, const Target* targets, size_t count);
 
 }  // namespace weft

@@ -14,16 +14,16 @@ namespace weft {
 
 namespace {
 
-// smaller copies are faster through the cache
+// smaller copies are faster through the caches
 constexpr size_t kLeast = size_t{8} << 10;
-// shorter runs have much of their bytes in lines that they do not fill
+// shorter runs have many of their bytes in lines that they fill only in part
 constexpr size_t kLeastRun = 1024;
 
 #if defined(__x86_64__)
 constexpr bool kStreams = true;
 
-// This core's share of the last cache: its bytes by how many share it, as the processor says
-// (CPUID, leaves 4 and 0x8000001D).
+// This core's share of the last cache: its size divided by the number of threads that share it,
+// both from CPUID (leaves 4 and 0x8000001D).
 size_t cache_share() {
   size_t share = 0;
   for (unsigned leaf : {0x4u, 0x8000001du})
@@ -56,11 +56,12 @@ void stream(char* dst, const char* src, size_t bytes) { std::memcpy(dst, src, by
 void streams_done() {}
 #endif
 
-// What this thread has learnt of copies of up to so many bytes, a power of two each.
-Learnt& learnt(Reader reader, size_t bytes) {
+// This thread's selection for copies of `bytes` bytes; copies up to the same power of two share
+// one.
+AdaptiveStores& adaptive_stores(Reader reader, size_t bytes) {
   constexpr size_t kSizes = 12;
-  thread_local Learnt all[3][kSizes];
-  Learnt* sizes = all[static_cast<int>(reader)];
+  thread_local AdaptiveStores all[3][kSizes];
+  AdaptiveStores* sizes = all[static_cast<int>(reader)];
   size_t number = 0;
   while (number + 1 < kSizes && kLeast << number < bytes) ++number;
   return sizes[number];
@@ -70,11 +71,11 @@ Learnt& learnt(Reader reader, size_t bytes) {
 
 void copy_run(char* dst, const char* src, size_t bytes) {
 #if !defined(__x86_64__) || defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-  std::memcpy(dst, src, bytes);  // sanitizers do not see what an instruction of ours writes
+  std::memcpy(dst, src, bytes);  // sanitizers do not see the writes of inline assembly
 #else
-  // A store to a line that another core has must wait for it, one after the other. `rep movsb`
-  // knows that whole lines are written, and takes many at once; processors with fast short ones
-  // lose nothing by it from here on.
+  // A store to a line that another core owns must wait for the line, one line after the other. `rep
+  // movsb` is known to write full lines, and requests many at once. Processors with fast short `rep
+  // movsb` (FSRM) lose nothing by it from this size on.
   constexpr size_t kRepeated = size_t{1} << 10;
   static const bool fast = [] {
     unsigned a, b, c, d = 0;
@@ -85,36 +86,42 @@ void copy_run(char* dst, const char* src, size_t bytes) {
 #endif
 }
 
-// times as long, or as short, as it was: ranks are on other cores, or others beside them
-constexpr float kOther = 2;
-constexpr uint32_t kSettled = 8;  // copies after which lines are where the present way leaves them
+// A time that differs by this factor has changed: ranks, or other processes, have moved to other
+// cores.
+constexpr float kChanged = 2;
+// After this number of copies all lines are in the caches where the selected kind leaves them.
+constexpr uint32_t kSettled = 8;
 
-void Learnt::begin(size_t bytes) {
-  // Past the caches it must be so much faster, and by so many nanoseconds: what the peer loses is
-  // not seen here.
-  constexpr float kFaster = 2, kSooner = 700;
-  const bool known = took_[0] > 0 && took_[1] > 0;
-  const bool faster = kFaster * took_[1] + kSooner / static_cast<float>(bytes) < took_[0];
-  const bool changed = took_[faster] > kOther * compared_ || kOther * took_[faster] < compared_;
-  const bool trying = known && (copies_ >= next_ || (changed && copies_ >= tried_ + kSettled));
-  past_ = known ? faster != trying : took_[0] > 0;
+void AdaptiveStores::begin(size_t bytes) {
+  // Non-temporal stores must be faster by this factor and by this number of nanoseconds, since the
+  // time that the peer loses by them is not measured here.
+  constexpr float kFactor = 2, kNanoseconds = 700;
+  const bool measured = recent_[0] > 0 && recent_[1] > 0;
+  const bool faster = kFactor * recent_[1] + kNanoseconds / static_cast<float>(bytes) < recent_[0];
+  const bool changed =
+      recent_[faster] > kChanged * compared_ || kChanged * recent_[faster] < compared_;
+  const bool trying = measured && (copies_ >= next_ || (changed && copies_ >= tried_ + kSettled));
+  non_temporal_ = measured ? faster != trying : recent_[0] > 0;
   ++copies_;
   if (!trying) return;
-  compared_ = took_[faster], tried_ = copies_;
+  compared_ = recent_[faster], tried_ = copies_;
   next_ =
       copies_ +
       std::min(copies_, static_cast<uint32_t>(std::max<size_t>(32, (size_t{64} << 20) / bytes)));
 }
 
-void Learnt::took(float each) {
-  // of a copy that found lines where the other way had left them
+void AdaptiveStores::record(float per_byte) {
+  // the first copy after a trial finds the lines where the other kind has left them
   if (copies_ == tried_ + 1) return;
-  float& known = took_[past_];
-  if (known > kOther * each) next_ = std::min(next_, copies_ + kSettled);  // to be seen again soon
-  if (known <= 0) known = each;
-  // what was held up says little
+  float& recent = recent_[non_temporal_];
+  // confirm a sudden gain soon
+  if (recent > kChanged * per_byte) next_ = std::min(next_, copies_ + kSettled);
+  if (recent <= 0)
+    recent = per_byte;
+  else if (per_byte < recent)
+    recent = (recent + per_byte) / 2;
   else
-    known = each < known ? (known + each) / 2 : std::min(each, 2 * known);
+    recent = std::min(per_byte, 2 * recent);  // an interrupted copy must not count in full
 }
 
 Writer::Writer(const Target* targets, size_t count, size_t bytes, size_t run) : run_(run) {
@@ -122,29 +129,30 @@ Writer::Writer(const Target* targets, size_t count, size_t bytes, size_t run) : 
   const Target* to = std::find_if(targets, targets + count,
                                   [](const Target& x) { return x.reader != Reader::self; });
   if (to == targets + count) return;
-  learnt_ = &learnt(to->reader, bytes);
-  learnt_->begin(bytes);
+  adaptive_ = &adaptive_stores(to->reader, bytes);
+  adaptive_->begin(bytes);
 }
 
-bool Writer::streamed(size_t whole) const {
-  // From so many written bytes on they do not stay in the caches until somebody looks at them
-  // again. Stores past the caches then leave these to others, and save reading what is written
-  // over.
+bool Writer::exceeds_caches(size_t total) const {
+  // From this number of bytes on, written data does not stay in the caches until it is read.
+  // Non-temporal stores then leave the caches to other data, and save reading the overwritten
+  // lines.
   static const size_t kStreamed = std::max(size_t{8} << 20, cache_share()), kPage = 4096;
-  return kStreams && whole >= kStreamed && run_ >= kPage;
+  return kStreams && total >= kStreamed && run_ >= kPage;
 }
 
 void Writer::write(const Target& to, char* dst, const char* src, size_t bytes) {
-  const bool past = past_caches(to), clocked = learns(to);
-  const int64_t start = clocked ? now() : 0;
-  past ? stream(dst, src, bytes) : copy_run(dst, src, bytes);
-  streams_ = streams_ || past;
-  if (clocked) took_ += now() - start, written_ += bytes;
+  const bool streams = non_temporal(to), measures = adapts(to);
+  const int64_t start = measures ? now() : 0;
+  streams ? stream(dst, src, bytes) : copy_run(dst, src, bytes);
+  streamed_ = streamed_ || streams;
+  if (measures) nanoseconds_ += now() - start, written_ += bytes;
 }
 
 void Writer::done(bool first) {
-  if (streams_) streams_done();
-  if (first && written_) learnt_->took(static_cast<float>(took_) / static_cast<float>(written_));
+  if (streamed_) streams_done();
+  if (first && written_)
+    adaptive_->record(static_cast<float>(nanoseconds_) / static_cast<float>(written_));
 }
 
 }  // namespace weft

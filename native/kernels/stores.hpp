@@ -1,4 +1,4 @@
-// How bytes are written: through the caches or past them, whichever is better for who reads them.
+// Stores to memory, temporal or non-temporal, depending on the rank that reads the data next.
 #pragma once
 
 #include <cstddef>
@@ -6,65 +6,67 @@
 
 namespace weft {
 
-// Who reads what is written: this rank alone, peers too, or the peer whose memory it is.
+// Reader of written data: this rank alone, its peers as well, or only the peer that owns the
+// memory.
 enum class Reader : uint8_t { self, peers, owner };
 
-// Where rows go: the first begins at `base`, the others `stride` bytes apart. They are part of
-// `whole` bytes that are written before anybody looks at them again.
+// Destination of rows: the first row is at `base`, the next ones `stride` bytes apart. `total` is
+// the number of bytes that are written, in these rows and elsewhere, before any of them is read.
 struct Target {
   char* base;
   size_t stride;
-  size_t whole;
+  size_t total;
   Reader reader = Reader::self;
 };
 
-// Whether what peers read is written past the caches, learnt from how long it takes, for copies of
-// about one size.
+// Selection of temporal or non-temporal stores for data that peers read, by measured time, for
+// copies of about one size.
 //
-// A store to a line that a peer has read must wait until that core has given it up. This takes
-// nothing between threads of one core, and up to 40 ns a line between distant ones. Past the caches
-// it never waits, but the peer then reads from memory. So whoever writes times both ways now and
-// then; ranks need not agree.
-class Learnt {
+// A temporal store to a line that a peer has read must wait until that core gives the line up. The
+// delay is nothing between threads of one core, and up to 40 ns a line between distant cores. A
+// non-temporal store never waits, but then the peer reads from memory. So the writing thread
+// measures both kinds from time to time; ranks need not agree.
+class AdaptiveStores {
  public:
   void begin(size_t bytes);
-  // The way of the copy that has begun.
-  bool past() const { return past_; }
-  // It took so many nanoseconds for each byte.
-  void took(float each);
+  // The kind selected for the copy that `begin` has announced.
+  bool non_temporal() const { return non_temporal_; }
+  // Record the duration of that copy, in nanoseconds per byte.
+  void record(float per_byte);
 
  private:
-  float took_[2] = {0, 0};  // of late, through the caches and past them
-  float compared_ = 0;      // how long the faster way took when the other was last tried
+  float recent_[2] = {0, 0};  // nanoseconds per byte of recent copies: temporal, non-temporal
+  float compared_ = 0;        // `recent_` of the faster kind when the slower one was last tried
   uint32_t copies_ = 0, tried_ = 0, next_ = 0;
-  bool past_ = false;
+  bool non_temporal_ = false;
 };
 
-// Writes what is copied or made to its targets. One for all targets of a copy of `bytes` bytes, in
-// runs of `run` bytes; the threads of a team each take a copy of it.
+// Writes the bytes of one copy or reduction to its targets. One object serves all targets of a copy
+// of `bytes` bytes, in runs of `run` bytes; each thread of a team uses its own copy of it.
 class Writer {
  public:
   Writer(const Target* targets, size_t count, size_t bytes, size_t run);
 
-  bool past_caches(const Target& to) const {
-    return (learns(to) && learnt_->past()) || streamed(to.whole);
+  bool non_temporal(const Target& to) const {
+    return (adapts(to) && adaptive_->non_temporal()) || exceeds_caches(to.total);
   }
   void write(const Target& to, char* dst, const char* src, size_t bytes);
-  // What this thread has written may be published. `first`: it is the one whose time counts.
+  // Order this thread's writes before its next signal. `first`: this thread's time is recorded.
   void done(bool first);
 
  private:
-  bool streamed(size_t whole) const;
-  bool learns(const Target& to) const { return learnt_ && to.reader != Reader::self; }
+  bool exceeds_caches(size_t total) const;
+  bool adapts(const Target& to) const { return adaptive_ && to.reader != Reader::self; }
 
   size_t run_;
-  Learnt* learnt_ = nullptr;  // of the thread that made this; the threads of a team only look at it
-  bool streams_ = false;
-  int64_t took_ = 0;
+  // of the thread that made this object; the other threads of a team only read it
+  AdaptiveStores* adaptive_ = nullptr;
+  bool streamed_ = false;
+  int64_t nanoseconds_ = 0;
   size_t written_ = 0;
 };
 
-// Copy bytes that lie side by side through the caches.
+// Copy contiguous bytes by temporal stores.
 void copy_run(char* dst, const char* src, size_t bytes);
 
 }  // namespace weft

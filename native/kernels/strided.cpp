@@ -12,12 +12,12 @@ namespace weft {
 
 namespace {
 
-constexpr size_t kLine = 64;  // bytes that travel together
-constexpr size_t kTile = 64;  // rows and columns that are transposed together
+constexpr size_t kLine = 64;  // bytes of a cache line
+constexpr size_t kTile = 64;  // rows and columns of a tile
 
 template <size_t size>
 void copy_elements(char* dst, size_t dst_stride, const char* src, size_t src_stride, size_t count) {
-  // one load and one store
+  // a constant size makes this one load and one store
   for (size_t i = 0; i < count; ++i) std::memcpy(dst + i * dst_stride, src + i * src_stride, size);
 }
 
@@ -73,7 +73,7 @@ void StridedCopy::run() const {
   staged_ ? run_staged() : run_shared();
 }
 
-// Threads share the longest dimension, or the runs.
+// Threads divide the longest dimension, or the runs.
 void StridedCopy::run_shared() const {
   auto longest = std::max_element(dimensions_.begin(), dimensions_.end(),
                                   [](auto& a, auto& b) { return a.size < b.size; });
@@ -98,8 +98,8 @@ void StridedCopy::run_from(size_t dimension, char* dst, const char* src) const {
     run_from(dimension + 1, dst + i * outer.dst, src + i * outer.src);
 }
 
-// One view is walked along its rows and the other across them. In tiles, lines of both are used up
-// while they are in the cache.
+// The order is along the rows of one view and across the rows of the other. With tiles, all bytes
+// of the lines of both views are used while the lines are in the cache.
 void StridedCopy::run_tiles(const Dimension& outer, const Dimension& inner, char* dst,
                             const char* src) const {
   for (size_t i = 0; i < outer.size; i += kTile)

@@ -1,4 +1,4 @@
-// Copies between two views of one shape, each with strides of its own.
+// Copies between two views of one shape, each with its own strides.
 #pragma once
 
 #include <cstddef>
@@ -19,16 +19,15 @@ size_t span_of(size_t item, size_t dimensions, const Number* shape, const Number
   return (last + 1) * item;
 }
 
-// Whether a view might hold an element more than once: unless each dimension steps over all that
-// lies within it.
+// Whether a view might hold an element more than once. It does not if each dimension's stride
+// exceeds the span of the dimensions inside it.
 bool may_repeat(const std::vector<size_t>& shape, const std::vector<size_t>& strides);
 
-// One copy, ready to run: dimensions that lie side by side in both views are joined into the
-// longest contiguous runs.
+// One copy, ready to run: dimensions that are contiguous in both views are merged into the longest
+// contiguous runs.
 class StridedCopy {
  public:
-  // Strides count elements of `item` bytes. Elements that the two views share are read before any
-  // is written.
+  // Strides count elements of `item` bytes. Elements in both views are read before any is written.
   StridedCopy(char* dst, const char* src, size_t item, const std::vector<size_t>& shape,
               const std::vector<size_t>& dst_strides, const std::vector<size_t>& src_strides);
 
@@ -49,7 +48,8 @@ class StridedCopy {
   size_t bytes_;                       // of all elements
   size_t run_;                         // contiguous bytes in both views
   std::vector<Dimension> dimensions_;  // around the runs, outermost first
-  // room for all elements if the views overlap: taken where a lack of memory can be told
+  // capacity for all elements if the views overlap: allocated in the constructor, where a lack of
+  // memory can be reported
   std::shared_ptr<char[]> staged_;
 };
 

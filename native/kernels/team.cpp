@@ -10,14 +10,14 @@ namespace weft {
 
 namespace {
 
-// The OpenMP library that torch uses, found by way of torch. Linked, it might be another one, whose
-// idle threads would spin on the cores where torch's are to work. All libraries have the calls that
-// GCC makes of a parallel region.
+// The OpenMP library that torch uses, looked up through torch. A linked library might be another
+// one, with idle threads that spin on the cores that torch's threads need. All OpenMP libraries
+// have the functions to which GCC compiles a parallel region.
 struct OpenMP {
-  void (*parallel)(void (*run)(void*), void* given, unsigned threads, unsigned flags);
-  int (*number)();   // of a thread in its team,
-  int (*count)();    // and how many there are
-  int (*threads)();  // torch's, of the calling thread
+  void (*parallel)(void (*run)(void*), void* argument, unsigned threads, unsigned flags);
+  int (*number)();   // number of a thread in its team
+  int (*count)();    // number of threads in a team
+  int (*threads)();  // number of threads of torch's operators, on the calling thread
 
   OpenMP() {
     void* torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
@@ -38,13 +38,13 @@ const OpenMP& openmp() {
   return found;
 }
 
-std::atomic<bool> cores_enough{true};
-thread_local size_t given = 0;    // the number given to this thread, if any
-thread_local bool begun = false;  // whether it has begun a team
+std::atomic<bool> teams_allowed{true};
+thread_local size_t fixed_size = 0;  // as set for this thread; 0: not set
+thread_local bool has_team = false;  // whether it has started a team
 
-// A child has none of the threads that its parent's team had, and the library would wait for them.
+// A forked child has none of the threads of its parent's team, and the library would wait for them.
 void after_fork() {
-  if (begun) given = 1;
+  if (has_team) fixed_size = 1;
 }
 
 struct Region {
@@ -52,32 +52,32 @@ struct Region {
   const void* work;
 };
 
-// What each thread of a team does; what it calls in its turn it does alone.
+// Run one part on a thread of a team. Copies that the part makes itself are not divided again.
 void take_part(void* all) {
   const Region& region = *static_cast<const Region*>(all);
-  const size_t before = given;
-  given = 1;
+  const size_t before = fixed_size;
+  fixed_size = 1;
   region.run(region.work, openmp().number(), openmp().count());
-  given = before;
+  fixed_size = before;
 }
 
 }  // namespace
 
 size_t team_size() {
-  if (given == 1 || !openmp().complete()) return 1;
-  if (given) return given;
-  return cores_enough.load(std::memory_order_relaxed) ? openmp().threads() : 1;
+  if (fixed_size == 1 || !openmp().complete()) return 1;
+  if (fixed_size) return fixed_size;
+  return teams_allowed.load(std::memory_order_relaxed) ? openmp().threads() : 1;
 }
 
-void set_team_size(size_t threads) { given = threads; }
+void set_team_size(size_t threads) { fixed_size = threads; }
 
-void let_teams(bool share) { cores_enough.store(share, std::memory_order_relaxed); }
+void allow_teams(bool allowed) { teams_allowed.store(allowed, std::memory_order_relaxed); }
 
 void run_team(size_t parts, void (*run)(const void* work, size_t part, size_t parts),
               const void* work) {
   static const int registered = pthread_atfork(nullptr, nullptr, after_fork);
   (void)registered;
-  begun = true;
+  has_team = true;
   Region region{run, work};
   openmp().parallel(take_part, &region, static_cast<unsigned>(parts), 0);
 }

@@ -1,4 +1,4 @@
-// Copies and sums of many bytes are shared out among the threads that torch computes with.
+// Division of large copies and sums among the threads that torch computes with.
 #pragma once
 
 #include <algorithm>
@@ -6,31 +6,31 @@
 
 namespace weft {
 
-// How many threads share what the calling thread does: as many as torch's operators there would,
-// unless it was given a number.
+// Number of threads that share a copy of the calling thread: the number of torch's operators there,
+// unless `set_team_size` has fixed it.
 size_t team_size();
-// Give the calling thread a number for good, as to a lane that works beside the caller.
+// Fix the number for the calling thread, for instance for a lane that runs concurrently with the
+// caller; 0 ends that.
 void set_team_size(size_t threads);
-// Whether threads that were given no number share at all: not where others need the cores, since a
-// team waits for its slowest.
-void let_teams(bool share);
+// Whether threads without a fixed number use teams at all. They do not where other threads need the
+// cores, since a team waits for its slowest thread.
+void allow_teams(bool allowed);
 
-// Call `run` with `work` and the number of a part, for each of `parts` parts on a thread of its
-// own, and return when all have. There may be fewer parts than asked for.
+// Call `run` with `work` and the number of a part, for each of `parts` parts on its own thread, and
+// return when all have returned. There may be fewer parts than requested.
 void run_team(size_t parts, void (*run)(const void* work, size_t part, size_t parts),
               const void* work);
 
-// From so many bytes on a copy gains more by a second thread than it takes to begin and to end
-// together.
+// From this number of bytes on a second thread saves more time than starting and joining it takes.
 constexpr size_t kShared = size_t{256} << 10;
 
 // Call `work(row, rows, column, columns)` for parts that make up a matrix of `rows` rows of
 // `columns` elements of `item` bytes: one after the other for the parts of a thread, and on the
-// threads of the team if that pays. Threads are given as many elements as the others, counted over
-// all rows; where these lie side by side, no two write to one cache line.
+// threads of the team if that pays. All threads get equal numbers of elements, counted over all
+// rows; if rows are contiguous, no two threads write to one cache line.
 template <class Work>
 void share(size_t rows, size_t columns, size_t item, const Work& work) {
-#ifdef WEFT_MUTANT_NO_COPY  // a build that moves nothing, to prove that the tests would notice
+#ifdef WEFT_MUTANT_NO_COPY  // a build that moves nothing, to prove that the tests notice
   return;
 #endif
   const size_t threads = rows * columns * item < kShared ? 1 : team_size();
@@ -39,13 +39,13 @@ void share(size_t rows, size_t columns, size_t item, const Work& work) {
     const size_t all = rows * columns, line = std::max<size_t>(64 / item, 1),
                  lines = (all + line - 1) / line;
     const size_t end = std::min(lines * (part + 1) / parts * line, all);
-    // the rest of a row, whole rows, the beginning of one
+    // the rest of a row, full rows, the beginning of a row
     for (size_t at = lines * part / parts * line; at < end;) {
       const size_t row = at / columns, column = at % columns;
-      const size_t whole = column || end - at < columns ? 0 : (end - at) / columns;
-      const size_t wide = whole ? columns : std::min(columns - column, end - at);
-      work(row, std::max<size_t>(whole, 1), column, wide);
-      at += std::max<size_t>(whole, 1) * wide;
+      const size_t full = column || end - at < columns ? 0 : (end - at) / columns;
+      const size_t wide = full ? columns : std::min(columns - column, end - at);
+      work(row, std::max<size_t>(full, 1), column, wide);
+      at += std::max<size_t>(full, 1) * wide;
     }
   };
   run_team(

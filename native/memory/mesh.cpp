@@ -21,7 +21,7 @@ namespace weft {
 
 namespace {
 
-#ifndef SYS_pidfd_open  // older C libraries do not know it
+#ifndef SYS_pidfd_open  // older C libraries do not define it
 #define SYS_pidfd_open 434
 #endif
 
@@ -46,10 +46,10 @@ bool transmit(int socket, const std::string& message, const File* file, int flag
   return sendmsg(socket, &header, flags | MSG_NOSIGNAL) >= 0;
 }
 
-// A file that can be read once the process at the other end of a socket has ended; -1 if it is this
-// one, or cannot be seen from here. The socket itself stays open as long as a child that the
-// process forked has a copy of it.
-int process_behind(int socket) {
+// A pidfd of the process at the other end of a socket, readable once that process has ended; -1 if
+// it is this process, or is not visible here. It is needed because the socket stays open as long as
+// a forked child of the process has a copy of it.
+int open_process(int socket) {
   ucred other{};
   socklen_t size = sizeof other;
   if (socket < 0 || getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &other, &size) || other.pid <= 0 ||
@@ -69,7 +69,7 @@ Mesh::Mesh(std::vector<int> fds)
       stop_(eventfd(0, EFD_CLOEXEC)),
       peers_(fds.begin(), fds.end()) {
   if (stop_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
-  for (auto& peer : peers_) peer.process = process_behind(peer.fd);
+  for (auto& peer : peers_) peer.process = open_process(peer.fd);
   try {
     thread_ = std::thread(&Mesh::watch, this);
   } catch (...) {
@@ -94,7 +94,7 @@ void Mesh::disown() {
 void Mesh::watch() {
   try {
     watch_peers();
-  } catch (const std::exception& error) {  // no peer could be heard any more
+  } catch (const std::exception& error) {  // no message can be received any more
     abort(error);
   }
 }
@@ -121,7 +121,7 @@ void Mesh::watch_peers() {
   }
 }
 
-// The process of a peer has ended: take what it said before.
+// The process of a peer has ended: read the messages that it sent before.
 void Mesh::ended(int peer) {
   pollfd rest{peers_[peer].fd, POLLIN, 0};
   while (poll(&rest, 1, 0) > 0 && read(peer)) {
@@ -129,7 +129,7 @@ void Mesh::ended(int peer) {
   if (!left(peer)) fail({"PeerLost", peer, ""});
 }
 
-// Take one message from a peer; false when there will be no more.
+// Read one message of a peer; false if the connection has ended.
 bool Mesh::read(int peer) {
   char text[kLongest];
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))];
@@ -140,7 +140,7 @@ bool Mesh::read(int peer) {
   header.msg_control = control;
   header.msg_controllen = sizeof control;
   ssize_t n = recvmsg(peers_[peer].fd, &header, MSG_CMSG_CLOEXEC);
-  // what was sent before a reset comes after it
+  // messages that were sent before a reset are received after it
   if (n < 0 && (errno == EINTR || errno == ECONNRESET)) return true;
   if (n <= 0) {
     if (!left(peer)) fail({"PeerLost", peer, ""});
@@ -176,7 +176,7 @@ bool Mesh::read(int peer) {
 
 void Mesh::fail(const Failure& failure) {
   std::lock_guard lock(mutex_);
-  if (failed()) return;  // the first failure is the cause, later ones its consequences
+  if (failed()) return;  // the first failure is the cause, later ones are its consequences
   failure_ = failure;
   failed_.store(true, std::memory_order_release);
   changed_.notify_all();
@@ -191,15 +191,15 @@ Failure Mesh::failure() const {
 void Mesh::abort(const Failure& failure) {
   closing();
   fail(failure);
-  tell_all(std::string(1, kAbort) + failure.kind + "\n" + std::to_string(failure.culprit) + "\n" +
-           failure.text);
+  send_to_all(std::string(1, kAbort) + failure.kind + "\n" + std::to_string(failure.culprit) +
+              "\n" + failure.text);
 }
 
 void Mesh::abort(const std::exception& error) { abort(Failure{"WeftError", rank_, error.what()}); }
 
-void Mesh::leave() { tell_all(std::string(1, kFarewell)); }
+void Mesh::leave() { send_to_all(std::string(1, kFarewell)); }
 
-void Mesh::tell_all(const std::string& message) {
+void Mesh::send_to_all(const std::string& message) {
   for (auto& peer : peers_)
     if (peer.fd >= 0) transmit(peer.fd, message, nullptr, MSG_DONTWAIT);
 }

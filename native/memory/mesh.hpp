@@ -1,5 +1,5 @@
-// A Unix socket to every peer, and one thread that watches them: how a death, an exception or a
-// farewell is seen at once.
+// A Unix socket to every peer, and one thread that watches the sockets: it detects the death, the
+// exception or the farewell of a peer at once.
 #pragma once
 
 #include <atomic>
@@ -21,11 +21,11 @@ namespace weft {
 
 struct Failure {
   std::string kind;  // an error class of weft.errors
-  int culprit;       // the rank whose fault it is
+  int culprit;       // the rank that caused it
   std::string text;
 };
 
-// from a peer: a text, and the file that came with it, if one did
+// A message of a peer: a text, and the file that was sent with it, if any.
 using Note = std::pair<std::string, std::shared_ptr<File>>;
 
 class Mesh {
@@ -35,36 +35,35 @@ class Mesh {
   explicit Mesh(std::vector<int> fds);
   ~Mesh();
 
-  // A peer that has hung up takes no notes: `receive` says why. Throws std::system_error for what
-  // this rank lacks.
+  // Send a note. A closed connection is no error here: `receive` reports it. Throws
+  // std::system_error if this rank lacks a resource.
   void send(int peer, const std::string& text, const File* file);
   // The next note of `peer`; throws std::runtime_error if the world fails, the peer leaves or the
-  // time is over.
+  // time limit passes.
   Note receive(int peer, double seconds);
 
-  // Tell all peers that this rank cannot go on; their waits end, and so do this rank's own.
+  // Close the world after a failure: all peers are informed, and all waits of all ranks end.
   void abort(const Failure& failure);
-  void abort(const std::exception& error);  // of this rank's own
-  // Say farewell: from now on this rank's silence is no failure.
+  void abort(const std::exception& error);  // caused by this rank
+  // Send a farewell: after it the end of this rank's connections is no failure.
   void leave();
-  // In a forked child: close its copies of the sockets, so that peers see when the parent dies. The
-  // mesh is of no other use there.
+  // In a forked child: close its copies of the sockets, so that peers detect the parent's death.
+  // The mesh has no other use there.
   void disown();
 
   bool failed() const { return failed_.load(std::memory_order_acquire); }
   Failure failure() const;
   bool left(int peer) const { return peers_[peer].left.load(std::memory_order_acquire); }
 
-  // Called first when this rank cannot go on: peers of this host are to see that before their
-  // threads have read its message.
+  // Called at the beginning of `abort`, to inform peers of this host before their threads have read
+  // the message.
   std::function<void()> closing = [] {};
 
  private:
   struct Peer {
     explicit Peer(int socket) : fd(socket) {}
     int fd;
-    // a file that can be read once the process at the other end has ended, if that can be had
-    int process = -1;
+    int process = -1;  // a pidfd of the process at the other end, or -1 if there is none
     std::atomic<bool> left{false};
     std::deque<Note> notes;
   };
@@ -73,7 +72,7 @@ class Mesh {
   bool read(int peer);
   void ended(int peer);
   void fail(const Failure& failure);
-  void tell_all(const std::string& message);
+  void send_to_all(const std::string& message);
 
   int rank_;  // this rank
   int stop_;  // an eventfd that ends the watch

@@ -13,7 +13,7 @@
 #include <mutex>
 #include <system_error>
 
-// of Linux 5.14; older C libraries do not know it, and older kernels refuse it
+// since Linux 5.14; older C libraries do not define it, and older kernels refuse it
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
@@ -21,16 +21,16 @@
 namespace weft {
 
 namespace {
-[[noreturn]] void fail(const char* what) {
-  throw std::system_error(errno, std::generic_category(), what);
+[[noreturn]] void fail(const char* action) {
+  throw std::system_error(errno, std::generic_category(), action);
 }
 
-// Take all pages of a file now and here, on this rank's node, so that a lack of memory is an error
+// Allocate all pages of a file at once and on this rank's node: so a lack of memory is an error,
 // and not a SIGBUS at the first write.
-void take(char* base, size_t bytes, int fd) {
+void allocate(char* base, size_t bytes, int fd) {
   if (!bytes) return;
-  // Where there is plenty they are taken by the mapping, to which the kernel may lend huge ones;
-  // else by what is refused in time.
+  // With plenty of free memory the mapping allocates pages, huge ones if the kernel provides them.
+  // Otherwise fallocate does, which fails if memory is short.
   struct sysinfo memory;
   madvise(base, bytes, MADV_HUGEPAGE);
   const bool plenty = !sysinfo(&memory) && bytes < memory.freeram / 2 * memory.mem_unit;
@@ -41,12 +41,12 @@ void take(char* base, size_t bytes, int fd) {
   if (!plenty) madvise(base, bytes, MADV_POPULATE_WRITE);
 }
 
-// All segments of this process, by where the parts of their own ranks begin. They outlive what
-// static objects of Python's hold.
+// All segments of this process, by the addresses of their own parts. The registry is never
+// destroyed, since static objects of Python may refer to segments until the process ends.
 struct Registry {
   std::mutex mutex;
   std::map<uintptr_t, const Segment*> segments;
-  // between which all were that ever were: most tensors lie elsewhere
+  // bounds of all segments so far: most tensors are outside, and need no lock
   std::atomic<uintptr_t> lowest{~uintptr_t{0}}, highest{0};
 };
 Registry& registry() {
@@ -63,16 +63,16 @@ std::pair<std::shared_ptr<Mapping>, std::shared_ptr<File>> Mapping::create(size_
   auto file = std::make_shared<File>(fd);
   if (ftruncate(fd, static_cast<off_t>(bytes))) fail("ftruncate");
   std::shared_ptr<Mapping> mapping(new Mapping(fd, bytes));
-  take(mapping->base_, bytes, fd);
+  allocate(mapping->base_, bytes, fd);
   return {std::move(mapping), std::move(file)};
 }
 
-// Peers' pages are mapped when they are used: with many ranks page tables of all would be larger
-// than what they map.
+// Peers' pages are mapped at their first use: with many ranks, page tables of all pages would be
+// larger than the memory that they map.
 std::shared_ptr<Mapping> Mapping::attach(const File& file, size_t bytes) {
   struct stat found;
   if (fstat(file.fd, &found)) fail("fstat");
-  if (static_cast<size_t>(found.st_size) != bytes) {  // what lies behind its end would be a SIGBUS
+  if (static_cast<size_t>(found.st_size) != bytes) {  // an access behind its end is a SIGBUS
     errno = EPROTO;
     fail("its part has another size than this rank's: is it another version of weft?");
   }
@@ -102,7 +102,7 @@ Segment::~Segment() {
   registry().segments.erase(own().address());
 }
 
-const Segment* Segment::around(uintptr_t address) {
+const Segment* Segment::containing(uintptr_t address) {
   if (address < registry().lowest.load(std::memory_order_relaxed) ||
       address >= registry().highest.load(std::memory_order_relaxed))
     return nullptr;

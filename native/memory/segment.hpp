@@ -1,4 +1,4 @@
-// Shared memory without a name: nothing is left behind, whatever dies.
+// Shared memory without a name: the kernel frees it when the last process that maps it ends.
 #pragma once
 
 #include <cstddef>
@@ -17,10 +17,10 @@ struct File {
   int fd;
 };
 
-// A mapped memory file; unmapped with the last reference to it.
+// A mapped memory file, unmapped with the last reference to it.
 class Mapping {
  public:
-  // With the file. Takes all pages; throws std::system_error.
+  // A new mapping and its file, with all pages allocated; throws std::system_error.
   static std::pair<std::shared_ptr<Mapping>, std::shared_ptr<File>> create(size_t bytes);
   static std::shared_ptr<Mapping> attach(const File& file, size_t bytes);
   ~Mapping();
@@ -44,22 +44,21 @@ struct Segment {
   Segment(const Segment&) = delete;
 
   const Mapping& own() const { return *parts.at(rank); }
-  // Where all ranks have what lies `offset` bytes behind the beginning; 0 for a rank whose part is
-  // not mapped.
+  // The address of offset `offset` in each rank's part; 0 for a rank whose part is not mapped.
   std::vector<uintptr_t> bases(size_t offset) const {
     std::vector<uintptr_t> found;
     for (const auto& part : parts) found.push_back(part ? part->address() + offset : 0);
     return found;
   }
 
-  // The one in whose own part this lies; null if there is none. It lives while the tensor does
-  // whose address it is.
-  static const Segment* around(uintptr_t address);
+  // The segment whose own part contains this address, or null. The caller has a tensor at the
+  // address, which keeps the segment alive.
+  static const Segment* containing(uintptr_t address);
 
   std::vector<std::shared_ptr<Mapping>> parts;
   int rank;
-  uint64_t world;   // the number, in this process, of the world it belongs to; from 1 on
-  uint64_t number;  // of the call that made it, alike on all ranks
+  uint64_t world;   // number of its world in this process, from 1 on
+  uint64_t number;  // of the call that allocated it, equal on all ranks
 };
 
 }  // namespace weft

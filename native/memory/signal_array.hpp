@@ -1,5 +1,5 @@
-// Counters for one-sided calls: a row of them on every rank, which anyone may raise, set, test and
-// wait for.
+// Counters for one-sided calls: an array on every rank. Every rank may add to them and set them;
+// their own rank tests them and waits for them.
 #pragma once
 
 #include <functional>
@@ -13,7 +13,7 @@
 
 namespace weft {
 
-// Some counters of a row: `count` of them from `start` on, `step` apart.
+// Counters of an array: `count` of them from `start` on, with step `step`.
 struct Selection {
   size_t start, count, step;
 
@@ -22,11 +22,11 @@ struct Selection {
 
 class SignalArray {
  public:
-  // `segment` is zeroed and holds nothing but counters.
+  // `segment` is zeroed and contains only counters.
   SignalArray(std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> segment, int spins)
       : mesh_(std::move(mesh)), segment_(std::move(segment)), spins_(spins) {}
 
-  // Add to or set `rank`'s counters, after everything that this thread wrote is visible there.
+  // Add to or set `rank`'s counters, after all earlier writes of this thread are visible there.
   // False if a peer has failed.
   bool add(int rank, Selection selection, uint64_t value) {
     return raise(weft::add, rank, selection, value);
@@ -35,7 +35,7 @@ class SignalArray {
     return raise(weft::set, rank, selection, value);
   }
 
-  // Do all of this rank's counters satisfy the comparison, as seen one after the other?
+  // Whether all of this rank's selected counters satisfy the comparison, read one after the other.
   bool test(Selection selection, Compare compare, uint64_t expected) const {
     return unsatisfied(selection, compare, expected) == selection.count;
   }
@@ -47,21 +47,21 @@ class SignalArray {
   }
 
   struct Outcome {
-    WaitStatus status;  // `left`: all peers have, so nobody can raise a counter any more
-    size_t index;       // a counter that does not satisfy the comparison, and what it holds
-    uint64_t actual;
+    WaitStatus status;  // `left`: all peers have left, so no rank can raise a counter any more
+    size_t index;       // a counter that does not satisfy the comparison
+    uint64_t actual;    // its value
   };
-  // Hold until one look over this rank's counters finds that all satisfy the comparison.
-  // `interrupted` is called now and then.
+  // Block until one pass over this rank's counters finds that all satisfy the comparison.
+  // `interrupted` is called from time to time.
   Outcome wait(Selection selection, Compare compare, uint64_t expected, int64_t timeout,
                const std::function<bool()>& interrupted) {
     int64_t deadline = now() + timeout;
     WaitStatus status = WaitStatus::timeout;
-    auto is = [&](bool condition, WaitStatus what) { return condition && (status = what, true); };
+    auto is = [&](bool condition, WaitStatus found) { return condition && (status = found, true); };
     auto ended = [&] {
       return is(interrupted(), WaitStatus::interrupted) || is(failed(), WaitStatus::failed);
     };
-    auto gone = [&] { return is(deserted(), WaitStatus::left); };
+    auto gone = [&] { return is(all_left(), WaitStatus::left); };
     auto stopped = [&](size_t i) -> Outcome { return {status, selection[i], value(selection[i])}; };
     while (true) {
       for (size_t i = 0; i < selection.count; ++i)
@@ -70,7 +70,7 @@ class SignalArray {
           return stopped(i);
       size_t i = selection.count > 1 ? unsatisfied(selection, compare, expected) : selection.count;
       if (i == selection.count) return {WaitStatus::none, 0, 0};
-      // counters that come and go must not keep this loop for ever
+      // counters that satisfy the comparison only for a moment must not keep this loop running
       if (now() > deadline || ended()) return stopped(i);
       if (gone() && (i = unsatisfied(selection, compare, expected)) < selection.count)
         return stopped(i);
@@ -85,20 +85,20 @@ class SignalArray {
     return counter(segment_->rank, index).value.load(std::memory_order_acquire);
   }
 
-  bool raise(void (*how)(Counter&, uint64_t), int rank, Selection selection, uint64_t value) {
+  bool raise(void (*change)(Counter&, uint64_t), int rank, Selection selection, uint64_t value) {
     if (failed()) return false;
-    for (size_t i = 0; i < selection.count; ++i) how(counter(rank, selection[i]), value);
+    for (size_t i = 0; i < selection.count; ++i) change(counter(rank, selection[i]), value);
     return true;
   }
 
-  // The first that does not satisfy the comparison, `count` if all do.
+  // Index of the first counter that does not satisfy the comparison, `count` if all do.
   size_t unsatisfied(Selection selection, Compare compare, uint64_t expected) const {
     size_t i = 0;
     while (i < selection.count && holds(compare, value(selection[i]), expected)) ++i;
     return i;
   }
 
-  bool deserted() const {
+  bool all_left() const {
     int ranks = static_cast<int>(segment_->parts.size());
     for (int peer = 0; peer < ranks; ++peer)
       if (peer != segment_->rank && !mesh_->left(peer)) return false;

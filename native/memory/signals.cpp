@@ -10,7 +10,7 @@
 namespace weft {
 
 namespace {
-// A futex is 32 bits wide: the half of the value that changes with every increment.
+// A futex has 32 bits: here the low half of the value, which changes with every increment.
 uint32_t* futex_word(Counter& counter) {
   static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
                 "the low half of a counter must come first");
@@ -18,8 +18,8 @@ uint32_t* futex_word(Counter& counter) {
 }
 }  // namespace
 
-// Raising the value and looking for sleepers, and announcing a sleeper and looking at the value,
-// are sequentially consistent: one of the two sides always sees the other.
+// Raising the value and reading `sleepers`, and registering a sleeper and reading the value, are
+// sequentially consistent: at least one of the two sides sees the other.
 void add(Counter& counter, uint64_t amount) {
   counter.value.fetch_add(amount, std::memory_order_seq_cst);
   if (counter.sleepers.load(std::memory_order_seq_cst)) wake(counter);

@@ -13,12 +13,12 @@ namespace weft {
 struct alignas(64) Counter {
   std::atomic<uint64_t> value;
   std::atomic<uint32_t> sleepers;
-  // of a counter that one rank raises: in which call it last did, as `Execution::mark` has it
+  // of a counter with one writer: `Execution::mark` of the call in which it was last raised
   std::atomic<uint64_t> call;
 };
 static_assert(sizeof(Counter) == 64 && std::atomic<uint64_t>::is_always_lock_free);
 
-// What a number may be beside the one that is expected: less, equal and greater are a bit each.
+// Comparison of a number with the expected one: one bit each for less, equal and greater.
 enum class Compare : unsigned {
   less = 1,
   equal = 2,
@@ -28,55 +28,66 @@ enum class Compare : unsigned {
   greater_equal = 6
 };
 
-// How a wait ended. `lane`: another lane of this rank ended. `unread`: the kernel does not hand out
-// a peer's memory; `actual` is the error's number.
-enum class WaitStatus : int { none, timeout, failed, left, mismatch, interrupted, lane, unread };
+// Result of a wait. `lane`: another lane of this rank has ended early. `unreadable`: the kernel
+// does not permit reading a peer's memory; `actual` is the number of the error.
+enum class WaitStatus : int {
+  none,
+  timeout,
+  failed,
+  left,
+  mismatch,
+  interrupted,
+  lane,
+  unreadable
+};
 
 inline bool holds(Compare compare, uint64_t actual, uint64_t expected) {
   return static_cast<unsigned>(compare) & (actual < expected ? 1 : actual == expected ? 2 : 4);
 }
 
-// Both publish everything that this thread wrote before, and wake whoever sleeps on the counter.
+// Both publish all earlier writes of this thread, and wake the threads that sleep on the counter.
 void add(Counter& counter, uint64_t amount);
 void set(Counter& counter, uint64_t value);
 void wake(Counter& counter);
 
-// Sleep until the counter no longer holds `seen`, is woken, or `nanoseconds` have passed.
+// Sleep until the counter differs from `seen`, is woken, or `nanoseconds` have passed.
 void sleep_on(Counter& counter, uint64_t seen, int64_t nanoseconds);
 
-// A thread of this process that sleeps on a counter, so that bad news can wake it at once.
+// A thread of this process that sleeps on a counter: registered so that `wake_all` can wake it at
+// once.
 class Sleeper {
  public:
   explicit Sleeper(Counter& counter);
   ~Sleeper();
-  static void wake_all();  // of this process; those whom the news does not concern go on sleeping
+  // Wake all sleepers of this process, so that each checks whether its wait has ended.
+  static void wake_all();
 
  private:
-  // further threads still wake, after one slice of their sleep
+  // a thread that finds no free slot still checks after each slice of its sleep
   static inline std::atomic<Counter*> slots_[256] = {};
   std::atomic<Counter*>* slot_ = nullptr;
   Counter& counter_;
 };
 
-// Leave the core to its other thread and the memory to others for a moment.
+// Leave the core to its other hardware thread, and the memory to other cores, for a moment.
 inline void pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
-  // `yield`, made for this, does nothing on most processors; this takes about as long as a pause
-  // elsewhere
+  // `yield`, which is meant for this, does nothing on most processors; `isb` takes about as long as
+  // a pause of other processors
   asm volatile("isb");
 #endif
 }
 
-// a sleeper looks around at least this often, in nanoseconds
+// a sleeping thread checks its wait at least this often, in nanoseconds
 constexpr int64_t kSlice = 20'000'000;
-// how often a wait gives way: about as long as a peer that shares this core may need
+// how often a wait yields: for about as long as a peer on the same core may need
 constexpr int kYields = 300;
 
-inline bool nobody() { return false; }
+inline bool never() { return false; }
 
-// Try so often whether `compare` holds.
+// Test up to `spins` + 1 times whether `compare` holds.
 inline bool spin(const Counter& counter, Compare compare, uint64_t expected, int spins) {
   for (int i = 0; i <= spins; ++i) {
     if (holds(compare, counter.value.load(std::memory_order_acquire), expected)) return true;
@@ -85,12 +96,13 @@ inline bool spin(const Counter& counter, Compare compare, uint64_t expected, int
   return false;
 }
 
-// Wait until `compare` holds: spin, then give way to whoever may share the core, both so often,
-// then sleep. False if `interrupted()` returned true or the deadline passed first, or if `gone()`
-// did: whoever raises the counter will not any more, but what they raised before counts.
+// Wait until `compare` holds: spin `spins` times, yield `yields` times to other threads of this
+// core, then sleep. False if `interrupted()` returned true or the deadline passed first, or if
+// `gone()` returned true: the writer will not raise the counter again, but increments before that
+// count.
 template <class Interrupted, class Gone = bool (*)()>
 bool wait_until(Counter& counter, Compare compare, uint64_t expected, int spins, int64_t deadline,
-                Interrupted&& interrupted, Gone&& gone = nobody, int yields = kYields) {
+                Interrupted&& interrupted, Gone&& gone = never, int yields = kYields) {
   if (spin(counter, compare, expected, spins)) return true;
   for (int i = 0; i < yields && now() < deadline; ++i) {
     if (holds(compare, counter.value.load(std::memory_order_acquire), expected)) return true;

@@ -1,4 +1,5 @@
-// Copies that run beside the caller: a ring of them, and one thread that works it off in order.
+// Asynchronous copies: a ring of them, and one thread that executes them in order, concurrently
+// with the caller.
 #pragma once
 
 #include <algorithm>
@@ -20,13 +21,13 @@ namespace weft {
 class Transfers {
  public:
   static constexpr size_t kOutstanding = 1024;
-  // called now and then by what waits; true ends the wait
+  // called from time to time by waits; true ends the wait
   using Interrupted = std::function<bool()>;
 
-  // What the thread copies is shared by `comm_threads`.
+  // `comm_threads` threads divide each queued copy.
   Transfers(std::shared_ptr<Mesh> mesh, int spins, size_t comm_threads = 1)
       : mesh_(std::move(mesh)), spins_(spins), comm_threads_(comm_threads) {}
-  ~Transfers() {  // when all that was queued is done
+  ~Transfers() {  // executes all queued copies first
     if (!thread_.joinable()) return;
     finish();
     stopping_.store(true);
@@ -34,15 +35,15 @@ class Transfers {
     thread_.join();
   }
 
-  // Copy now; false, and nothing is copied, if a peer has failed.
+  // Copy on the calling thread; false, and nothing is copied, if a peer has failed.
   bool copy(const StridedCopy& copy) const {
     if (mesh_->failed()) return false;
     copy.run();
     return true;
   }
 
-  // Queue a copy behind all earlier ones; holds the caller while kOutstanding are under way. Its
-  // number, or 0 if interrupted.
+  // Queue a copy behind all earlier ones; blocks the caller while kOutstanding are outstanding.
+  // Returns its number, or 0 if interrupted.
   uint64_t submit(StridedCopy copy, const Interrupted& interrupted) {
     std::lock_guard lock(submitting_);
     uint64_t number = submitted_->value.load(std::memory_order_relaxed) + 1;
@@ -53,30 +54,30 @@ class Transfers {
     return number;
   }
 
-  // Are this copy and all before it over?
+  // Whether this copy and all earlier ones are done.
   bool done(uint64_t number) const {
     return slot(number).done.value.load(std::memory_order_acquire) >= number;
   }
-  // Wait until they are; false at the deadline or if interrupted.
+  // Wait until they are done; false at the deadline or if interrupted.
   bool wait(uint64_t number, int64_t deadline, const Interrupted& interrupted) {
     return wait_until(slot(number).done, Compare::greater_equal, number, spins_, deadline,
                       interrupted);
   }
-  // Was this copy, when its turn came, not made because a peer had failed?
+  // Whether this copy was not executed because a peer had failed.
   bool refused(uint64_t number) const { return number >= refused_.load(std::memory_order_acquire); }
-  // Wait until everything submitted is over.
-  void finish() { wait(submitted_->value.load(std::memory_order_acquire), kForever, nobody); }
+  // Wait until all submitted copies are done.
+  void finish() { wait(submitted_->value.load(std::memory_order_acquire), kForever, never); }
 
  private:
   static constexpr uint64_t kNever = std::numeric_limits<uint64_t>::max();
   static constexpr int64_t kForever = std::numeric_limits<int64_t>::max();
-  // The thread looks for the next copy for a microsecond or two before it sleeps; longer, and it
-  // keeps a core from the caller.
+  // The thread spins for a microsecond or two before it sleeps; longer would occupy a core that the
+  // caller may need.
   static constexpr int kLaneSpins = 50;
-  // Copies are numbered from 1 and end in order. Number n is in slot n % kOutstanding from when it
-  // is submitted until it is done; the copy is the thread's in between and the submitters' else.
-  // Each slot says which number was the last done in it, so that whoever waits for a copy is woken
-  // by that one and not by those before it.
+  // Copies are numbered from 1 and end in order. Number n is in slot n % kOutstanding from its
+  // submission until it is done. In between the slot belongs to the thread, otherwise to
+  // submitters. Each slot has the number of the last copy done in it, so that a waiting thread is
+  // woken by its own copy and not by earlier ones.
   struct Slot {
     Counter done;
     std::optional<StridedCopy> copy;
@@ -91,16 +92,16 @@ class Transfers {
                       kForever, stopping))
         return;
       Slot& next = slot(number);
-      if (!made(*next.copy) && refused_.load() == kNever)
+      if (!execute(*next.copy) && refused_.load() == kNever)
         refused_.store(number, std::memory_order_release);
       next.copy.reset();
       set(next.done, number);
     }
   }
 
-  // Copy, unless a peer has failed; what cannot be copied closes the world, since nobody else
-  // learns of it.
-  bool made(const StridedCopy& next) {
+  // Copy, unless a peer has failed. An exception closes the world, since no caller is there to
+  // receive it.
+  bool execute(const StridedCopy& next) {
     try {
       return copy(next);
     } catch (const std::exception& error) {
@@ -114,7 +115,7 @@ class Transfers {
   size_t comm_threads_;
   std::unique_ptr<Slot[]> ring_ = std::make_unique<Slot[]>(kOutstanding);
   std::unique_ptr<Counter> submitted_ = std::make_unique<Counter>();
-  std::atomic<uint64_t> refused_{kNever};  // the first number refused; a failure is for good
+  std::atomic<uint64_t> refused_{kNever};  // the first number refused; later ones are refused too
   std::atomic<bool> stopping_{false};
   std::mutex submitting_;
   std::thread thread_;

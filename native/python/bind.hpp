@@ -1,4 +1,4 @@
-// The bindings of each job, which `module.cpp` puts into one module.
+// The bindings of each folder, which `module.cpp` combines in one module.
 #pragma once
 
 #include <nanobind/nanobind.h>

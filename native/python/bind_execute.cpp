@@ -1,7 +1,7 @@
 #include "execute/binding.hpp"
 #include "execute/executor.hpp"
 #include "execute/program.hpp"
-#include "execute/backlog.hpp"
+#include "execute/deferred_work.hpp"
 #include "python/bind.hpp"
 #include "python/execute.hpp"
 #include "python/tensor_view.hpp"
@@ -16,7 +16,7 @@ using Place = std::tuple<uint32_t, uint32_t, uint32_t>;  // slot, start, stop
 // as in Buffer
 using PyBuffer =
     std::tuple<std::string, std::string, size_t, Role, uint32_t, bool, bool, std::vector<uint32_t>>;
-// `parts` and `place` of a BoundTensor: a place without parts is apart
+// `parts` and `place` of a BoundTensor; a tensor with a place but no parts is unmapped
 using Shared = std::pair<std::vector<uintptr_t>, std::string>;
 using ByName = nb::typed<nb::dict, nb::str, nb::any>;  // by the names of buffers
 using Sizes = std::vector<size_t>;
@@ -31,13 +31,13 @@ std::vector<Operand> operands(const std::vector<Place>& places) {
   return result;
 }
 
-// Tensors of a program's buffers, and where those lie that peers access. Throws
-// std::invalid_argument for what is no matrix.
+// The tensors of a program's buffers, with the parts of tensors that peers access. Throws
+// std::invalid_argument for a tensor that is no matrix.
 std::vector<BoundTensor> bound_tensors(const Program& program, ByName tensors, ByName shared) {
   std::vector<BoundTensor> found;
   View view;
   for (auto [name, tensor] : tensors) {
-    if (!view.look(tensor) || view.dimensions != 2 || (view.shape[1] > 1 && view.strides[1] != 1))
+    if (!view.read(tensor) || view.dimensions != 2 || (view.shape[1] > 1 && view.strides[1] != 1))
       throw std::invalid_argument(
           std::string("a buffer is a matrix with contiguous rows; got shape ") +
           nb::str(nb::tuple(tensor.attr("shape"))).c_str() + ", strides " +
@@ -51,7 +51,7 @@ std::vector<BoundTensor> bound_tensors(const Program& program, ByName tensors, B
         found.emplace_back(BoundTensor{number, view.address, rows, columns, stride, {}, {}});
     if (!shared.contains(name)) continue;
     std::tie(one.parts, one.place) = nb::cast<Shared>(shared[name]);
-    one.apart = one.parts.empty() && !one.place.empty();
+    one.unmapped = one.parts.empty() && !one.place.empty();
   }
   return found;
 }
@@ -66,39 +66,43 @@ void bind_execute(nb::module_& m) {
       .value("eager", Role::eager);
   nb::class_<Program>(m, "Compiled")
       .def(nb::init<std::string, size_t, std::vector<std::pair<uint32_t, uint64_t>>, size_t>(),
-           "call"_a, "lanes"_a, "promised"_a, "ranks"_a)
-      .def("say", [](Program& self,
-                     std::string what) { self.said = Said(std::move(what)), self.name.clear(); })
+           "call"_a, "lanes"_a, "growth"_a, "ranks"_a)
+      .def("set_call_text",
+           [](Program& self, std::string text) {
+             self.text = CallText(std::move(text)), self.name.clear();
+           })
       .def("describe",
            [](Program& self, std::string name, std::string ending) {
              self.name = std::move(name), self.ending = std::move(ending);
            })
-      .def(
-          "lay_out",
-          [](Program& self, int own_rank, std::vector<uint32_t> pieces,
-             std::vector<std::vector<int>> layouts, const std::vector<PyBuffer>& buffers,
-             std::vector<std::pair<int, uint32_t>> slots) {
-            self.rank = own_rank, self.pieces = std::move(pieces),
-            self.layouts = std::move(layouts), self.slots = std::move(slots);
-            for (const auto& [name, dtype, itemsize, role, like, told, shared, by_rank] : buffers) {
-              self.buffers.push_back({name, dtype, itemsize, role, like, told, shared, by_rank});
-              self.eager |= role == Role::eager;
-            }
-          })
+      .def("lay_out",
+           [](Program& self, int own_rank, std::vector<uint32_t> pieces,
+              std::vector<std::vector<int>> layouts, const std::vector<PyBuffer>& buffers,
+              std::vector<std::pair<int, uint32_t>> slots) {
+             self.rank = own_rank, self.pieces = std::move(pieces),
+             self.layouts = std::move(layouts), self.slots = std::move(slots);
+             for (const auto& [name, dtype, itemsize, role, like, in_digest, shared, by_rank] :
+                  buffers) {
+               self.buffers.push_back(
+                   {name, dtype, itemsize, role, like, in_digest, shared, by_rank});
+               self.eager |= role == Role::eager;
+             }
+           })
       .def(
           "bind", [](Program& self, const Binding* binding) { self.execution.binding = binding; },
           nb::arg().none())
       .def("copy",
-           [](Program& self, size_t lane, Place dst, Place src, uint32_t measure, bool together,
-              bool remote, bool returns) {
-             Instruction i{Op::copy, operands({dst, src}), measure, together};
+           [](Program& self, size_t lane, Place dst, Place src, uint32_t sizing,
+              bool counts_as_output, bool remote, bool returns) {
+             Instruction i{Op::copy, operands({dst, src}), sizing, counts_as_output};
              i.remote = remote;
              self.add(lane, i, returns);
            })
       .def("reduce",
-           [](Program& self, size_t lane, std::vector<Place> places, uint32_t measure,
-              bool together, std::vector<Dtype> dtypes, Combine combine, bool returns) {
-             self.add(lane, {Op::reduce, operands(places), measure, together, dtypes, combine},
+           [](Program& self, size_t lane, std::vector<Place> places, uint32_t sizing,
+              bool counts_as_output, std::vector<Dtype> dtypes, Combine combine, bool returns) {
+             self.add(lane,
+                      {Op::reduce, operands(places), sizing, counts_as_output, dtypes, combine},
                       returns);
            })
       .def("notify",
@@ -121,7 +125,7 @@ void bind_execute(nb::module_& m) {
       .def_prop_ro("call", [](Program& self) { return self.execution.call; })
       .def_prop_ro("digest",
                    [](Program& self) {
-                     return self.execution.digest ? self.execution.digest : self.said.digest;
+                     return self.execution.digest ? self.execution.digest : self.text.digest;
                    })
       .def("spans", [](Program& self, size_t lane) { return self.execution.spans[lane]; })
       .def_prop_ro(
@@ -149,7 +153,7 @@ void bind_execute(nb::module_& m) {
           "rows"_a, "tensors"_a)
       .def_prop_ro("rows", &Binding::shards)
       .def_prop_ro("workspace", &Binding::workspace)
-      .def_prop_ro("call", [](Binding& self) { return self.said().text; })
+      .def_prop_ro("call", [](Binding& self) { return self.text().text; })
       .def_prop_ro("eager", &Binding::eager)
       .def("place", &Binding::place)
       .def("matrix", [](Binding& self, Place place) {
@@ -167,7 +171,7 @@ void bind_execute(nb::module_& m) {
              self->caller_interrupted = signal_pending;
            })
       .def_static("control_bytes", &Executor::control_bytes)
-      .def_prop_ro_static("said_bytes", [](nb::handle) { return Calls::kBytes; })
+      .def_prop_ro_static("header_bytes", [](nb::handle) { return Calls::kBytes; })
       .def_ro_static("max_names", &Executor::kNames)
       .def_ro_static("eager_sets", &Program::kEagerSets)
       .def_rw("within_host", &Executor::within_host)
@@ -180,10 +184,10 @@ void bind_execute(nb::module_& m) {
                      int at) { return unlocked([&] { return self.run(program, lane, at); }); })
       .def(
           "start",
-          [](Executor& self, Program& program, size_t lane, nb::object held) {
-            self.lane_thread.start({&program, lane, keep(std::move(held))});
+          [](Executor& self, Program& program, size_t lane, nb::object retained) {
+            self.lane_thread.start({&program, lane, keep(std::move(retained))});
           },
-          "compiled"_a, "lane"_a, "held"_a = nb::none())
+          "compiled"_a, "lane"_a, "retained"_a = nb::none())
       .def("enter", &Executor::enter)
       .def("leave", &Executor::leave)
       .def(
@@ -213,20 +217,20 @@ void bind_execute(nb::module_& m) {
       .def("peer_call",
            [](Executor& self, int peer, uint64_t call) { return self.calls.text(peer, call); })
       .def("note_call", [](Executor& self, int peer, uint64_t call, uint64_t digest,
-                           const std::string& text) { self.calls.note(peer, call, digest, text); })
+                           const std::string& text) { self.calls.store(peer, call, digest, text); })
       .def("emulate_link",
            [](Executor& self, double bytes_per_second, double latency_seconds) {
              self.link.set(bytes_per_second, latency_seconds);
            })
       .def("trace", [](Executor& self, bool on) { self.tracing = on; });
 
-  nb::class_<Backlog>(m, "Backlog")
+  nb::class_<DeferredWork>(m, "DeferredWork")
       .def(nb::init<>())
-      .def("issue", &Backlog::issue)
-      .def("begin", &Backlog::begin)
-      .def("hurry", &Backlog::hurry)
-      .def("close", &Backlog::close)
-      .def("due", &Backlog::due, Unlocked());
+      .def("issue", &DeferredWork::issue)
+      .def("begin", &DeferredWork::begin)
+      .def("hurry", &DeferredWork::hurry)
+      .def("close", &DeferredWork::close)
+      .def("due", &DeferredWork::due, Unlocked());
 }
 
 }  // namespace weft

@@ -39,8 +39,8 @@ void bind_kernels(nb::module_& m) {
 
   m.def("set_team_size", &set_team_size);
   m.def("team_size", &team_size);
-  m.def("let_teams", &let_teams);
-  m.def("cycles", [] {  // of the processor's time-stamp counter; 0 where there is none
+  m.def("allow_teams", &allow_teams);
+  m.def("cycles", [] {  // of the time-stamp counter of the processor; 0 if it has none
 #if defined(__x86_64__)
     return __builtin_ia32_rdtsc();
 #else

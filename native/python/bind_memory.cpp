@@ -12,12 +12,12 @@ namespace weft {
 
 void bind_memory(nb::module_& m) {
   m.def(
-      "around",
+      "segment_containing",
       [](uintptr_t address) {
-        const Segment* within = Segment::around(address);
+        const Segment* within = Segment::containing(address);
         return within ? nb::find(*within) : nb::none();
       },
-      "address"_a, nb::sig("def around(address: int) -> Segment | None"));
+      "address"_a, nb::sig("def segment_containing(address: int) -> Segment | None"));
 
   nb::class_<Mapping>(m, "Mapping");
   nb::class_<File>(m, "File");
@@ -32,7 +32,7 @@ void bind_memory(nb::module_& m) {
       .def("base", [](Segment& self, int rank) { return self.parts.at(rank)->address(); })
       .def("bases", &Segment::bases)
       .def("bytes", [](Segment& self, int rank) {
-        // A tensor over a rank's part; it keeps the whole segment alive.
+        // A tensor over a rank's part; it keeps the segment alive.
         Mapping& part = *self.parts.at(rank);
         return nb::ndarray<nb::pytorch, uint8_t>(part.base(), {part.bytes()}, nb::find(self));
       });
@@ -59,7 +59,7 @@ void bind_memory(nb::module_& m) {
       .value("mismatch", WaitStatus::mismatch)
       .value("interrupted", WaitStatus::interrupted)
       .value("lane", WaitStatus::lane)
-      .value("unread", WaitStatus::unread);
+      .value("unreadable", WaitStatus::unreadable);
 
   nb::enum_<Compare>(m, "Compare")
       .value("equal", Compare::equal)
@@ -93,13 +93,13 @@ void bind_memory(nb::module_& m) {
   m.def(
       "copy_at_once",
       [](bool put, nb::handle remote, nb::handle local, int peer) {
-        // Whether that copy was made; not where something is to be told in words.
+        // Whether the copy was made. False also if an argument is wrong, which the caller reports.
         const auto found = one_sided(put, remote, local, peer);
         const auto world = found ? PyTransfers::open.find(found->first) : PyTransfers::open.end();
         if (world == PyTransfers::open.end()) return false;
         PyTransfers& open = *world->second;
-        const nb::object held =
-            nb::find(open);  // another thread may close the world, and let go of it
+        // another thread may close the world, and release the transfers
+        const nb::object retained = nb::find(open);
         nb::gil_scoped_release release;
         return open.transfers.copy(found->second);
       },
@@ -129,10 +129,10 @@ void bind_memory(nb::module_& m) {
       .def("wait",
            [](PyTransfers& self, uint64_t number, double timeout) {
              const int64_t deadline = now() + nanoseconds(timeout);
-             const bool come =
+             const bool done =
                  unlocked([&] { return self.transfers.wait(number, deadline, signal_pending); });
              self.release();
-             return come;
+             return done;
            })
       .def("disown", [](PyTransfers& self) { PyTransfers::open.erase(self.world); })
       .def("refused",

@@ -8,9 +8,9 @@ using namespace nanobind::literals;
 namespace weft {
 
 void bind_tensors(nb::module_& m) {
-  m.def("look_by", &View::look_by, "plain"_a, "exchange"_a.none());
+  m.def("set_tensor_access", &View::set_access, "plain"_a, "exchange"_a.none());
   m.def("layouts", &layouts, "tensors"_a);
-  m.def("seen", &seen, "tensor"_a, "sampled"_a);
+  m.def("fingerprint", &fingerprint, "tensor"_a, "sampled"_a);
 
   nb::class_<CallCache>(m, "CallCache", nb::type_slots(CallCache::slots))
       .def(nb::init<Executor&, nb::object>(), "executor"_a, "packed"_a, nb::keep_alive<1, 2>())

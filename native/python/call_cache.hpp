@@ -16,22 +16,23 @@
 namespace weft {
 
 // The operands of a call: the caller's input and output (None for a new one), and each weight of
-// its products with its bias. A call has fewer of them where its operator has.
+// its products with its bias. Operators without some of these operands leave them out.
 struct Operands {
   nb::handle a, out, weights, biases;
 };
 
-// A call as it was made before.
+// An earlier call.
 //
-// C1  `layouts` has all properties of the operands that the program and the binding depend on:
+// C1  `layouts` has all properties of the operands on which the program and the binding depend:
 //     dtype, shape and strides, and the address in symmetric memory, where peers access them.
-// C2  The operands themselves are not kept: they may be freed, and others may take their place.
+// C2  The operands themselves are not retained: they may be freed, and other tensors may get their
+//     memory.
 struct CachedCall {
   // A new result, as `torch.empty_strided` makes it.
   struct Result {
     nb::object shape, strides, dtype;
   };
-  // A buffer of the program within an operand: in `a`, or in a result, numbered from 1.
+  // A buffer of the program inside an operand: in `a` (0), or in a result, numbered from 1.
   struct Placed {
     uint32_t buffer;
     size_t operand;
@@ -52,34 +53,34 @@ struct CachedCall {
 
 class CallCache {
  public:
-  static constexpr size_t kMost = 2048;  // calls; one more, and all are forgotten
+  static constexpr size_t kMost = 2048;  // calls; the next one clears the cache first
 
-  // `packed` is the type of weights that have the attributes `plain` and `source`, both tensors,
-  // and the method `check_unchanged`.
+  // `packed` is the type of packed weights. They have the attributes `plain` and `source`, both
+  // tensors, and the method `check_unchanged`.
   CallCache(Executor& executor, nb::object packed)
       : executor_(executor), packed_(std::move(packed)) {}
 
-  // Keep a call of `function` that was `program` executed with `binding`. `tensors` are those of
-  // the program's buffers; nothing is kept unless each is within `a` or one of `results`.
+  // Cache a call of `function` that executed `program` with `binding`. `tensors` are the tensors of
+  // the program's buffers; the call is not cached unless each of them is inside `a` or a result.
   void add(nb::object function, nb::object options, nb::handle a, nb::handle out,
            nb::handle weights, nb::handle biases, nb::object program, nb::object binding,
            nb::typed<nb::dict, nb::str, nb::any> tensors, nb::typed<nb::list, nb::any> results,
            nb::object multiply) {
     const Operands operands{a, out, weights, biases};
-    if (!look(function, operands)) return;
+    if (!read(function, operands)) return;
     const uint64_t key = hashed(options);
     auto& bound = nb::cast<Binding&>(binding);
     CachedCall made{function, options, layouts_, program, binding, bound, multiply, {}, {}};
     std::vector<Place> within(1, a_);
     for (nb::handle result : results) {
-      if (!view_.look(result)) return;
+      if (!view_.read(result)) return;
       within.push_back({view_.address, view_.span()});
       made.results.push_back({result.attr("shape"), result.attr("stride")(), result.attr("dtype")});
     }
     for (auto [name, tensor] : tensors) {
-      if (!view_.look(tensor)) return;
+      if (!view_.read(tensor)) return;
       if (!view_.span()) continue;
-      // in place a buffer is in `a` and in a result: the result decides
+      // of a call in place, a buffer is inside `a` and inside a result: the result decides
       size_t operand = within.size();
       while (operand-- && view_.address - within[operand].address >= within[operand].bytes) {
       }
@@ -91,34 +92,34 @@ class CallCache {
     calls_[key] = std::make_shared<CachedCall>(std::move(made));
   }
 
-  // Make a call again: its result (a list of several; true for none), or None if no call of this
-  // key was made, with nothing done.
+  // Repeat a cached call: its result (a list if there are several; true if there is none), or None,
+  // with nothing done, if no call of this key is cached.
   nb::object call(nb::handle function, nb::handle options, nb::handle a, nb::handle out,
                   nb::handle weights, nb::handle biases, double timeout) {
     const Operands operands{a, out, weights, biases};
-    if (!look(function, operands)) return nb::none();
+    if (!read(function, operands)) return nb::none();
     const auto found = calls_.find(hashed(options));
     if (found == calls_.end()) return nb::none();
-    // held: Python code that runs meanwhile may clear the cache
-    const std::shared_ptr<CachedCall> held = found->second;
-    CachedCall& known = *held;
-    if (known.layouts != layouts_ || !known.options.equal(options)) return nb::none();
-    known.addresses = {a_.address, out_.address};
-    if (!plain(known, operands)) return nb::none();
-    const nb::object made = out.is_none() ? results(known) : nb::borrow(out);
-    exclusively(executor_, known.program, [&] {
-      for (const CachedCall::Placed& one : known.placed)
-        known.bound.move(one.buffer, known.addresses[one.operand] + one.offset);
-      nb::object given;
-      execute(executor_, known.program, known.bound, timeout, [&](int at) {
-        if (!given.is_valid()) given = all_of(a, made, known.addresses.size() > 2);
-        known.multiply(at, given, weights, biases);
+    // Python code that runs meanwhile may clear the cache
+    const std::shared_ptr<CachedCall> retained = found->second;
+    CachedCall& cached = *retained;
+    if (cached.layouts != layouts_ || !cached.options.equal(options)) return nb::none();
+    cached.addresses = {a_.address, out_.address};
+    if (!plain(cached, operands)) return nb::none();
+    const nb::object made = out.is_none() ? results(cached) : nb::borrow(out);
+    exclusively(executor_, cached.program, [&] {
+      for (const CachedCall::Placed& one : cached.placed)
+        cached.bound.move(one.buffer, cached.addresses[one.operand] + one.offset);
+      nb::object all;
+      execute(executor_, cached.program, cached.bound, timeout, [&](int at) {
+        if (!all.is_valid()) all = all_of(a, made, cached.addresses.size() > 2);
+        cached.multiply(at, all, weights, biases);
       });
     });
     return made;
   }
 
-  // ends of objects may run Python code that comes back here
+  // destructors of objects may run Python code that calls this class again
   void clear() { std::exchange(calls_, {}); }
   size_t size() const { return calls_.size(); }
 
@@ -129,19 +130,19 @@ class CallCache {
   };
   static constexpr int64_t kNone = -1, kSeparate = std::numeric_limits<int64_t>::min();
 
-  // Write the key of a call, but for its options, to `layouts_`; false for operands that have to be
+  // Write the key of a call without its options to `layouts_`; false if the operands must be
   // checked.
-  bool look(nb::handle function, const Operands& operands) {
+  bool read(nb::handle function, const Operands& operands) {
     layouts_.assign(1, reinterpret_cast<intptr_t>(function.ptr()));
     a_ = out_ = {};
     if (operands.a.is_none()) return true;
-    if (!note(operands.a, a_)) return false;
+    if (!add_layout(operands.a, a_)) return false;
     if (operands.out.is_none()) {
       layouts_.push_back(kNone);
     } else {
       if (operands.out.is(operands.a))
         out_ = a_;
-      else if (!note(operands.out, out_))
+      else if (!add_layout(operands.out, out_))
         return false;
       layouts_.push_back(overlap(a_, out_) ? static_cast<int64_t>(out_.address - a_.address)
                                            : kSeparate);
@@ -151,16 +152,16 @@ class CallCache {
                [&](nb::handle weight) {
                  const bool packed = weight.type().is(packed_);
                  layouts_.push_back(packed);
-                 return view_.note(packed ? attribute(weight, plain_) : nb::borrow(weight),
-                                   layouts_) &&
+                 return view_.add_layout(packed ? attribute(weight, plain_) : nb::borrow(weight),
+                                         layouts_) &&
                         separate();
                }) &&
            all(operands.biases, [&](nb::handle bias) {
-             return view_.note_any(bias, layouts_) && (bias.is_none() || separate());
+             return view_.add_layout_or_none(bias, layouts_) && (bias.is_none() || separate());
            });
   }
 
-  // Whether `fine` holds for all items of a sequence, or of None.
+  // Whether `fine` holds for all items of a sequence; None has no items.
   template <class Fine>
   static bool all(nb::handle sequence, Fine fine) {
     const Py_ssize_t count = sequence.is_none() ? 0 : PySequence_Size(sequence.ptr());
@@ -169,10 +170,10 @@ class CallCache {
     return true;
   }
 
-  bool note(nb::handle tensor, Place& place) {
-    if (!view_.note(tensor, layouts_)) return false;
+  bool add_layout(nb::handle tensor, Place& place) {
+    if (!view_.add_layout(tensor, layouts_)) return false;
     place = {view_.address, view_.span()};
-    if (const Segment* within = Segment::around(place.address))
+    if (const Segment* within = Segment::containing(place.address))
       for (uint64_t each : {within->world, within->number, uint64_t{place.address}})
         layouts_.push_back(static_cast<int64_t>(each));
     return place.bytes > 0;
@@ -182,16 +183,16 @@ class CallCache {
     return one.address - other.address < other.bytes || other.address - one.address < one.bytes;
   }
 
-  // Whether autograd records nothing of the call and the elements of its tensors are as in memory.
-  // Raises the error of a packed weight that was changed.
-  bool plain(CachedCall& known, const Operands& operands) {
+  // Whether autograd does not record the call, and the values of its tensors are equal to memory.
+  // Raises the error of a packed weight that has changed.
+  bool plain(CachedCall& cached, const Operands& operands) {
     size_t number = 0;
     const auto fine = [&](nb::handle tensor) {
       if (recorded(tensor)) return false;
-      if (number == known.latest.size()) known.latest.emplace_back();
-      nb::object& latest = known.latest[number++];
+      if (number == cached.latest.size()) cached.latest.emplace_back();
+      nb::object& latest = cached.latest[number++];
       if (refers(latest, tensor)) return true;
-      if (!view_.look(tensor) || !view_.reads_as_stored(tensor)) return false;
+      if (!view_.read(tensor) || !view_.reads_as_stored(tensor)) return false;
       latest = weak(tensor);
       return true;
     };
@@ -211,21 +212,22 @@ class CallCache {
            });
   }
 
-  // New results of a call: one, or a list of several; true for none.
-  nb::object results(CachedCall& known) {
-    // half the time of `torch.empty`; neither is released, since Python ends first
+  // New results of a call: one, or a list if there are several; true if there is none.
+  nb::object results(CachedCall& cached) {
+    // takes half the time of `torch.empty`; both objects are never released, since Python ends
+    // first
     static PyObject* const empty_strided =
         nb::object(nb::module_::import_("torch").attr("empty_strided")).release().ptr();
     static PyObject* const keywords = nb::make_tuple("dtype").release().ptr();
-    const bool several = known.results.size() > 1;
+    const bool several = cached.results.size() > 1;
     nb::object made = nb::bool_(true), all = several ? nb::list() : nb::object();
-    known.addresses.resize(1);
-    for (const CachedCall::Result& one : known.results) {
+    cached.addresses.resize(1);
+    for (const CachedCall::Result& one : cached.results) {
       PyObject* arguments[] = {one.shape.ptr(), one.strides.ptr(), one.dtype.ptr()};
       made = nb::steal(PyObject_Vectorcall(empty_strided, arguments, 2, keywords));
       if (!made.is_valid()) throw nb::python_error();
-      view_.look(made);
-      known.addresses.push_back(view_.address);
+      view_.read(made);
+      cached.addresses.push_back(view_.address);
       if (several) nb::borrow<nb::list>(all).append(made);
     }
     return several ? all : made;
@@ -248,7 +250,7 @@ class CallCache {
     PyObject* there = nullptr;
     if (PyWeakref_GetRef(weak.ptr(), &there) < 0) throw nb::python_error();
     return nb::steal(there).is(tensor);
-#else  // deprecated by newer ones
+#else  // deprecated in newer versions of Python
     return PyWeakref_GetObject(weak.ptr()) == tensor.ptr();
 #endif
   }
@@ -260,7 +262,7 @@ class CallCache {
 
   uint64_t hashed(nb::handle options) const {
     uint64_t hash = static_cast<uint64_t>(PyObject_Hash(options.ptr()));
-    // options that cannot be hashed are not found, and the check of the call says what is wrong
+    // options that cannot be hashed are not found, and the check of the call reports the error
     if (PyErr_Occurred()) PyErr_Clear();
     for (int64_t number : layouts_) {
       hash = (hash ^ static_cast<uint64_t>(number)) * 0x9e3779b97f4a7c15;
@@ -272,9 +274,9 @@ class CallCache {
   static int traverse(PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(Py_TYPE(self));
     if (!nb::inst_ready(self)) return 0;
-    for (auto& [hash, known] : nb::inst_ptr<CallCache>(self)->calls_) {
-      Py_VISIT(known->program.ptr());
-      Py_VISIT(known->multiply.ptr());
+    for (auto& [hash, cached] : nb::inst_ptr<CallCache>(self)->calls_) {
+      Py_VISIT(cached->program.ptr());
+      Py_VISIT(cached->multiply.ptr());
     }
     return 0;
   }
@@ -294,11 +296,11 @@ class CallCache {
   nb::str plain_{"plain"}, source_{"source"}, check_unchanged_{"check_unchanged"};
   std::unordered_map<uint64_t, std::shared_ptr<CachedCall>> calls_;
   View view_;
-  std::vector<int64_t> layouts_;  // of the latest call; kept for its memory
-  Place a_, out_;                 // of the same
+  std::vector<int64_t> layouts_;  // of the latest call; a member, so that its memory is reused
+  Place a_, out_;                 // of the latest call
 
  public:
-  // through which the garbage collector sees the objects that are kept here
+  // let the garbage collector find the objects that the cache retains
   static inline PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse)},
                                        {Py_tp_clear, reinterpret_cast<void*>(release)},
                                        {0, nullptr}};

@@ -1,4 +1,4 @@
-// A whole execution as one call from Python.
+// A complete execution of a program as one call from Python.
 #pragma once
 
 #include "execute/binding.hpp"
@@ -7,14 +7,14 @@
 
 namespace weft {
 
-// The exception that says which thread uses the world.
+// The Python exception that names the thread that uses the world.
 inline nb::object in_use(const InUse& use) {
-  // a number or a pointer, as the C library has it
+  // a pthread_t is a number or a pointer, depending on the C library
   return nb::module_::import_("weft.errors").attr("in_use")((uintptr_t)use.thread);
 }
 
-// Do `work` for a call of `program` while this thread alone uses the world; if a thread does
-// already, close the world and raise that.
+// Call `work` for a call of `program` with the world reserved for this thread. If another thread
+// uses it, close the world and raise the exception.
 template <class Work>
 void exclusively(Executor& executor, nb::handle program, Work work) {
   struct Exclusive {
@@ -32,9 +32,9 @@ void exclusively(Executor& executor, nb::handle program, Work work) {
   }
 }
 
-// A whole execution of `program`, as `weft.engines.host` has it, with one of its bindings, while
-// this thread alone uses the world. `multiply` makes the product of an instruction of the compute
-// lane. Raises the error of the call, which has then closed the world.
+// Execute `program`, a `HostProgram` of weft.engines.host, with one of its bindings; the caller has
+// reserved the world for this thread. `multiply` computes the product of an instruction of the
+// compute lane. Raises the error of the call, which has then closed the world.
 template <class Multiply>
 void execute(Executor& executor, nb::handle program, Binding& bound, double timeout,
              Multiply multiply) {
@@ -42,7 +42,7 @@ void execute(Executor& executor, nb::handle program, Binding& bound, double time
   if (native.execution.binding != &bound) program.attr("apply")(nb::find(bound));
   const int end = static_cast<int>(native.lanes[0].size());
   const bool has_comm = !native.lanes[1].empty();
-  struct Join {  // also where the compute lane ends early
+  struct Join {  // a destructor, so that it also joins if the compute lane ends early
     ~Join() {
       if (!has_comm) return;
       nb::gil_scoped_release release;

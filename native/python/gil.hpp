@@ -1,4 +1,4 @@
-// The GIL around waits, and exceptions of Python in native code.
+// Release of the GIL around waits, and exceptions of Python in native code.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -9,15 +9,15 @@ namespace weft {
 
 namespace nb = nanobind;
 
-// Do `work` without the GIL, and raise the exception of a signal handler that ran meanwhile.
+// Call `work` without the GIL, and raise the exception of a signal handler that ran meanwhile.
 template <class Work>
 auto unlocked(Work work) {
-  auto made = [&] {
+  auto result = [&] {
     nb::gil_scoped_release release;
     return work();
   }();
   if (PyErr_Occurred()) throw nb::python_error();
-  return made;
+  return result;
 }
 
 // Run Python's signal handlers; true if one raised.

@@ -1,4 +1,4 @@
-// One-sided copies between tensors: `put` and `get`, at once or queued.
+// One-sided copies between tensors: `put` and `get`, synchronous or queued.
 #pragma once
 
 #include <deque>
@@ -14,21 +14,21 @@
 
 namespace weft {
 
-// The number of the world in whose symmetric memory `remote` lies, and a copy between a peer's
-// counterpart of it and `local`; nothing if there is something wrong with one of them, which is to
-// be told in words.
+// The number of the world to whose symmetric memory `remote` belongs, and a copy between a peer's
+// counterpart of it and `local`; none if one of the tensors is not suitable, and the caller reports
+// the reason.
 inline std::optional<std::pair<uint64_t, StridedCopy>> one_sided(bool put, nb::handle remote,
                                                                  nb::handle local, int peer) {
   View there, here;
-  if (!there.look_plain(remote) || !here.look_plain(local) || there.dtype != here.dtype ||
+  if (!there.read_plain(remote) || !here.read_plain(local) || there.dtype != here.dtype ||
       !there.same_shape(here))
     return {};
   if (!there.reads_as_stored(remote) || !here.reads_as_stored(local)) return {};
-  // Without elements a tensor need not say where it lies.
+  // The address of a tensor without elements may be null; its storage has one.
   const auto at = there.span()
                       ? there.address
                       : nb::cast<uintptr_t>(remote.attr("untyped_storage")().attr("data_ptr")());
-  const Segment* segment = Segment::around(at);
+  const Segment* segment = Segment::containing(at);
   if (!segment || peer < 0 || static_cast<size_t>(peer) >= segment->parts.size() ||
       !segment->parts[peer])
     return {};
@@ -46,15 +46,16 @@ inline std::optional<std::pair<uint64_t, StridedCopy>> one_sided(bool put, nb::h
                        : StridedCopy(near, far, there.item, shape, local_strides, remote_strides));
 }
 
-// Transfers, and the Python objects whose memory they use, which live until a transfer is over. All
-// calls hold the GIL.
+// Transfers, and the Python objects whose memory they use, each retained until its transfer is
+// done. All methods are called with the GIL.
 struct PyTransfers {
-  // by the numbers of worlds, until they are closed
+  // by number of the world, until it is closed
   static inline std::unordered_map<uint64_t, PyTransfers*> open;
 
   uint64_t world;
   std::deque<std::pair<uint64_t, nb::object>> keepalive;
-  Transfers transfers;  // destroyed first, so that nothing is under way when the objects go
+  Transfers
+      transfers;  // destroyed first: it finishes all transfers before the objects are released
 
   PyTransfers(std::shared_ptr<Mesh> mesh, int spins, size_t comm_threads, uint64_t number)
       : world(number), transfers(std::move(mesh), spins, comm_threads) {
@@ -64,7 +65,7 @@ struct PyTransfers {
 
   void release() {
     while (!keepalive.empty() && transfers.done(keepalive.front().first)) {
-      // its end may run Python code that comes back here
+      // its destructor may run Python code that calls this function again
       nb::object last = std::move(keepalive.front().second);
       keepalive.pop_front();
     }

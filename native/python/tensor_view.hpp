@@ -1,4 +1,4 @@
-// The memory and layout of a tensor, read without Python where torch allows it.
+// The memory and layout of a tensor, read without Python if torch has an interface for that.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -19,22 +19,22 @@ namespace weft {
 
 namespace nb = nanobind;
 
-// The table that torch 2.10 and later offer as `Tensor.__dlpack_c_exchange_api__`, in the layout of
-// version 1 of DLPack 1.3.
+// The table `Tensor.__dlpack_c_exchange_api__` of torch 2.10 and later, in the layout of version 1
+// of DLPack 1.3.
 struct Exchange {
   uint32_t major, minor;
   const Exchange* previous;
   void *allocate, *from_tensor, *to_tensor;
-  int (*look)(void* tensor, nb::dlpack::dltensor* out);
+  int (*read)(void* tensor, nb::dlpack::dltensor* out);
 };
 
-// A tensor in memory: its address, its dtype as a number, the bytes of an element, and sizes
-// in elements.
+// The address, dtype (as a number), bytes per element, shape and strides of a tensor; strides count
+// elements.
 class View {
  public:
-  // How to look at tensors from now on: the types of plain ones, and the capsule with torch's
-  // `Exchange`, or None where there is none.
-  static void look_by(nb::typed<nb::tuple, nb::handle, nb::ellipsis> plain, nb::handle api) {
+  // Set the access to tensors: the types that are plain tensors, and the capsule with torch's
+  // `Exchange`, or None if torch has none.
+  static void set_access(nb::typed<nb::tuple, nb::handle, nb::ellipsis> plain, nb::handle api) {
     exchange_ =
         api.is_none()
             ? nullptr
@@ -42,21 +42,21 @@ class View {
     if (PyErr_Occurred()) throw nb::python_error();
     if (exchange_ && exchange_->major != 1) exchange_ = nullptr;
     plain_.clear();
-    for (nb::handle type : plain) plain_.push_back(type.inc_ref());  // held for ever
+    for (nb::handle type : plain) plain_.push_back(type.inc_ref());  // never released
   }
 
   uintptr_t address = 0;
   int64_t dtype = 0;
   size_t item = 0;
-  bool complex = true;  // or not known
+  bool complex = true;  // or unknown
   const int64_t *shape = nullptr, *strides = nullptr;
   size_t dimensions = 0;
 
-  // False for one that has no place in this process's memory, or elements that are no whole number
-  // of bytes.
-  bool look(nb::handle tensor) {
+  // Read the properties of a tensor. False if it is not in this process's memory, or its elements
+  // do not consist of full bytes.
+  bool read(nb::handle tensor) {
     if (exchange_) {
-      if (exchange_->look(tensor.ptr(), &view_)) {
+      if (exchange_->read(tensor.ptr(), &view_)) {
         PyErr_Clear();
         return false;
       }
@@ -82,17 +82,17 @@ class View {
     }
   }
 
-  // False, too, for one that is not plain.
-  bool look_plain(nb::handle tensor) {
+  // As `read`; false also for a tensor of another type than the plain ones.
+  bool read_plain(nb::handle tensor) {
     for (nb::handle type : plain_)
-      if (tensor.type().is(type)) return look(tensor);
+      if (tensor.type().is(type)) return read(tensor);
     return false;
   }
 
-  // Look at a plain one and add its layout, but not its address, to `numbers`: dtype, shape and
-  // strides.
-  bool note(nb::handle tensor, std::vector<int64_t>& numbers) {
-    if (!look_plain(tensor)) return false;
+  // Read a plain tensor and append its layout to `numbers`: dtype, shape and strides, but not its
+  // address.
+  bool add_layout(nb::handle tensor, std::vector<int64_t>& numbers) {
+    if (!read_plain(tensor)) return false;
     numbers.push_back(static_cast<int64_t>(dimensions));
     numbers.push_back(dtype);
     for (const int64_t* all : {shape, strides})
@@ -100,30 +100,30 @@ class View {
     return true;
   }
 
-  // The same, or that there is none.
-  bool note_any(nb::handle tensor, std::vector<int64_t>& numbers) {
+  // The same, or an entry for None.
+  bool add_layout_or_none(nb::handle tensor, std::vector<int64_t>& numbers) {
     if (tensor.is_none()) numbers.push_back(-1);
-    return tensor.is_none() || note(tensor, numbers);
+    return tensor.is_none() || add_layout(tensor, numbers);
   }
 
   bool same_shape(const View& other) const {
     return std::equal(shape, shape + dimensions, other.shape, other.shape + other.dimensions);
   }
 
-  // Whether its elements are not conjugated or negated when they are read.
+  // Whether its values are equal to memory: no lazy negation or conjugation (torch's bits).
   bool reads_as_stored(nb::handle tensor) const {
     static PyObject *const negated = PyUnicode_InternFromString("is_neg"),
                            *const conjugated = PyUnicode_InternFromString("is_conj");
-    auto is = [&](PyObject* what) {
+    auto is = [&](PyObject* method) {
       PyObject* self = tensor.ptr();
-      nb::object found = nb::steal(PyObject_VectorcallMethod(what, &self, 1, nullptr));
+      nb::object found = nb::steal(PyObject_VectorcallMethod(method, &self, 1, nullptr));
       if (!found.is_valid()) throw nb::python_error();
       return found.is(Py_True);
     };
     return !is(negated) && !(complex && is(conjugated));
   }
 
-  // The bytes from the first element to behind the last.
+  // The bytes from the first element to the end of the last one.
   size_t span() const { return span_of(item, dimensions, shape, strides); }
 
  private:
@@ -133,13 +133,13 @@ class View {
   std::vector<int64_t> shape_, strides_;
 };
 
-// Whether autograd records what becomes of a plain tensor: it requires a gradient, and gradients
-// are enabled.
+// Whether autograd records operations on a plain tensor: it requires a gradient, and gradients are
+// enabled.
 inline bool recorded(nb::handle tensor) {
 #ifdef Py_LIMITED_API
   static PyObject* const name = PyUnicode_InternFromString("requires_grad");
   const nb::object found = nb::steal(PyObject_GetAttr(tensor.ptr(), name));
-#else  // without looking for the attribute, which takes as long as the answer
+#else  // without a lookup of the attribute, which takes as long as reading it
   static const PyGetSetDef* const getter = [] {
     nb::object attribute = nb::module_::import_("torch").attr("Tensor").attr("requires_grad");
     return reinterpret_cast<PyGetSetDescrObject*>(attribute.release().ptr())->d_getset;
@@ -151,26 +151,26 @@ inline bool recorded(nb::handle tensor) {
   return nb::cast<bool>(nb::module_::import_("torch").attr("is_grad_enabled")());
 }
 
-// The layouts of plain tensors as a key: dtypes, shapes and strides; None if one of them is not
-// in this process's memory. An item may be None.
+// The layouts of plain tensors as a key: dtypes, shapes and strides; None if one of the tensors is
+// not in this process's memory. An item may be None.
 inline nb::object layouts(nb::handle tensors) {
   View view;
   std::vector<int64_t> numbers;
   numbers.reserve(24);
   for (nb::handle tensor : tensors)
-    if (!view.note_any(tensor, numbers)) return nb::none();
+    if (!view.add_layout_or_none(tensor, numbers)) return nb::none();
   return nb::bytes(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t));
 }
 
-// Copy `count` elements of a matrix, spread over it evenly: the same ones for every matrix of a
-// shape, or all.
+// Copy `count` elements of a matrix, spread over it evenly: the same positions for all matrices of
+// a shape, or all elements.
 template <size_t item>
 void sample(const View& view, size_t count, char* to) {
   const uint64_t rows = view.shape[0], columns = view.shape[1];
   const bool all = count == rows * columns;
   for (uint64_t i = 0; i < count; ++i) {
-    // Multiples of 0.7548… and 0.5698… without their whole parts, which cover a square evenly
-    // (Roberts' sequence).
+    // fractional parts of multiples of 0.7548… and 0.5698…, which cover a square evenly (Roberts'
+    // sequence)
     const uint64_t down = static_cast<uint32_t>(i * 3242174889u),
                    across = static_cast<uint32_t>(i * 2447445414u);
     const uint64_t row = all ? i / columns : down * rows >> 32,
@@ -182,11 +182,11 @@ void sample(const View& view, size_t count, char* to) {
   }
 }
 
-// The state of a tensor in this process's memory, to compare it later: address, layout, and of a
-// matrix `sampled` elements, or all if there are fewer. None for any other tensor.
-inline nb::object seen(nb::handle tensor, size_t sampled) {
+// A fingerprint of a tensor in this process's memory, to compare it later: address, layout, and
+// `sampled` elements of a matrix, or all if there are fewer. None for any other tensor.
+inline nb::object fingerprint(nb::handle tensor, size_t sampled) {
   View view;
-  if (!view.look(tensor)) return nb::none();
+  if (!view.read(tensor)) return nb::none();
   const bool matrix =
       view.address && view.dimensions == 2 && (view.item == 2 || view.item == 4 || view.item == 8);
   const size_t count =

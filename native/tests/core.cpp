@@ -1,5 +1,5 @@
-// The native core on threads instead of processes, so that a sanitizer sees all sides: copies,
-// sums, waits, lanes, lost peers.
+// Tests of the native core, with threads in place of processes so that a sanitizer sees all ranks:
+// copies, sums, waits, lanes, lost peers.
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -12,7 +12,7 @@
 #include <limits>
 #include <random>
 
-#include "execute/backlog.hpp"
+#include "execute/deferred_work.hpp"
 #include "kernels/copy.hpp"
 #include "execute/binding.hpp"
 #include "execute/executor.hpp"
@@ -62,7 +62,7 @@ void test_several_targets() {
     Target targets[] = {{one.data() + 3, bytes, bytes},
                         {src.data(), bytes, 0},
                         {other.data() + 1, bytes, 3 * bytes, Reader::peers}};
-    std::vector<char> wanted = src;  // the source may be among them
+    std::vector<char> wanted = src;  // the source may be a target, too
     for (int time = 0; time < 4; ++time) {
       copy_rows(targets, 3, src.data(), bytes, 1, bytes);
       CHECK(src == wanted && !std::memcmp(one.data() + 3, wanted.data(), bytes) &&
@@ -83,11 +83,12 @@ void test_transposing() {
     for (size_t c = 0; c < columns; ++c) CHECK(dst[c * rows + r] == src[r * columns + c]);
 }
 
-// The first operand is what is made of the others; it is part of `whole` bytes, and copied to more
-// targets.
+// Reduce the other operands into the first one, which is part of `total_bytes` written bytes, and
+// copy the result to more targets.
 void reduce(Combine combine, const std::vector<Rows>& operands, size_t rows, size_t columns,
-            int ranks, size_t whole = 0, const Target* copies = nullptr, size_t count = 0) {
-  std::vector<Target> targets{{const_cast<char*>(operands[0].base), operands[0].stride, whole}};
+            int ranks, size_t total_bytes = 0, const Target* copies = nullptr, size_t count = 0) {
+  std::vector<Target> targets{
+      {const_cast<char*>(operands[0].base), operands[0].stride, total_bytes}};
   targets.insert(targets.end(), copies, copies + count);
   reduce_rows(combine, operands[0].dtype, {operands.begin() + 1, operands.end()}, rows, columns,
               ranks, targets.data(), targets.size());
@@ -97,7 +98,7 @@ void test_sums() {
   std::mt19937 random(2);
   std::uniform_real_distribution<float> uniform(-1, 1);
   constexpr size_t rows = 3, columns = 2500;
-  // the sum, then what is added
+  // the sum, then its terms
   std::vector<std::vector<float>> all(5, std::vector<float>(rows * columns));
   std::vector<Rows> places;
   for (auto& numbers : all) {
@@ -114,19 +115,20 @@ void test_sums() {
   reduce(Combine::sum, places, rows, columns, 4, 0, copies, 2);
   CHECK(copy == all[0] && all[2] == all[0]);
   const std::vector<float> one_before = all[3];
-  // of two, elsewhere and over one of them
+  // of two sources, into other memory and in place
   reduce(Combine::sum, {places[0], places[3], places[4]}, rows, columns, 2);
   reduce(Combine::max, {places[3], places[3], places[4]}, rows, columns, 2);
   for (size_t i = 0; i < rows * columns; ++i)
     CHECK(all[0][i] == one_before[i] + all[4][i] &&
           all[3][i] == std::max(one_before[i], all[4][i]));
-  size_t many = (size_t{9} << 20) / 4;  // written past the caches
+  size_t many = (size_t{9} << 20) / 4;  // written by non-temporal stores
   std::vector<float> left(many, 1), right(many, 2), total(many), twice(many);
-  auto whole = [&](std::vector<float>& x) {
+  auto one_row = [&](std::vector<float>& x) {
     return Rows{reinterpret_cast<char*>(x.data()), many * 4, Dtype::float32};
   };
   Target again{reinterpret_cast<char*>(twice.data()), many * 4, 2 * many * 4};
-  reduce(Combine::avg, {whole(total), whole(left), whole(right)}, 1, many, 2, many * 4, &again, 1);
+  reduce(Combine::avg, {one_row(total), one_row(left), one_row(right)}, 1, many, 2, many * 4,
+         &again, 1);
   for (size_t i = 0; i < many; ++i) CHECK(total[i] == 1.5f && twice[i] == 1.5f);
   uint16_t one = 0x3f80, tiny = 0x3b80, sum = 0, nan = 0x7fc1;  // bfloat16: 1, 1/256 and a NaN
   auto place = [](uint16_t& x) { return Rows{reinterpret_cast<char*>(&x), 2, Dtype::bfloat16}; };
@@ -138,7 +140,7 @@ void test_sums() {
   CHECK((sum & 0x7fff) > 0x7f80);
 }
 
-// Sums of integers that are too large begin again from below, as torch's do.
+// Sums of integers that are too large wrap, as torch's do.
 template <class T>
 void test_wrapping_sums(Dtype dtype) {
   std::vector<T> most(100, std::numeric_limits<T>::max()), sum(100);
@@ -151,8 +153,8 @@ void test_wrapping_sums(Dtype dtype) {
   CHECK(sum == std::vector<T>(100, std::numeric_limits<T>::max() - 2));
 }
 
-// What the processor's instructions make of 16-bit numbers is what the arithmetic without them
-// makes, to the bit.
+// The conversion instructions of the processor and integer arithmetic give the same bits of 16-bit
+// numbers.
 void test_conversions() {
   auto rows = [](auto& x, Dtype dtype) {
     return Rows{reinterpret_cast<char*>(x.data()), 0, dtype};
@@ -165,11 +167,11 @@ void test_conversions() {
   for (size_t i = 0; i < halves.size(); ++i)
     CHECK(bits_as<uint32_t>(wide[i]) == bits_as<uint32_t>(widen(halves[i])));
   std::mt19937 random(4);
-  // each half, what lies midway to the next one, their neighbours, and anything
+  // each half, the middle to the next one, numbers close to both, and random bits
   for (float half : wide)
     for (uint32_t above : {0u, 0xfffu, 0x1000u, 0x1001u, 0x1fffu, uint32_t(random())})
       numbers.push_back(bits_as<float>(bits_as<uint32_t>(half) + above));
-  // all that is tiny, in steps
+  // subnormal and other tiny numbers
   for (uint32_t i = 0; i < 1 << 20; ++i) numbers.push_back(bits_as<float>(0x32000000u + i * 64));
   narrowed.resize(numbers.size());
   reduce(Combine::sum, {rows(narrowed, Dtype::float16), rows(numbers, Dtype::float32)}, 1,
@@ -180,7 +182,7 @@ void test_conversions() {
         narrow<Float16>(65520.f).bits == 0x7c00);
 }
 
-// What a team is found by, as OpenMP's libraries have it, but on threads that a sanitizer knows.
+// The functions of an OpenMP library by which teams run, but with threads that a sanitizer tracks.
 thread_local int team_number = 0, team_count = 1;
 std::atomic<int> regions{0};
 
@@ -188,9 +190,9 @@ extern "C" {
 int omp_get_thread_num() { return team_number; }
 int omp_get_num_threads() { return team_count; }
 int omp_get_max_threads() { return 1; }
-void GOMP_parallel(void (*run)(void*), void* given, unsigned threads, unsigned) {
+void GOMP_parallel(void (*run)(void*), void* argument, unsigned threads, unsigned) {
   auto take_part = [=](int number) {
-    team_number = number, team_count = static_cast<int>(threads), run(given), team_number = 0,
+    team_number = number, team_count = static_cast<int>(threads), run(argument), team_number = 0,
     team_count = 1;
   };
   std::vector<std::thread> others;
@@ -201,7 +203,8 @@ void GOMP_parallel(void (*run)(void*), void* given, unsigned threads, unsigned) 
 }
 }
 
-// Any number of threads makes what one makes, and touches nothing between or beside.
+// Any number of threads gives the result of one thread, and writes nothing between or next to the
+// rows.
 void test_teams() {
   std::mt19937 random(5);
   std::vector<char> a(300'000), b(a.size());
@@ -252,7 +255,7 @@ void test_teams() {
       set_team_size(threads);
       make();
       CHECK(!std::memcmp(alone.data(), made.data(), made.size()));
-      // nothing can be looked up in a program that is linked statically
+      // functions cannot be looked up in a program that is linked statically
       CHECK(regions > before || team_size() == 1);
     }
   }
@@ -295,8 +298,8 @@ Instruction signal(Op op, Counter& counter, uint32_t index, int source, uint64_t
   return i;
 }
 
-// A push all-gather of one row of `n` numbers, handed back by credits: lane 0 waits and checks,
-// lane 1 sends.
+// A push all-gather of one row of `n` numbers, with a signal when a row is free again: lane 0 waits
+// and checks, lane 1 sends.
 void test_lanes(int ranks, int calls) {
   constexpr int n = 1000;
   Host host(ranks, ranks * n * sizeof(int));
@@ -319,8 +322,8 @@ void test_lanes(int ranks, int calls) {
         program.lanes[1].push_back(signal(Op::notify, executor.counter(p, arrived(r)), 0, 0, 0));
         program.lanes[0].push_back(
             signal(Op::wait, executor.counter(r, arrived(p)), arrived(p), p, 1));
-        program.promised.push_back({arrived(p), 1});
-        program.promised.push_back({free(p), 1});
+        program.growth.push_back({arrived(p), 1});
+        program.growth.push_back({free(p), 1});
       }
       program.lanes[0].push_back({Op::pause, {}});
       for (int p = 0; p < ranks; ++p)
@@ -363,8 +366,8 @@ void test_lanes(int ranks, int calls) {
   for (auto& thread : threads) thread.join();
 }
 
-// Ranks that synchronize, four of them by pairs and then across, and read each other's eager
-// buffers, which no signal gives free. Two swap theirs in every other execution.
+// Ranks that synchronize, four of them in two levels, and read each other's eager buffers, of which
+// no signal reports that they are free. Two ranks swap theirs in every second pair of executions.
 void test_eager(int ranks, int calls) {
   constexpr int n = 500;
   Host host(ranks, 64);
@@ -381,7 +384,7 @@ void test_eager(int ranks, int calls) {
         const int peer = r ^ step;
         lane.push_back(signal(Op::notify, executor.counter(peer, r), 0, 0, 0));
         lane.push_back(signal(Op::wait, executor.counter(r, peer), peer, peer, 1));
-        program.promised.push_back({peer, 1});
+        program.growth.push_back({peer, 1});
       }
       const uint32_t out = 1 + ranks;
       for (int p = 0; p < ranks; ++p)
@@ -434,15 +437,15 @@ void test_a_wait_ends_early() {
     host.meshes[1]->abort({"KeyError", 1, "gone"});
     host.meshes[1].reset();
   });
-  execution.digest = other.said.digest;
+  execution.digest = other.text.digest;
   CHECK(executor.run(program, 0, 0) == -1 && execution.failures[0].status == WaitStatus::failed);
   CHECK(host.meshes[0]->failure().kind == "KeyError" && host.meshes[0]->failure().culprit == 1);
   killer.join();
 }
 
-// A lane that ends early ends the waits of its rank's other lanes, for whatever they wait.
+// A lane that ends early ends all waits of its rank's other lanes.
 void test_lanes_end_together() {
-  // lane 0 waits for its own rank's lane 1, or for a peer that is there
+  // lane 0 waits for its own rank's lane 1, or for a peer that has not left
   for (int source : {0, 2}) {
     Host host(3, 64);
     Executor& executor = *host.executors[0];
@@ -458,14 +461,14 @@ void test_lanes_end_together() {
           execution.failures[1].source == 1);
     executor.lane_thread.join(program);
     executor.begin(program, 1'000'000);
-    // not of the call before
+    // the end of the previous call has no effect
     CHECK(executor.run(program, 0, 0) == -1 && execution.failures[0].status == WaitStatus::timeout);
   }
 }
 
-// A peer may raise a counter and leave between the waiter's look at the counter and its look at who
-// is there.
-void test_what_was_raised_before_leaving_counts() {
+// A peer may raise a counter and leave after a wait has read the counter and before it checks
+// whether the peer has left.
+void test_increments_before_leaving_count() {
   Counter counter{};
   auto never = [] { return false; };
   auto raise_and_leave = [&] { return add(counter, 1), true; };
@@ -477,8 +480,8 @@ void test_what_was_raised_before_leaving_counts() {
   CHECK(!wait_for(3));
 }
 
-// Every shape, order and gap of dimensions against one element at a time; nothing between the
-// elements is touched.
+// Random shapes, orders and gaps of dimensions, compared with copies of single elements; memory
+// between the elements is unchanged.
 void test_strided_copies() {
   std::mt19937 random(3);
   auto below = [&](size_t n) { return static_cast<size_t>(random() % n); };
@@ -522,8 +525,8 @@ void test_strided_copies() {
   StridedCopy(nullptr, nullptr, 4, {3, 0}, {0, 1}, {0, 1}).run();
 }
 
-// Two threads submit far more than may be under way; each transfer reads what the one before it
-// wrote.
+// Two threads submit more transfers than may be outstanding; each transfer reads the data that the
+// previous one wrote.
 void test_transfers() {
   Host host(2, 64);
   constexpr int n = 5000;
@@ -558,8 +561,8 @@ void test_transfers() {
         target == 0 && !transfers.copy(copy));
 }
 
-// A producer and a consumer hand a slot back and forth; what is in it is plain memory, so a
-// sanitizer sees a missing order.
+// A producer and a consumer use a slot alternately. It is plain memory, so a sanitizer detects
+// accesses without an order.
 void test_signal_arrays() {
   Host host(2, 8 * sizeof(Counter));
   int mailbox = 0;
@@ -596,64 +599,64 @@ void test_signal_arrays() {
         !arrays[1].add(0, {0, 1, 1}, 1));
 }
 
-// Which way to write is learnt from how long each takes, and learnt anew when that changes.
-void test_stores_learn() {
-  Learnt learnt;
-  // how many of so many copies went past the caches
-  auto past = [&](float through, float past, int copies) {
+// The kind of stores is selected by the measured times of both, and again when the times change.
+void test_adaptive_stores() {
+  AdaptiveStores stores;
+  // number of copies with non-temporal stores, if each kind takes this time per byte
+  auto streamed = [&](float temporal, float non_temporal, int copies) {
     int found = 0;
     for (int copy = 0; copy < copies; ++copy) {
-      learnt.begin(size_t{64} << 10);
-      found += learnt.past();
-      // the first finds new memory
-      learnt.took((learnt.past() ? past : through) * (copy ? 1 : 20));
+      stores.begin(size_t{64} << 10);
+      found += stores.non_temporal();
+      // the first copy has page faults
+      stores.record((stores.non_temporal() ? non_temporal : temporal) * (copy ? 1 : 20));
     }
     return found;
   };
-  CHECK(past(0.05f, 0.05f, 3000) < 60);    // threads of a core
-  CHECK(past(0.6f, 0.05f, 3000) > 2700);   // distant cores, from now on
-  CHECK(past(0.05f, 0.08f, 3000) < 1100);  // until that is tried again
-  CHECK(past(0.06f, 0.04f, 3000) < 60);    // the peer would lose more
+  CHECK(streamed(0.05f, 0.05f, 3000) < 60);    // threads of one core
+  CHECK(streamed(0.6f, 0.05f, 3000) > 2700);   // distant cores from now on
+  CHECK(streamed(0.05f, 0.08f, 3000) < 1100);  // near cores: found at the next trial
+  CHECK(streamed(0.06f, 0.04f, 3000) < 60);    // the peer would lose more than this rank gains
 }
 
-// Whoever comes for a call begins it, and the watcher those for which nobody comes, however deep it
-// rests by then.
-void test_backlog() {
-  Backlog backlog;
+// A thread that waits for a call begins it; the progress thread begins calls for which no thread
+// waits, also if it sleeps by then.
+void test_deferred_work() {
+  DeferredWork work;
   std::mutex mutex;
   int left = 0;
   auto take = [&] {
     std::lock_guard lock(mutex);
-    for (; left; --left) backlog.begin();
+    for (; left; --left) work.begin();
   };
   auto issue = [&] {
     std::lock_guard lock(mutex);
     ++left;
-    backlog.issue();
+    work.issue();
   };
-  auto nothing_is_left = [&] {
+  auto all_begun = [&] {
     std::lock_guard lock(mutex);
     return !left;
   };
-  std::thread watcher([&] {
-    while (backlog.due()) take();
+  std::thread progress([&] {
+    while (work.due()) take();
   });
   for (int round = 0; round < 30; ++round) {
     for (int i = 0; i < 1000; ++i) issue(), take();
-    if (round % 3 == 0) usleep(5000);  // it rests
+    if (round % 3 == 0) usleep(5000);  // the progress thread sleeps without a limit by then
     issue();
-    if (round % 2) backlog.hurry();
-    while (!nothing_is_left()) std::this_thread::yield();
+    if (round % 2) work.hurry();
+    while (!all_begun()) std::this_thread::yield();
   }
-  backlog.begin();  // what is over before it could be issued
-  backlog.issue();
-  backlog.close();
-  watcher.join();
+  work.begin();  // a call may end before its issue is counted
+  work.issue();
+  work.close();
+  progress.join();
 }
 
 int main() {
-  test_backlog();
-  test_stores_learn();
+  test_deferred_work();
+  test_adaptive_stores();
   test_copies();
   test_several_targets();
   test_transposing();
@@ -670,7 +673,7 @@ int main() {
   test_eager(4, 500);
   test_a_wait_ends_early();
   test_lanes_end_together();
-  test_what_was_raised_before_leaving_counts();
+  test_increments_before_leaving_count();
   test_strided_copies();
   test_transfers();
   test_signal_arrays();

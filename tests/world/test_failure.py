@@ -63,7 +63,7 @@ def die_at(world, algorithm, lane, done):
         part = HostProgram(
             engine(world), dataclasses.replace(plan, lanes=tuple(lanes)), tensors, {}
         )
-        part.compiled.say(call)
+        part.compiled.set_call_text(call)
         part.run(tensors, plan.pieces, {"out": torch.eye(4)})
         for rank in range(world.ranks):
             world.peer(death, rank)[0] = time.monotonic()

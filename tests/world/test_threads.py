@@ -100,7 +100,7 @@ def moves(world, dtype, *counts):
 
 
 def everything(world):
-    _native.let_teams(True)  # as if there were enough cores
+    _native.allow_teams(True)  # as if there were enough cores
     # more than cores: a library's idle threads then leave the cores to others
     sums(world, torch.float32, 3, 8)
     sums(world, torch.bfloat16, 4)
@@ -116,7 +116,7 @@ def test_any_number_of_threads_makes_the_same_bits(ranks):
 
 
 def one_sided(world):
-    _native.let_teams(True)
+    _native.allow_teams(True)
     own, memory = numbers(torch.int32, 300, 1001), world.empty(300, 1001, dtype=torch.int32)
     views = [
         lambda t: t,
@@ -197,7 +197,7 @@ def additional_threads(world, kind, threads):
 
 
 def sharing(world, kind, threads):
-    _native.let_teams(True)
+    _native.allow_teams(True)
     return additional_threads(world, kind, threads)
 
 
@@ -276,7 +276,7 @@ def test_comm_threads_are_a_positive_number(threads):
 def forks(world):
     memory, own = world.empty(1 << 20), torch.randn(1 << 20)
     torch.set_num_threads(3)
-    _native.let_teams(True)
+    _native.allow_teams(True)
     weft.put(memory, own, 0)
     child = os.fork()
     if not child:

@@ -98,7 +98,7 @@ class Engine(ABC):
         values that must be equal on all ranks.
         """
         program = self.program(plan, tensors, rows)
-        program.compiled.say(call)
+        program.compiled.set_call_text(call)
         program.run(tensors, rows, {}, timeout=timeout)
 
     def program(

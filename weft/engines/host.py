@@ -222,7 +222,7 @@ class HostProgram(Program):
             lane = self.compiled.stopped
         status, index, source, expected, actual = self.compiled.wait_failure(lane)
         purpose = self.describe_wait(lane, index, self.compiled.call, source, expected, actual)
-        if status == _native.WaitStatus.unread:
+        if status == _native.WaitStatus.unreadable:
             why = (
                 f"{os.strerror(actual)}; with WEFT_READ_PEERS=0 large tensors are staged in shared "
                 "memory instead"

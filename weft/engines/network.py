@@ -61,7 +61,7 @@ class NetworkEngine(HostEngine):
 
     def agree(self, call: str) -> None:
         program = self.program(barrier(self.world.levels, "agree"), {})
-        program.compiled.say(call)
+        program.compiled.set_call_text(call)
         program.run_locked({}, (), {})
 
 

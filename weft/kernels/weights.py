@@ -67,8 +67,8 @@ class PackedWeight:
         base, version = self._base, self.source._version if self._counted else 0
         return (
             version,
-            _native.seen(self.source, _SAMPLED),
-            None if base is None else _native.seen(base, 0),
+            _native.fingerprint(self.source, _SAMPLED),
+            None if base is None else _native.fingerprint(base, 0),
         )
 
     def check_unchanged(self) -> None:

@@ -201,9 +201,9 @@ class Messages(Progress):
             return
         self.pending = not self.pending
         if self.pending:
-            self.backlog.issue()
+            self.deferred.issue()
         else:
-            self.backlog.begin()
+            self.deferred.begin()
 
     def _is_pending(self) -> bool:
         return bool(self.incoming) or any(self.outstanding)

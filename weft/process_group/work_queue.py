@@ -110,7 +110,7 @@ class Work(dist.Work):
             if self.done:
                 return False
             self.callbacks.append(call)
-        self.progress.backlog.hurry()  # no thread is about to wait for it
+        self.progress.deferred.hurry()  # no thread is about to wait for it
         return True
 
     def _advance(self, seconds: float | None) -> None:
@@ -191,7 +191,7 @@ class Progress(ABC):
     """
 
     def __init__(self, name: str, world: World) -> None:
-        self.world, self.backlog = world, _native.Backlog()
+        self.world, self.deferred = world, _native.DeferredWork()
         self.callback_threads: list[ThreadPoolExecutor] = []
         self.callback_threads_lock = threading.RLock()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -242,7 +242,7 @@ class Progress(ABC):
 
     def close(self) -> None:
         """End the threads, after the callbacks of finished works."""
-        self.backlog.close()
+        self.deferred.close()
         # in a signal handler the thread may wait for the interrupted call; it ends after that
         if self.thread.ident is not None and not self.current_call():
             self.thread.join()
@@ -251,7 +251,7 @@ class Progress(ABC):
 
     def _run(self) -> None:
         _native.set_team_size(1)  # it runs concurrently with the computation of its callers
-        while self.backlog.due():
+        while self.deferred.due():
             self.run_pending()
         _running.discard(self)
 
@@ -302,7 +302,7 @@ class WorkQueue(Progress):
             self.world.check()
         work = Work(tensors, self)
         self.issued.append((work, call, args))
-        self.backlog.issue()
+        self.deferred.issue()
         return work
 
     def advance(self, work: Work, seconds: float | None) -> None:
@@ -343,7 +343,7 @@ class WorkQueue(Progress):
         it ends the work, is raised here, and closes the world, as peers may have run the work.
         """
         work, self.running, args = self.issued.popleft()
-        self.backlog.begin()
+        self.deferred.begin()
         try:
             self.running(*args)
         except BaseException as error:

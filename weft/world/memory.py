@@ -57,7 +57,7 @@ segments: WeakValueDictionary[int, Segment] = WeakValueDictionary()
 LOOK = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 """The interface by which native code reads a tensor's metadata; None in torch 2.9."""
 
-_native.look_by(PLAIN, LOOK)
+_native.set_tensor_access(PLAIN, LOOK)
 
 layouts = _native.layouts
 """Layouts of plain CPU tensors (dtypes, shapes, strides); None if any is not one."""
@@ -70,7 +70,7 @@ def find(tensor: torch.Tensor) -> Segment | None:
     if not (tensor.is_cpu or tensor.is_cuda):
         return None
     found = segments.get(tensor.untyped_storage().data_ptr())
-    return _native.around(tensor.data_ptr()) if found is None and tensor.is_cpu else found
+    return _native.segment_containing(tensor.data_ptr()) if found is None and tensor.is_cpu else found
 
 
 def offset(tensor: torch.Tensor, segment: Segment, rank: int) -> int:

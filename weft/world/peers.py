@@ -136,7 +136,7 @@ class Peers:
         self.mesh = mesh
         here = [info for info in infos if info.host == infos[rank].host]
         cores = _all_cores(here)
-        _native.let_teams(sum(info.threads for info in here) <= cores)
+        _native.allow_teams(sum(info.threads for info in here) <= cores)
         # some microseconds; the scheduler may put two ranks on one core
         self.spins = 200 if len(here) <= cores else 0
         try:
@@ -260,7 +260,7 @@ class Peers:
                 send(self, peer, self.staging_reason, file, doing)
             else:
                 # its state arrives by messages, and is kept in a local part without counters
-                parts[peer], _ = self._mapping(_native.Executor.said_bytes)
+                parts[peer], _ = self._mapping(_native.Executor.header_bytes)
         for peer in filter(self.same_host, self.others):
             staged, theirs = receive(
                 self, peer, doing, f"for rank {peer} (pid {self.pids[peer]}) {doing}"
