@@ -62,14 +62,14 @@ Binding::Binding(Program& program, const std::vector<size_t>& rows,
   for (uint32_t number = 0; number < program.buffers.size(); ++number) {
     const Buffer& buffer = program.buffers[number];
     if (buffer.role != Role::workspace && buffer.role != Role::eager) continue;
-    size_t most = 0;
+    size_t most = 0;  // rows of the rank that has most of them
     for (uint32_t layout : buffer.layouts) most = std::max(most, sums_[layout].back());
     size_t& end = buffer.role == Role::eager ? eager_ : workspace_;
-    const size_t unit = buffer.role == Role::eager ? sizeof(Counter) : kPage;
-    offsets_[number] = end;
+    const size_t unit = buffer.role == Role::eager ? sizeof(Counter) : kPage;  // W2
+    offsets_[number] = end;                                                    // W1
     end += (most * columns(number) * buffer.itemsize + unit - 1) / unit * unit;
   }
-  if (eager_ > Program::kEager)
+  if (eager_ > Program::kEager)  // W4
     throw std::invalid_argument("eager buffers have " + std::to_string(Program::kEager) +
                                 " bytes on a rank; the plan needs " + std::to_string(eager_));
   placed_.reserve(program.slots.size());
@@ -89,7 +89,7 @@ Binding::Binding(Program& program, const std::vector<size_t>& rows,
   for (const auto& lane : program.lanes)
     for (const Instruction& i : lane) {
       for (size_t at = 0; at < i.operands.size(); ++at)
-        // only the source of a copy may be unmapped
+        // W5
         if (unmapped_owner(i.operands[at]) >= 0 && (i.op != Op::copy || at == 0))
           not_symmetric(program.buffer(i.operands[at]));
       if (i.counts_as_output)

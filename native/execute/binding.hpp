@@ -1,4 +1,15 @@
 // Block sizes and addresses of a program for one call. Plans have no sizes; a binding adds them.
+//
+// W1  A buffer of the workspace, or of the eager buffers, has the same offset on all ranks: offsets
+//     follow from the plan and from sizes on which ranks agree. So an offset is enough to access a
+//     peer's buffer.
+// W2  Buffers of the workspace begin at pages, eager buffers at cache lines.
+// W3  All plans of a world share one workspace, each with its own offsets. So a plan accesses it
+//     only after all accesses of earlier plans, on all ranks; weft/plan/happens_before.py proves it
+//     (`check_workspaces`).
+// W4  The eager buffers of a plan have at most Program::kEager bytes on a rank.
+// W5  Only the source of a copy may be unmapped: any other access to a peer's tensor needs its
+//     memory.
 #pragma once
 
 #include <string>

@@ -1,5 +1,11 @@
 // Counts of issued and started calls of a deferred-work queue, by which its progress thread decides
 // when to execute calls itself.
+//
+// D1  No issued call is forgotten. `issue` raises `issued_`, then reads `resting_`; `rest` sets
+//     `resting_`, then reads `issued_`. All four are sequentially consistent, so at least one of
+//     the threads sees the other.
+// D2  `started_` may be ahead of `issued_` for a moment, since a call may end before its issue is
+//     counted. So the counts are compared for equality only.
 #pragma once
 
 #include <atomic>
@@ -65,7 +71,7 @@ class DeferredWork {
     wake(doorbell_);
   }
 
-  // Sleep until a call is issued. Either this thread sees the call, or its issuer sees `resting_`.
+  // Sleep until a call is issued (D1).
   void rest(uint64_t rings) {
     resting_.store(true, std::memory_order_seq_cst);
     if (issued_.load(std::memory_order_seq_cst) == started_.load(std::memory_order_seq_cst))

@@ -52,13 +52,14 @@ void Executor::begin(Program& program, int64_t timeout) {
         execution.targets[lane].resize(instructions.size());
     for (size_t at = 0; at < instructions.size(); ++at)
       if (const Instruction& i = instructions[at]; i.op == Op::wait)
-        execution.targets[lane][at] = base_[i.index] + i.count;
+        execution.targets[lane][at] = base_[i.index] + i.count;  // X2
   }
-  // the waits of the next call count from here
+  // X2: the waits of the next call count from here
   for (auto [index, count] : program.growth) base_[index] += count;
 }
 
 EagerOffset Executor::next_eager(const Program& program) {
+  static_assert(Program::kEagerSets == 2);  // E1: as many sets as ranks may be executions apart
   const bool swapped =
       program.swaps_eager() && within_host && eager_count_ / Program::kEagerSets % 2;
   return {eager_count_++ % Program::kEagerSets * Program::kEager, swapped ? ~size_t{0} : 0};
@@ -71,8 +72,7 @@ int Executor::run(Program& program, size_t lane, int at) {
   if (!within_host && lane == 0 && at == 0) set(calls.under_way(rank_), execution.call);
   mark_link_ready(execution, lane);
   while (true) {
-    // a peer that has closed the world may have overwritten the rows before they were read
-    if (at && instructions[at - 1].reads_peer_tensor && calls.closed()) {
+    if (at && instructions[at - 1].reads_peer_tensor && calls.closed()) {  // X5
       lost(execution, lane, at - 1, rank_);
       return -1;
     }
@@ -91,11 +91,11 @@ int Executor::run(Program& program, size_t lane, int at) {
         }
         break;
       case Op::notify:
-        instruction.counter->call.store(execution.mark, std::memory_order_relaxed);
+        instruction.counter->call.store(execution.mark, std::memory_order_relaxed);  // S5
         add(*instruction.counter, 1);
         break;
       case Op::wait:
-        if (!wait(execution, lane, at, instruction)) return -1;
+        if (!wait(execution, lane, at, instruction)) return -1;  // X4
         break;
       case Op::pause:
         if (instruction.operands.empty() || execution.binding->rows(instruction.operands[0]))
@@ -194,7 +194,7 @@ bool Executor::wait(Execution& execution, size_t lane, int at, const Instruction
   const Counter& counter = *instruction.counter;
   const bool had_to_wait = link.on() && counter.value.load() < expected;
   const bool first = source != rank_ && !execution.agreed[lane][source];
-  const auto same_call = [&] {
+  const auto same_call = [&] {  // X3, by S5
     return instruction.count && counter.call.load(std::memory_order_relaxed) == execution.mark;
   };
   if (spin(counter, Compare::greater_equal, expected, spins_) && (!first || same_call())) {
@@ -220,14 +220,14 @@ bool Executor::wait(Execution& execution, size_t lane, int at, const Instruction
   const int64_t deadline = now() + execution.timeout;
   bool arrived = wait_until(*instruction.counter, Compare::greater_equal, expected, spins_,
                             deadline, interrupted, gone, yields);
-  // A signal of a peer that has not started this call belongs to another call, made in place of an
-  // earlier one of this rank. It does not count here, and the peer detects that the calls differ.
+  // X3: by H1 a signal of a peer that has not started this call belongs to another call, made in
+  // place of an earlier one of this rank. The peer detects that the calls differ.
   while (arrived && first && instruction.count && within_host &&
          !calls.started(source, execution.call)) {
     arrived = !interrupted() && !gone() && now() < deadline;
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
-  if (arrived && first) {
+  if (arrived && first) {  // X3, by the headers
     if (calls.mismatch(source, execution.call, execution.digest))
       arrived = false, status = WaitStatus::mismatch;
     else if (instruction.count)
@@ -273,7 +273,7 @@ void Executor::run(const LaneThread::Job& job) {
   const WaitFailure& failure = job.program->execution.failures[job.lane];
   // This lane waited too long for another lane of its rank, which reports its own cause.
   if (failure.status == WaitStatus::timeout && failure.source == rank_) return;
-  stop(*job.program, job.lane);  // other lanes may wait for signals of this one
+  stop(*job.program, job.lane);  // X4: other lanes may wait for signals of this one
 }
 
 }  // namespace weft

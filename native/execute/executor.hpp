@@ -1,4 +1,16 @@
 // The interpreter of a rank's programs.
+//
+// X1  One thread at a time makes calls, and all ranks begin the same calls in the same order.
+// X2  An execution raises each counter of a rank by the same number, its `growth`. So every rank
+//     knows the value from which an execution counts: the sum of the growth of all earlier ones.
+//     The values that waits wait for are fixed when a call begins, so several calls may be
+//     outstanding.
+// X3  A signal counts only if the rank that raised it makes the same call. The first wait of a lane
+//     for a peer checks that: by the counter's mark (S5), or by the headers of both calls (H1).
+// X4  After a wait that ended early, no further instruction of its lane is executed, and the waits
+//     of this rank's other lanes end too.
+// X5  Rows of a peer's tensor count only if no peer had closed the world after they were read:
+//     otherwise their owner may have overwritten them before.
 #pragma once
 
 #include <pthread.h>
@@ -71,7 +83,7 @@ class Executor {
   bool tracing = false;
 
  private:
-  // The eager buffers of the next execution with eager buffers.
+  // The eager buffers of the next execution with eager buffers (E1, E3).
   EagerOffset next_eager(const Program& program);
   static size_t counters_end(size_t ranks) {
     return Calls::kBytes + kNames * ranks * sizeof(Counter);
@@ -87,9 +99,9 @@ class Executor {
   std::shared_ptr<Mesh> mesh_;
   std::shared_ptr<Segment> control_;
   int rank_, ranks_, spins_;
-  std::atomic<pthread_t> user_{};  // the thread that makes a call
+  std::atomic<pthread_t> user_{};  // the thread that makes a call (X1)
   std::atomic<bool> ending_{false};
-  std::vector<uint64_t> base_;  // sum of the growth of earlier executions, by counter
+  std::vector<uint64_t> base_;  // sum of the growth of earlier executions, by counter (X2)
   size_t eager_count_ = 0;      // number of executions with eager buffers
 
  public:

@@ -43,7 +43,7 @@ LaneThread::~LaneThread() {
 }
 
 void LaneThread::start(Job job) {
-  std::vector<Job> over;  // released after the lock
+  std::vector<Job> over;  // L2: released after the lock
   std::lock_guard lock(mutex_);
   if (!thread_.joinable()) thread_ = std::thread(&LaneThread::work, this);
   jobs_.push_back(std::move(job));
@@ -52,7 +52,7 @@ void LaneThread::start(Job job) {
 }
 
 bool LaneThread::join(const Program& program, double seconds) {
-  std::vector<Job> over;  // released after the lock
+  std::vector<Job> over;  // L2: released after the lock
   std::unique_lock lock(mutex_);
   const bool joined = changed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] {
     return std::none_of(jobs_.begin(), jobs_.end(),
@@ -74,7 +74,7 @@ void LaneThread::work() {
     lock.unlock();
     run_(job);
     lock.lock();
-    if (jobs_.front().retained) done_.push_back(std::move(jobs_.front()));
+    if (jobs_.front().retained) done_.push_back(std::move(jobs_.front()));  // L2
     jobs_.pop_front();
     changed_.notify_all();
   }

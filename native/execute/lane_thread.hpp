@@ -1,4 +1,8 @@
 // The thread that runs lanes concurrently with the caller, one after the other.
+//
+// L1  Jobs run in the order in which they are started.
+// L2  The objects that a job retains are released only after the job, and never on the lane thread
+//     or under the lock: their destructors may run Python code.
 #pragma once
 
 #include <condition_variable>
@@ -19,7 +23,7 @@ class LaneThread {
   struct Job {
     Program* program;
     size_t lane;
-    // objects that the program needs; released on a thread that starts, joins or ends jobs
+    // objects that the program needs (L2)
     std::shared_ptr<void> retained = {};
   };
 
@@ -43,7 +47,7 @@ class LaneThread {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Job> jobs_;   // the first one is being executed
-  std::vector<Job> done_;  // with objects that are to be released
+  std::vector<Job> done_;  // with objects to be released by the next `start` or `join` (L2)
   bool stopping_ = false;
   std::thread thread_;
 };

@@ -1,4 +1,28 @@
 // One rank's part of a plan, compiled: instructions on slots and blocks instead of names.
+//
+// P1  An instruction that `follows` copies the rows that the first instruction of its pass copies
+//     or computes. So the rows are read from memory once, and written to all targets of the pass.
+// P2  A rank reads a peer's tensor only by instructions with `reads_peer_tensor`, after each of
+//     which the executor checks that no peer had closed the world (X5).
+//
+// Eager buffers: kEager bytes on each rank, kEagerSets times, at the end of every control segment.
+// A call here is an execution with eager buffers; n counts them.
+//
+//     call n              0    1    2    3    4    5    6    7    8
+//     set                 0    1    0    1    0    1    0    1    0
+//     more than 2 ranks   A0   A1   A0   A1   A0   A1   A0   A1   A0    A: the rank's own buffers
+//     2 ranks             A0   A1   B0   B1   A0   A1   B0   B1   A0    B: the other rank's
+//
+// E1  A set is used in call n only after all ranks have ended call n - 2, which used it before. A
+//     rank ends call n - 1 only after all ranks have begun it (E2), and they had ended call n - 2
+//     by then. So no signal reports that a buffer is free.
+// E2  No rank ends a call before all ranks have begun it: a plan with eager buffers synchronizes.
+//     weft/plan/happens_before.py proves it (`check_synchronizing`), and weft/plan/proof.py refuses
+//     a plan with eager buffers that does not promise it.
+// E3  The two ranks of a call swap their buffers in every second pair of calls. Each then writes
+//     lines that it has read last, which are in its own cache; lines that it has written last are
+//     in the other's cache, which would have to give them up one by one. Both ranks count the same
+//     calls, so both swap in the same ones.
 #pragma once
 
 #include <algorithm>
@@ -42,11 +66,9 @@ struct Instruction {
   uint32_t index = 0;          // of the counter waited for, among this rank's counters
   int source = 0;              // the rank that raises the counter waited for
   uint64_t count = 0;
-  Reader reader = Reader::self;  // of the destination
-  // reads a peer's tensor, which its owner may overwrite once it has closed the world
-  bool reads_peer_tensor = false;
-  // a copy of the rows of the instruction before it, executed in one pass with that
-  bool follows = false;
+  Reader reader = Reader::self;    // of the destination
+  bool reads_peer_tensor = false;  // P2: its owner may overwrite it after closing the world
+  bool follows = false;            // P1
 
   // Whether this is a copy of the rows that `first` copies or computes.
   bool joins(const Instruction& first) const {
@@ -86,8 +108,8 @@ using Span = std::pair<int64_t, int64_t>;  // times of the beginning and the end
 
 class Binding;
 
-// The eager buffers of an execution: `offset` from the first set; `swap_mask` is all ones if two
-// ranks use each other's buffers, else 0.
+// The eager buffers of an execution: `offset` from the first set (E1); `swap_mask` is all ones if
+// two ranks use each other's buffers (E3), else 0.
 struct EagerOffset {
   size_t offset = 0, swap_mask = 0;
 };
@@ -127,7 +149,7 @@ struct Execution {
 // of the current execution.
 struct Program {
   static constexpr size_t kEager = 64 << 10;  // bytes of eager buffers of a plan on each rank
-  static constexpr size_t kEagerSets = 2;     // sets of eager buffers, which executions alternate
+  static constexpr size_t kEagerSets = 2;     // sets of eager buffers (E1)
 
   std::vector<std::vector<Instruction>> lanes;
   std::vector<std::pair<uint32_t, uint64_t>> growth;  // of this rank's counters, by index
@@ -151,9 +173,7 @@ struct Program {
         text(std::move(call)),
         execution(lane_count, ranks) {}
 
-  // Whether two ranks swap their eager buffers in every second pair of executions. Each then writes
-  // lines that it has read last, which are in its own cache; lines that it has written last are in
-  // the other's cache, which would have to give them up one by one.
+  // Whether its ranks swap their eager buffers in every second pair of executions (E3).
   bool swaps_eager() const { return eager && buffers[0].layouts.size() == 2; }
 
   // The number of the buffer of this name; the number of buffers if there is none.

@@ -243,7 +243,7 @@ void reduce_all(Combine combine, Dtype result_dtype, const std::vector<Rows>& so
   const size_t item = size_of(result_dtype);
   const Writer shared(targets, count, rows * columns * item, columns * item);
   const bool buffered = shared.non_temporal(targets[0]);
-  // Two rows of the result's dtype need no accumulator, unless the sum overwrites one of them.
+  // Two rows of the result's dtype need no accumulator, unless the sum overwrites one of them (R2).
   const bool direct = sources.size() == 2 && combine != Combine::avg && sizeof(Wide) == item &&
                       sources[0].dtype == result_dtype && sources[1].dtype == result_dtype &&
                       sources[0].base != targets[0].base && sources[1].base != targets[0].base;
@@ -268,7 +268,7 @@ void reduce_all(Combine combine, Dtype result_dtype, const std::vector<Rows>& so
             from(sources[1], [&](const auto* other) { load_all<Operation>(into, one, other, n); });
           });
           if (direct) continue;
-          for (size_t source = 2; source < sources.size(); ++source)
+          for (size_t source = 2; source < sources.size(); ++source)  // R1
             from(sources[source], [&](const auto* more) { accumulate<Operation>(total, more, n); });
           if (combine == Combine::avg) divide(total, n, static_cast<Wide>(ranks));
           write(result_dtype, sum, total, n);

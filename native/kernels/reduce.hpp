@@ -1,5 +1,10 @@
-// Sums, averages and extremes of rows in a fixed order: results do not depend on the order in which
-// rows arrive.
+// Sums, averages and extremes of rows.
+//
+// R1  The terms of an element are combined in the order of `sources`, one by one, and rounded once.
+//     So results do not depend on the order in which rows arrive, the vector width, or the number
+//     of threads.
+// R2  An element is written only after it was read from all sources. So a target may be a source,
+//     at the same elements.
 #pragma once
 
 #include <cstddef>
@@ -37,8 +42,8 @@ struct Rows {
 // float64 in float64, and rounded once; integers are exact (modulo their width; an average is
 // truncated), a sum of booleans is "or". Floating operands may differ in dtype, except that float64
 // is combined with float64 only. The extreme of a NaN and any number is NaN. The result is written
-// to each of `count` targets in one pass; they may be sources, too. Large sums are divided among
-// the threads of the team, with the same result.
+// to each of `count` targets in one pass; they may be sources, too (R2). Large sums are divided
+// among the threads of the team.
 void reduce_rows(Combine combine, Dtype result_dtype, const std::vector<Rows>& sources, size_t rows,
                  size_t columns, int ranks, const Target* targets, size_t count);
 

@@ -130,7 +130,7 @@ Writer::Writer(const Target* targets, size_t count, size_t bytes, size_t run) : 
                                   [](const Target& x) { return x.reader != Reader::self; });
   if (to == targets + count) return;
   adaptive_ = &adaptive_stores(to->reader, bytes);
-  adaptive_->begin(bytes);
+  adaptive_->begin(bytes);  // N3
 }
 
 bool Writer::exceeds_caches(size_t total) const {
@@ -150,8 +150,8 @@ void Writer::write(const Target& to, char* dst, const char* src, size_t bytes) {
 }
 
 void Writer::done(bool first) {
-  if (streamed_) streams_done();
-  if (first && written_)
+  if (streamed_) streams_done();  // N1
+  if (first && written_)          // N3
     adaptive_->record(static_cast<float>(nanoseconds_) / static_cast<float>(written_));
 }
 

@@ -1,4 +1,12 @@
 // Stores to memory, temporal or non-temporal, depending on the rank that reads the data next.
+//
+// N1  Non-temporal stores are outside x86's order of memory. Each thread calls Writer::done after
+//     its last store of a copy, which puts them back into the order; so a notify after a copy
+//     publishes all its bytes.
+// N2  The kind of stores changes the time of a copy, never its result. So ranks, and threads,
+//     select it independently.
+// N3  An AdaptiveStores is changed only by its own thread. `begin` fixes the kind before a team
+//     starts, and the other threads of the team only read it.
 #pragma once
 
 #include <cstddef>
@@ -51,7 +59,8 @@ class Writer {
     return (adapts(to) && adaptive_->non_temporal()) || exceeds_caches(to.total);
   }
   void write(const Target& to, char* dst, const char* src, size_t bytes);
-  // Order this thread's writes before its next signal. `first`: this thread's time is recorded.
+  // Order this thread's writes before its next signal (N1). `first`: this part's time is recorded;
+  // it is a part of the thread that made the Writer (N3).
   void done(bool first);
 
  private:
@@ -59,8 +68,7 @@ class Writer {
   bool adapts(const Target& to) const { return adaptive_ && to.reader != Reader::self; }
 
   size_t run_;
-  // of the thread that made this object; the other threads of a team only read it
-  AdaptiveStores* adaptive_ = nullptr;
+  AdaptiveStores* adaptive_ = nullptr;  // of the thread that made this object (N3)
   bool streamed_ = false;
   int64_t nanoseconds_ = 0;
   size_t written_ = 0;

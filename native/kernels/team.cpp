@@ -42,8 +42,7 @@ std::atomic<bool> teams_allowed{true};
 thread_local size_t fixed_size = 0;  // as set for this thread; 0: not set
 thread_local bool has_team = false;  // whether it has started a team
 
-// A forked child has none of the threads of its parent's team, and the library would wait for them.
-void after_fork() {
+void after_fork() {  // T4: the library would wait for the threads of the parent's team
   if (has_team) fixed_size = 1;
 }
 
@@ -52,11 +51,11 @@ struct Region {
   const void* work;
 };
 
-// Run one part on a thread of a team. Copies that the part makes itself are not divided again.
+// Run one part on a thread of a team.
 void take_part(void* all) {
   const Region& region = *static_cast<const Region*>(all);
   const size_t before = fixed_size;
-  fixed_size = 1;
+  fixed_size = 1;  // T3
   region.run(region.work, openmp().number(), openmp().count());
   fixed_size = before;
 }

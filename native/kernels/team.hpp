@@ -1,4 +1,11 @@
 // Division of large copies and sums among the threads that torch computes with.
+//
+// T1  The parts of a matrix contain each element exactly once, and no element depends on another.
+//     So no result depends on the number of threads.
+// T2  Parts are cut at multiples of a cache line, counted over all elements. So no two threads
+//     write to one line of a contiguous matrix that begins at a line.
+// T3  A part is never divided again: its thread has a team of one meanwhile.
+// T4  A forked child has no team: its parent's threads are not there.
 #pragma once
 
 #include <algorithm>
@@ -26,8 +33,7 @@ constexpr size_t kShared = size_t{256} << 10;
 
 // Call `work(row, rows, column, columns)` for parts that make up a matrix of `rows` rows of
 // `columns` elements of `item` bytes: one after the other for the parts of a thread, and on the
-// threads of the team if that pays. All threads get equal numbers of elements, counted over all
-// rows; if rows are contiguous, no two threads write to one cache line.
+// threads of the team if that pays. All threads get equal numbers of lines of elements (T1, T2).
 template <class Work>
 void share(size_t rows, size_t columns, size_t item, const Work& work) {
 #ifdef WEFT_MUTANT_NO_COPY  // a build that moves nothing, to prove that the tests notice
@@ -38,7 +44,7 @@ void share(size_t rows, size_t columns, size_t item, const Work& work) {
   auto run = [&](size_t part, size_t parts) {
     const size_t all = rows * columns, line = std::max<size_t>(64 / item, 1),
                  lines = (all + line - 1) / line;
-    const size_t end = std::min(lines * (part + 1) / parts * line, all);
+    const size_t end = std::min(lines * (part + 1) / parts * line, all);  // T2
     // the rest of a row, full rows, the beginning of a row
     for (size_t at = lines * part / parts * line; at < end;) {
       const size_t row = at / columns, column = at % columns;

@@ -1,5 +1,17 @@
 // Headers of calls in shared memory: each rank publishes its latest calls, so that its peers detect
 // when they make different calls.
+//
+// H1  A rank publishes the header of a call before it raises the first signal of the call on its
+//     host. So a peer that has got the signal finds the header, or a later one in its place.
+// H2  `call` is 0 while the other fields change, and is stored last. A reader knows that the header
+//     was published, from H1 or from `call`; it reads the fields and then `call` again: if that is
+//     still the number, the fields belong to the call.
+// H3  Header n is overwritten by call n + kHeaders. A rank is never that many calls ahead of a peer
+//     that still waits for it in call n: at most 16 asynchronous calls are outstanding, and
+//     executions run at most a few ahead of the last rank.
+// H4  `text` is for errors only. A later call may change it while it is read, but it always ends
+//     with a 0.
+// H5  `closed` is set once, by a peer that closes the world, and never reset.
 #pragma once
 
 #include <algorithm>
@@ -47,8 +59,7 @@ class Calls {
     char text[488];
   };
   static_assert(sizeof(Header) == 512);
-  // a rank is always fewer calls ahead of a peer that still waits for it
-  static constexpr size_t kHeaders = 32;
+  static constexpr size_t kHeaders = 32;  // H3
 
  public:
   // Size of the headers, `under_way` and `closed`, with which each rank's part of the segment
@@ -64,7 +75,7 @@ class Calls {
   uint64_t begin(const CallText& text, uint64_t address) {
     const uint64_t call = ++latest_;
     Header& own = header(segment_->rank, call);
-    own.call.store(0, std::memory_order_relaxed);  // marks the header as being written
+    own.call.store(0, std::memory_order_relaxed);  // H2
     std::atomic_thread_fence(std::memory_order_release);
     own.address.store(address, std::memory_order_relaxed);
     uint64_t& written = written_[call % kHeaders];
@@ -81,14 +92,14 @@ class Calls {
   // is stored where a local peer's header is read.
   void store(int rank, uint64_t call, uint64_t digest, const std::string& text) {
     Header& to = header(rank, call);
-    to.call.store(0, std::memory_order_relaxed);  // marks the header as being written
-    // a reader of this digest sees that the earlier call is no longer there
+    to.call.store(0, std::memory_order_relaxed);  // H2
+    // a reader of this digest sees the 0, or a later number
     to.digest.store(digest, std::memory_order_release);
     size_t length = std::min(text.size(), sizeof to.text - 1);
     // no part of a UTF-8 character
     while (length < text.size() && length && (text[length] & 0xc0) == 0x80) --length;
     std::memcpy(to.text, text.data(), length);
-    to.text[length] = 0;
+    to.text[length] = 0;  // H4
     to.call.store(call, std::memory_order_release);
   }
 
@@ -102,14 +113,14 @@ class Calls {
     const Header& theirs = header(peer, call);
     if (theirs.call.load(std::memory_order_acquire) != call) return false;
     bool same = theirs.digest.load(std::memory_order_acquire) == digest;
-    // and not overwritten meanwhile
+    // H2: not overwritten meanwhile
     return !same && theirs.call.load(std::memory_order_relaxed) == call;
   }
   // Number of the latest call that a rank has started to execute, which may be later than its
   // header was published.
   Counter& under_way(int rank) const { return counters(rank)[0]; }
-  // Mark this rank's world as closed for all peers of this host, before their threads have read its
-  // message.
+  // Mark the world as closed for all peers of this host, before their threads have read this rank's
+  // message (H5).
   void close() const {
     for (size_t rank = 0; rank < segment_->parts.size(); ++rank)
       if (static_cast<int>(rank) != segment_->rank)

@@ -121,7 +121,7 @@ void Mesh::watch_peers() {
   }
 }
 
-// The process of a peer has ended: read the messages that it sent before.
+// The process of a peer has ended: handle the messages that it sent before (M2).
 void Mesh::ended(int peer) {
   pollfd rest{peers_[peer].fd, POLLIN, 0};
   while (poll(&rest, 1, 0) > 0 && read(peer)) {
@@ -143,7 +143,7 @@ bool Mesh::read(int peer) {
   // messages that were sent before a reset are received after it
   if (n < 0 && (errno == EINTR || errno == ECONNRESET)) return true;
   if (n <= 0) {
-    if (!left(peer)) fail({"PeerLost", peer, ""});
+    if (!left(peer)) fail({"PeerLost", peer, ""});  // M3
     return false;
   }
   std::string body(text + 1, static_cast<size_t>(n) - 1);
@@ -166,7 +166,7 @@ bool Mesh::read(int peer) {
       fail({"WeftError", peer, "it sent a message that cannot be read"});
     fail({body.substr(0, first), culprit, body.substr(second + 1)});
   } else {
-    peers_[peer].left.store(true, std::memory_order_release);
+    peers_[peer].left.store(true, std::memory_order_release);  // M4
     std::lock_guard lock(mutex_);
     changed_.notify_all();
     Sleeper::wake_all();
@@ -176,9 +176,9 @@ bool Mesh::read(int peer) {
 
 void Mesh::fail(const Failure& failure) {
   std::lock_guard lock(mutex_);
-  if (failed()) return;  // the first failure is the cause, later ones are its consequences
+  if (failed()) return;  // M1
   failure_ = failure;
-  failed_.store(true, std::memory_order_release);
+  failed_.store(true, std::memory_order_release);  // M4
   changed_.notify_all();
   Sleeper::wake_all();
 }

@@ -1,5 +1,11 @@
 // A Unix socket to every peer, and one thread that watches the sockets: it detects the death, the
 // exception or the farewell of a peer at once.
+//
+// M1  The first failure is the cause and is kept; later failures are its consequences.
+// M2  Messages of a peer are handled in the order in which it sent them, and all of them before its
+//     end. So the cause of a failure, or a farewell, is not lost to the end of its process.
+// M3  After a farewell the end of a connection is no failure.
+// M4  `failed` and `left` are set before waits are woken, and never reset.
 #pragma once
 
 #include <atomic>
@@ -45,7 +51,7 @@ class Mesh {
   // Close the world after a failure: all peers are informed, and all waits of all ranks end.
   void abort(const Failure& failure);
   void abort(const std::exception& error);  // caused by this rank
-  // Send a farewell: after it the end of this rank's connections is no failure.
+  // Send a farewell (M3).
   void leave();
   // In a forked child: close its copies of the sockets, so that peers detect the parent's death.
   // The mesh has no other use there.

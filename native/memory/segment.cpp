@@ -25,8 +25,7 @@ namespace {
   throw std::system_error(errno, std::generic_category(), action);
 }
 
-// Allocate all pages of a file at once and on this rank's node: so a lack of memory is an error,
-// and not a SIGBUS at the first write.
+// Allocate all pages of a file at once (G1), on this rank's node.
 void allocate(char* base, size_t bytes, int fd) {
   if (!bytes) return;
   // With plenty of free memory the mapping allocates pages, huge ones if the kernel provides them.
@@ -72,7 +71,7 @@ std::pair<std::shared_ptr<Mapping>, std::shared_ptr<File>> Mapping::create(size_
 std::shared_ptr<Mapping> Mapping::attach(const File& file, size_t bytes) {
   struct stat found;
   if (fstat(file.fd, &found)) fail("fstat");
-  if (static_cast<size_t>(found.st_size) != bytes) {  // an access behind its end is a SIGBUS
+  if (static_cast<size_t>(found.st_size) != bytes) {  // G2: an access behind its end is a SIGBUS
     errno = EPROTO;
     fail("its part has another size than this rank's: is it another version of weft?");
   }

@@ -1,4 +1,10 @@
 // Shared memory without a name: the kernel frees it when the last process that maps it ends.
+//
+// G1  All pages of this rank's part are allocated when it is created: a lack of memory is an error
+//     then, and never a SIGBUS later.
+// G2  The parts of a segment have equal sizes, and an allocation has the same offset in all of
+//     them.
+// G3  A tensor in a segment keeps it alive, so its address finds the segment.
 #pragma once
 
 #include <cstddef>
@@ -51,8 +57,7 @@ struct Segment {
     return found;
   }
 
-  // The segment whose own part contains this address, or null. The caller has a tensor at the
-  // address, which keeps the segment alive.
+  // The segment whose own part contains this address, or null. The caller has a tensor there (G3).
   static const Segment* containing(uintptr_t address);
 
   std::vector<std::shared_ptr<Mapping>> parts;

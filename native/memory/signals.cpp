@@ -18,16 +18,14 @@ uint32_t* futex_word(Counter& counter) {
 }
 }  // namespace
 
-// Raising the value and reading `sleepers`, and registering a sleeper and reading the value, are
-// sequentially consistent: at least one of the two sides sees the other.
 void add(Counter& counter, uint64_t amount) {
-  counter.value.fetch_add(amount, std::memory_order_seq_cst);
-  if (counter.sleepers.load(std::memory_order_seq_cst)) wake(counter);
+  counter.value.fetch_add(amount, std::memory_order_seq_cst);           // S1
+  if (counter.sleepers.load(std::memory_order_seq_cst)) wake(counter);  // S2
 }
 
 void set(Counter& counter, uint64_t value) {
-  counter.value.store(value, std::memory_order_seq_cst);
-  if (counter.sleepers.load(std::memory_order_seq_cst)) wake(counter);
+  counter.value.store(value, std::memory_order_seq_cst);                // S1
+  if (counter.sleepers.load(std::memory_order_seq_cst)) wake(counter);  // S2
 }
 
 void wake(Counter& counter) {
@@ -41,7 +39,7 @@ void sleep_on(Counter& counter, uint64_t seen, int64_t nanoseconds) {
 }
 
 Sleeper::Sleeper(Counter& counter) : counter_(counter) {
-  counter.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  counter.sleepers.fetch_add(1, std::memory_order_seq_cst);  // S2
   for (auto& slot : slots_) {
     Counter* empty = nullptr;
     if (slot.compare_exchange_strong(empty, &counter)) {

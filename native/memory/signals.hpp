@@ -1,4 +1,16 @@
 // 64-bit counters in shared memory, one per cache line, and waits on them that sleep on a futex.
+//
+// S1  `add` and `set` publish all earlier writes of their thread: a wait that ends by the new value
+//     sees these writes, whatever the processor's order of memory.
+// S2  No wake-up is lost. A writer raises the value, then reads `sleepers`; a waiter registers in
+//     `sleepers`, then reads the value. All four are sequentially consistent, so at least one of
+//     them sees the other.
+// S3  A wait that ends because its writer has left reads the value once more: increments before the
+//     farewell count.
+// S4  A sleeping waiter checks all reasons to end at least once per kSlice. So `wake_all` only
+//     makes the end of waits prompt; it may miss a waiter.
+// S5  A counter of a plan has one writer, and only grows. Its writer stores `call` before it raises
+//     the value, so a waiter that sees the value sees the mark of that call, or of a later one.
 #pragma once
 
 #include <sched.h>
@@ -13,7 +25,7 @@ namespace weft {
 struct alignas(64) Counter {
   std::atomic<uint64_t> value;
   std::atomic<uint32_t> sleepers;
-  // of a counter with one writer: `Execution::mark` of the call in which it was last raised
+  // `Execution::mark` of the call in which a counter with one writer was last raised (S5)
   std::atomic<uint64_t> call;
 };
 static_assert(sizeof(Counter) == 64 && std::atomic<uint64_t>::is_always_lock_free);
@@ -45,7 +57,8 @@ inline bool holds(Compare compare, uint64_t actual, uint64_t expected) {
   return static_cast<unsigned>(compare) & (actual < expected ? 1 : actual == expected ? 2 : 4);
 }
 
-// Both publish all earlier writes of this thread, and wake the threads that sleep on the counter.
+// Both publish all earlier writes of this thread (S1), and wake the threads that sleep on the
+// counter (S2).
 void add(Counter& counter, uint64_t amount);
 void set(Counter& counter, uint64_t value);
 void wake(Counter& counter);
@@ -63,7 +76,7 @@ class Sleeper {
   static void wake_all();
 
  private:
-  // a thread that finds no free slot still checks after each slice of its sleep
+  // a thread that finds no free slot is not woken early (S4)
   static inline std::atomic<Counter*> slots_[256] = {};
   std::atomic<Counter*>* slot_ = nullptr;
   Counter& counter_;
@@ -80,7 +93,7 @@ inline void pause() {
 #endif
 }
 
-// a sleeping thread checks its wait at least this often, in nanoseconds
+// longest sleep of a waiter between two checks, in nanoseconds (S4)
 constexpr int64_t kSlice = 20'000'000;
 // how often a wait yields: for about as long as a peer on the same core may need
 constexpr int kYields = 300;
@@ -98,8 +111,7 @@ inline bool spin(const Counter& counter, Compare compare, uint64_t expected, int
 
 // Wait until `compare` holds: spin `spins` times, yield `yields` times to other threads of this
 // core, then sleep. False if `interrupted()` returned true or the deadline passed first, or if
-// `gone()` returned true: the writer will not raise the counter again, but increments before that
-// count.
+// `gone()` returned true: the writer has left (S3).
 template <class Interrupted, class Gone = bool (*)()>
 bool wait_until(Counter& counter, Compare compare, uint64_t expected, int spins, int64_t deadline,
                 Interrupted&& interrupted, Gone&& gone = never, int yields = kYields) {
@@ -110,10 +122,11 @@ bool wait_until(Counter& counter, Compare compare, uint64_t expected, int spins,
   }
   Sleeper sleeper(counter);
   while (true) {
-    uint64_t seen = counter.value.load(std::memory_order_seq_cst);
+    uint64_t seen = counter.value.load(std::memory_order_seq_cst);  // S2: after `sleepers`
     if (holds(compare, seen, expected)) return true;
     if (interrupted()) return false;
-    if (gone()) return holds(compare, counter.value.load(std::memory_order_seq_cst), expected);
+    if (gone())  // S3
+      return holds(compare, counter.value.load(std::memory_order_seq_cst), expected);
     int64_t left = deadline - now();
     if (left <= 0) return false;
     sleep_on(counter, seen, left < kSlice ? left : kSlice);

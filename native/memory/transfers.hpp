@@ -1,5 +1,12 @@
 // Asynchronous copies: a ring of them, and one thread that executes them in order, concurrently
 // with the caller.
+//
+// Q1  Copies are numbered from 1 and executed in this order.
+// Q2  Copy n is in slot n % kOutstanding from its submission until it is done. In between the slot
+//     belongs to the transfers thread, otherwise to submitters.
+// Q3  A slot's `done` is the number of the last copy done in it: a waiting thread is woken by its
+//     own copy and not by earlier ones.
+// Q4  After a copy was refused, all later ones are.
 #pragma once
 
 #include <algorithm>
@@ -47,10 +54,11 @@ class Transfers {
   uint64_t submit(StridedCopy copy, const Interrupted& interrupted) {
     std::lock_guard lock(submitting_);
     uint64_t number = submitted_->value.load(std::memory_order_relaxed) + 1;
-    if (number > kOutstanding && !wait(number - kOutstanding, kForever, interrupted)) return 0;
+    if (number > kOutstanding && !wait(number - kOutstanding, kForever, interrupted))
+      return 0;  // Q2
     if (!thread_.joinable()) thread_ = std::thread(&Transfers::work, this);
     slot(number).copy = std::move(copy);
-    add(*submitted_, 1);
+    add(*submitted_, 1);  // Q2: the slot is the thread's from here
     return number;
   }
 
@@ -74,12 +82,8 @@ class Transfers {
   // The thread spins for a microsecond or two before it sleeps; longer would occupy a core that the
   // caller may need.
   static constexpr int kLaneSpins = 50;
-  // Copies are numbered from 1 and end in order. Number n is in slot n % kOutstanding from its
-  // submission until it is done. In between the slot belongs to the thread, otherwise to
-  // submitters. Each slot has the number of the last copy done in it, so that a waiting thread is
-  // woken by its own copy and not by earlier ones.
   struct Slot {
-    Counter done;
+    Counter done;  // Q3
     std::optional<StridedCopy> copy;
   };
   Slot& slot(uint64_t number) const { return ring_[number % kOutstanding]; }
@@ -95,7 +99,7 @@ class Transfers {
       if (!execute(*next.copy) && refused_.load() == kNever)
         refused_.store(number, std::memory_order_release);
       next.copy.reset();
-      set(next.done, number);
+      set(next.done, number);  // Q3; Q2: the slot is the submitters' from here
     }
   }
 
@@ -115,7 +119,7 @@ class Transfers {
   size_t comm_threads_;
   std::unique_ptr<Slot[]> ring_ = std::make_unique<Slot[]>(kOutstanding);
   std::unique_ptr<Counter> submitted_ = std::make_unique<Counter>();
-  std::atomic<uint64_t> refused_{kNever};  // the first number refused; later ones are refused too
+  std::atomic<uint64_t> refused_{kNever};  // the first number refused (Q4)
   std::atomic<bool> stopping_{false};
   std::mutex submitting_;
   std::thread thread_;

@@ -26,7 +26,10 @@ struct Operands {
 // C1  `layouts` has all properties of the operands on which the program and the binding depend:
 //     dtype, shape and strides, and the address in symmetric memory, where peers access them.
 // C2  The operands themselves are not retained: they may be freed, and other tensors may get their
-//     memory.
+//     memory. So each call sets the addresses of the binding anew.
+// C3  A repeated call makes the checks that depend on values and not on layouts: gradients, lazy
+//     negation, changed packed weights.
+// C4  An entry outlives its call, although Python code that runs meanwhile may clear the cache.
 struct CachedCall {
   // A new result, as `torch.empty_strided` makes it.
   struct Result {
@@ -100,16 +103,15 @@ class CallCache {
     if (!read(function, operands)) return nb::none();
     const auto found = calls_.find(hashed(options));
     if (found == calls_.end()) return nb::none();
-    // Python code that runs meanwhile may clear the cache
-    const std::shared_ptr<CachedCall> retained = found->second;
+    const std::shared_ptr<CachedCall> retained = found->second;  // C4
     CachedCall& cached = *retained;
-    if (cached.layouts != layouts_ || !cached.options.equal(options)) return nb::none();
+    if (cached.layouts != layouts_ || !cached.options.equal(options)) return nb::none();  // C1
     cached.addresses = {a_.address, out_.address};
-    if (!plain(cached, operands)) return nb::none();
+    if (!plain(cached, operands)) return nb::none();  // C3
     const nb::object made = out.is_none() ? results(cached) : nb::borrow(out);
     exclusively(executor_, cached.program, [&] {
       for (const CachedCall::Placed& one : cached.placed)
-        cached.bound.move(one.buffer, cached.addresses[one.operand] + one.offset);
+        cached.bound.move(one.buffer, cached.addresses[one.operand] + one.offset);  // C2
       nb::object all;
       execute(executor_, cached.program, cached.bound, timeout, [&](int at) {
         if (!all.is_valid()) all = all_of(a, made, cached.addresses.size() > 2);
@@ -214,8 +216,7 @@ class CallCache {
 
   // New results of a call: one, or a list if there are several; true if there is none.
   nb::object results(CachedCall& cached) {
-    // takes half the time of `torch.empty`; both objects are never released, since Python ends
-    // first
+    // takes half the time of `torch.empty`; not released, since Python ends before static objects
     static PyObject* const empty_strided =
         nb::object(nb::module_::import_("torch").attr("empty_strided")).release().ptr();
     static PyObject* const keywords = nb::make_tuple("dtype").release().ptr();

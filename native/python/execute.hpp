@@ -1,4 +1,8 @@
 // A complete execution of a program as one call from Python.
+//
+// Y1  The GIL is released in all waits and copies, and held for everything that calls Python.
+// Y2  An execution that raises an error has closed the world: counters no longer agree (X2).
+// Y3  No execution returns while the lane thread still runs a lane of it.
 #pragma once
 
 #include "execute/binding.hpp"
@@ -42,7 +46,7 @@ void execute(Executor& executor, nb::handle program, Binding& bound, double time
   if (native.execution.binding != &bound) program.attr("apply")(nb::find(bound));
   const int end = static_cast<int>(native.lanes[0].size());
   const bool has_comm = !native.lanes[1].empty();
-  struct Join {  // a destructor, so that it also joins if the compute lane ends early
+  struct Join {  // Y3: a destructor, so that it also joins if the compute lane ends early
     ~Join() {
       if (!has_comm) return;
       nb::gil_scoped_release release;
@@ -70,7 +74,7 @@ void execute(Executor& executor, nb::handle program, Binding& bound, double time
       }
       if (at < 0) raise(program.attr("stopped")(0, timeout));
     } catch (nb::python_error& error) {
-      fail(error.value());
+      fail(error.value());  // Y2
       throw;
     } catch (const std::exception& error) {
       fail(nb::module_::import_("weft.errors").attr("WeftError")(error.what()));

@@ -1,4 +1,7 @@
 // One-sided copies between tensors: `put` and `get`, synchronous or queued.
+//
+// O1  The tensors of a queued copy are retained until it is done, and released with the GIL.
+// O2  A copy starts only in an open world; `open` has these worlds' transfers.
 #pragma once
 
 #include <deque>
@@ -46,10 +49,10 @@ inline std::optional<std::pair<uint64_t, StridedCopy>> one_sided(bool put, nb::h
                        : StridedCopy(near, far, there.item, shape, local_strides, remote_strides));
 }
 
-// Transfers, and the Python objects whose memory they use, each retained until its transfer is
-// done. All methods are called with the GIL.
+// Transfers, and the Python objects whose memory they use (O1). All methods are called with the
+// GIL.
 struct PyTransfers {
-  // by number of the world, until it is closed
+  // by number of the world, until it is closed (O2)
   static inline std::unordered_map<uint64_t, PyTransfers*> open;
 
   uint64_t world;
