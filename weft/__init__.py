@@ -7,6 +7,7 @@ without loading torch.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
@@ -116,6 +117,14 @@ def __getattr__(name: str) -> Any:
     globals()[name] = value
     return value
 
+
+# the native core reads the variable when it is loaded, which may be long after this
+if (_stores := os.environ.get("WEFT_STORES") or "adaptive") not in (
+    "adaptive",
+    "cached",
+    "streaming",
+):
+    raise ValueError(f"WEFT_STORES is adaptive, cached or streaming; got {_stores!r}")
 
 if "torch" in sys.modules:  # else torch does this, when it is imported
     importlib.import_module("weft.process_group").register()

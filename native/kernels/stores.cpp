@@ -1,7 +1,9 @@
 #include "kernels/stores.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <stdexcept>
 
 #include "kernels/clock.hpp"
 
@@ -67,7 +69,23 @@ AdaptiveStores& adaptive_stores(Reader reader, size_t bytes) {
   return sizes[number];
 }
 
+std::atomic<Stores> kind_of_stores{Stores::adaptive};
+
 }  // namespace
+
+Stores stores() { return kind_of_stores.load(std::memory_order_relaxed); }
+
+void set_stores(Stores kind) { kind_of_stores.store(kind, std::memory_order_relaxed); }
+
+Stores stores_named(const std::string& name) {
+  for (Stores kind : {Stores::adaptive, Stores::cached, Stores::streaming})
+    if (name == name_of(kind)) return kind;
+  throw std::invalid_argument("stores are adaptive, cached or streaming; got '" + name + "'");
+}
+
+std::string name_of(Stores kind) {
+  return kind == Stores::adaptive ? "adaptive" : kind == Stores::cached ? "cached" : "streaming";
+}
 
 void copy_run(char* dst, const char* src, size_t bytes) {
 #if !defined(__x86_64__) || defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
@@ -124,8 +142,11 @@ void AdaptiveStores::record(float per_byte) {
     recent = std::min(per_byte, 2 * recent);  // an interrupted copy must not count in full
 }
 
-Writer::Writer(const Target* targets, size_t count, size_t bytes, size_t run) : run_(run) {
+Writer::Writer(const Target* targets, size_t count, size_t bytes, size_t run)
+    : run_(run), kind_(stores()) {
   if (!kStreams || bytes < kLeast || run < kLeastRun) return;
+  stream_all_ = kind_ == Stores::streaming;
+  if (kind_ != Stores::adaptive) return;
   const Target* to = std::find_if(targets, targets + count,
                                   [](const Target& x) { return x.reader != Reader::self; });
   if (to == targets + count) return;
@@ -138,7 +159,7 @@ bool Writer::exceeds_caches(size_t total) const {
   // Non-temporal stores then leave the caches to other data, and save reading the overwritten
   // lines.
   static const size_t kStreamed = std::max(size_t{8} << 20, cache_share()), kPage = 4096;
-  return kStreams && total >= kStreamed && run_ >= kPage;
+  return kStreams && kind_ != Stores::cached && total >= kStreamed && run_ >= kPage;
 }
 
 void Writer::write(const Target& to, char* dst, const char* src, size_t bytes) {

@@ -11,8 +11,21 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 namespace weft {
+
+// Kinds of stores of this process. `adaptive`: non-temporal for data that peers read if they are
+// faster by measured time, and for more data than the caches hold. `cached`: never non-temporal.
+// `streaming`: non-temporal for all copies that are not too small for it. The last two do not
+// depend on earlier copies, so a measurement with them can be repeated.
+enum class Stores : int { adaptive, cached, streaming };
+
+Stores stores();
+void set_stores(Stores kind);
+// Throws std::invalid_argument for another name than that of a kind.
+Stores stores_named(const std::string& name);
+std::string name_of(Stores kind);
 
 // Reader of written data: this rank alone, its peers as well, or only the peer that owns the
 // memory.
@@ -56,7 +69,7 @@ class Writer {
   Writer(const Target* targets, size_t count, size_t bytes, size_t run);
 
   bool non_temporal(const Target& to) const {
-    return (adapts(to) && adaptive_->non_temporal()) || exceeds_caches(to.total);
+    return stream_all_ || (adapts(to) && adaptive_->non_temporal()) || exceeds_caches(to.total);
   }
   void write(const Target& to, char* dst, const char* src, size_t bytes);
   // Order this thread's writes before its next signal (N1). `first`: this part's time is recorded;
@@ -68,6 +81,8 @@ class Writer {
   bool adapts(const Target& to) const { return adaptive_ && to.reader != Reader::self; }
 
   size_t run_;
+  Stores kind_;
+  bool stream_all_ = false;             // all targets are written by non-temporal stores
   AdaptiveStores* adaptive_ = nullptr;  // of the thread that made this object (N3)
   bool streamed_ = false;
   int64_t nanoseconds_ = 0;

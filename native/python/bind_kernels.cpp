@@ -1,8 +1,10 @@
+#include <cstdlib>
 #include <system_error>
 
 #include "kernels/clock.hpp"
 #include "kernels/copy.hpp"
 #include "kernels/reduce.hpp"
+#include "kernels/stores.hpp"
 #include "kernels/team.hpp"
 #include "python/bind.hpp"
 
@@ -36,6 +38,10 @@ void bind_kernels(nb::module_& m) {
     if (error) throw std::system_error(error, std::generic_category());
     return number;
   });
+
+  // `weft/__init__.py` has checked the variable
+  if (const char* name = std::getenv("WEFT_STORES"); name && *name) set_stores(stores_named(name));
+  m.def("stores", [] { return name_of(stores()); });
 
   m.def("set_team_size", &set_team_size);
   m.def("team_size", &team_size);

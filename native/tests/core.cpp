@@ -619,6 +619,25 @@ void test_adaptive_stores() {
   CHECK(streamed(0.06f, 0.04f, 3000) < 60);    // the peer would lose more than this rank gains
 }
 
+// Every kind of stores gives the same bytes.
+void test_kinds_of_stores() {
+  for (Stores kind : {Stores::cached, Stores::streaming, Stores::adaptive}) {
+    CHECK(stores_named(name_of(kind)) == kind);
+    set_stores(kind);
+    test_copies();
+    test_several_targets();
+    test_sums();
+    test_eager(2, 50);
+  }
+  bool refused = false;
+  try {
+    stores_named("fast");
+  } catch (const std::invalid_argument&) {
+    refused = true;
+  }
+  CHECK(refused && stores() == Stores::adaptive);
+}
+
 // A thread that waits for a call begins it; the progress thread begins calls for which no thread
 // waits, also if it sleeps by then.
 void test_deferred_work() {
@@ -671,6 +690,7 @@ int main() {
   test_lanes(4, 200);
   test_eager(2, 500);
   test_eager(4, 500);
+  test_kinds_of_stores();
   test_a_wait_ends_early();
   test_lanes_end_together();
   test_increments_before_leaving_count();

@@ -64,6 +64,7 @@ SCHEMA = {
         "memory_gib": float,
         "vector_instructions": str,
         "system": str,
+        "stores": str,
     },
     "versions": {"weft": str, "torch": str, "python": str},
 }
@@ -96,6 +97,7 @@ WHERE = {
         "memory_gib": 8.0,
         "vector_instructions": "",
         "system": "",
+        "stores": "adaptive",
     },
     "versions": {"weft": "0", "torch": "0", "python": "0"},
 }

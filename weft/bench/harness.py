@@ -1,8 +1,8 @@
 """The parts that all benchmarks share: verification around a race, progress, and the description of
 the machine.
 
-A benchmark has contenders: implementations of the same thing, each of which can be verified and
-timed. `verified` checks all of them before and after they are timed by `weft.measure.timing`.
+A benchmark compares contenders: implementations of the same operation. `verified` checks all of
+them before and after they are timed with `weft.measure.timing`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
+import weft._native as _native
 import weft.cache as cache
 from weft.bench.settings import parse_sizes
 from weft.measure.timing import Statistics, largest
@@ -27,11 +28,10 @@ from weft.version import __version__
 from weft.world import World
 
 BATCH, BATCHES = 1e-3, 2.0
-"""Seconds that the calls of a batch are to take together, much longer than reading the clock or
-leaving a barrier; and seconds for all batches of one contender. Slower contenders get fewer
-batches, at least three.
+"""Seconds of the calls of a batch, much longer than reading the clock or leaving a barrier; and the
+most seconds for all batches of one contender, of which there are at least three.
 """
-_OVERSUBSCRIBED = 10  # times as long a batch is where ranks share cores
+_OVERSUBSCRIBED = 10  # factor of the length of a batch if ranks share cores
 
 Contender = TypeVar("Contender")
 Found = TypeVar("Found")
@@ -56,10 +56,10 @@ def times_ms(rows: Mapping[str, Statistics]) -> dict[str, dict[str, float]]:
     }
 
 
-def where(world: World, **beside: str) -> dict[str, Any]:
-    """The machine and the versions, as every result has them; `beside` are versions of baselines.
+def environment(world: World, **baselines: str) -> dict[str, Any]:
+    """The entries of a result for the machine and the versions; `baselines` are further versions.
 
-    The cores are those that the ranks may use together, the memory is in GiB.
+    `cores` is the number of cores that the ranks may use together.
     """
     machine = {
         "cpu": cache.processor().partition(":")[0] or platform.processor() or platform.machine(),
@@ -68,8 +68,9 @@ def where(world: World, **beside: str) -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "vector_instructions": torch.backends.cpu.get_cpu_capability(),
         "system": f"{platform.system()} {platform.release()}",
+        "stores": _native.stores(),
     }
-    return {"machine": machine, "versions": versions() | beside}
+    return {"machine": machine, "versions": versions() | baselines}
 
 
 def versions() -> dict[str, str]:
@@ -82,7 +83,7 @@ def versions() -> dict[str, str]:
 
 
 def link_of(world: World) -> dict[str, float] | None:
-    """The emulated link, if there is one."""
+    """The entry of a result for the emulated link, if there is one."""
     if not world.emulated_link:
         return None
     return dict(zip(("gbps", "latency_us"), world.emulated_link, strict=True))
@@ -94,7 +95,7 @@ def verified(
     measure: Callable[[], Found],
 ) -> tuple[Found, list[Check]]:
     """The result of `measure`, and the worst check of each contender before and after it; every
-    check is a run with data of its own.
+    check is a run with new data.
     """
     before = [verify(contender, run) for run, contender in enumerate(contenders)]
     found = measure()
@@ -105,8 +106,8 @@ def verified(
 def every_size(
     settings: Sizes, world: World, rows: Callable[[int, Callable[[], None]], list[Found]]
 ) -> list[Found]:
-    """The rows that `rows` measures for each of the sizes, behind a progress bar of rank 0, which
-    it advances every round.
+    """The rows that `rows` measures for each of the sizes, with a progress bar on rank 0, which
+    `rows` advances in every round.
     """
     sizes = parse_sizes(settings.sizes)
     steps = len(sizes) * (settings.warmup + settings.iterations)
@@ -114,22 +115,24 @@ def every_size(
         return [row for size in sizes for row in rows(size, advance)]
 
 
-def batches(seconds: float, per_turn: float = 1.0, oversubscribed: bool = False) -> tuple[int, int]:
-    """The number of calls in a batch, and of batches, for calls that take `seconds`; each turn
-    takes `per_turn` batches' time.
+def batches(
+    seconds: float, per_round: float = 1.0, oversubscribed: bool = False
+) -> tuple[int, int]:
+    """The number of calls in a batch, and of batches, for calls that take `seconds`, if the time of
+    a round is `per_round` batches.
 
     `oversubscribed`: ranks share cores, so that a barrier may take a time slice of each.
     """
     calls = max(1, round(BATCH * (_OVERSUBSCRIBED if oversubscribed else 1) / seconds))
-    return calls, max(3, int(BATCHES / (per_turn * calls * seconds)))
+    return calls, max(3, int(BATCHES / (per_round * calls * seconds)))
 
 
 @contextmanager
-def progress(what: str, steps: int, *, shown: bool = True) -> Iterator[Callable[[], None]]:
-    """A bar on stderr that the yielded function advances by one step, if `shown` and stderr is a
-    terminal.
+def progress(task: str, steps: int, *, shown: bool = True) -> Iterator[Callable[[], None]]:
+    """A progress bar on stderr, if `shown` and stderr is a terminal; the yielded function advances
+    it by one step.
 
-    It is drawn within that function and not by a thread, which would disturb what is measured.
+    That function draws it, since a thread would disturb the measurement.
     """
     console = Console(stderr=True)
     if not (shown and console.is_terminal):
@@ -138,11 +141,11 @@ def progress(what: str, steps: int, *, shown: bool = True) -> Iterator[Callable[
     text = TextColumn("{task.description}")
     columns = (text, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, auto_refresh=False, transient=True) as bar:
-        task, drawn = bar.add_task(what, total=steps), 0.0
+        number, drawn = bar.add_task(task, total=steps), 0.0
 
         def advance() -> None:
             nonlocal drawn
-            bar.advance(task)
+            bar.advance(number)
             if monotonic() - drawn > 0.1:
                 drawn = monotonic()
                 bar.refresh()
@@ -151,12 +154,12 @@ def progress(what: str, steps: int, *, shown: bool = True) -> Iterator[Callable[
 
 
 def poison(*tensors: Tensor) -> None:
-    """Fill with a value that no result has: NaN, or the least integer."""
+    """Fill tensors with a value that no result has: NaN, or the least integer."""
     for tensor in tensors:
         tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
 
 
 def worst(world: World, check: Check) -> Check:
-    """The worst of all ranks' checks; collective."""
+    """The maxima of all ranks' checks; collective."""
     wrong, max_error, bound = largest(world, check)
     return Check(int(wrong), max_error, bound)

@@ -117,6 +117,7 @@ def diagnose(console: Console) -> bool:
             world, [*_troubles(everyone, links, clock_offsets(world, now=time.time_ns))], list[str]
         )[0]
         staged = _of_all_ranks(world, world.staging_reason, str)
+        stores = _of_all_ranks(world, _native.stores(), str)
         if world.rank == 0:
             _print(everyone, links, console)
             console.print(_thresholds(everyone, world.thresholds, world.oversubscribed))
@@ -127,6 +128,7 @@ def diagnose(console: Console) -> bool:
                     f"Ordinary tensors of {peer_memory.LEAST_BYTES >> 20} MiB and more are {how}.",
                     soft_wrap=True,
                 )
+            console.print(_stores(stores), soft_wrap=True)
             console.print(_new_memory(), soft_wrap=True)
             _print_problems(troubles, console)
             if not troubles:
@@ -135,6 +137,11 @@ def diagnose(console: Console) -> bool:
                     f"Nothing is wrong: {len(everyone)} rank(s) on {hosts} host(s).", style="green"
                 )
         return not troubles
+
+
+def _stores(kinds: Sequence[str]) -> str:
+    """The kinds of stores that ranks have selected by WEFT_STORES, usually one."""
+    return f"Stores to memory: {', '.join(dict.fromkeys(kinds))} (WEFT_STORES)."
 
 
 def _reach(rendezvous: StoreRendezvous) -> list[str]:
