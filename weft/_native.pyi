@@ -232,6 +232,9 @@ class Executor:
     max_names: Final[int] = ...
     """(arg: object, /) -> int"""
 
+    eager_bytes: Final[int] = ...
+    """(arg: object, /) -> int"""
+
     eager_sets: Final[int] = ...
     """(arg: object, /) -> int"""
 

@@ -173,6 +173,7 @@ void bind_execute(nb::module_& m) {
       .def_static("control_bytes", &Executor::control_bytes)
       .def_prop_ro_static("header_bytes", [](nb::handle) { return Calls::kBytes; })
       .def_ro_static("max_names", &Executor::kNames)
+      .def_ro_static("eager_bytes", &Program::kEager)
       .def_ro_static("eager_sets", &Program::kEagerSets)
       .def_rw("within_host", &Executor::within_host)
       .def_rw("pids", &Executor::pids)

@@ -6,6 +6,9 @@ import sys
 
 import pytest
 
+import weft._native as _native
+from weft.schedules import thresholds
+
 PROGRAM = """
 import torch
 
@@ -55,3 +58,7 @@ def test_an_unknown_kind_of_stores_is_refused(tmp_path):
     assert done.stderr.endswith(
         "ValueError: WEFT_STORES is adaptive, cached or streaming; got 'fast'\n"
     )
+
+
+def test_plans_and_the_native_core_have_eager_buffers_of_one_size():
+    assert _native.Executor.eager_bytes == thresholds.EAGER_BUFFER_BYTES
