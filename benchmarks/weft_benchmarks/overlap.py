@@ -18,7 +18,7 @@ from rich.text import Text
 from weft.bench import collectives, tables
 from weft.bench.baselines import gloo_collective
 from weft.bench.fused import View, Views, interleave, verify
-from weft.bench.harness import link_of, times_ms, where
+from weft.bench.harness import environment, link_of, times_ms
 from weft.bench.plots import size_name
 from weft.bench.settings import Shape, SweepSettings, parse_sizes
 from weft.kernels.products import multiply
@@ -110,7 +110,7 @@ def measure(settings: OverlapSettings) -> dict[str, Any]:
             **figures.of_overlap(*(time.median for time in own.values())),
             "wrong": {name: check.wrong for name, check in checks.items()},
             "verified": not any(check.wrong for check in checks.values()),
-            **where(world),
+            **environment(world),
         }
 
 
@@ -156,7 +156,7 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
             style="yellow",
             soft_wrap=True,
         )
-    tables.tell(
+    tables.print_notes(
         console,
         tables.verdict(
             result, "on every rank, before and after timing, on new inputs and poisoned outputs."

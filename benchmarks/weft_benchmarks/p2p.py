@@ -25,7 +25,7 @@ from torch import Tensor
 
 import weft._native as _native
 from weft.bench import sweep, tables
-from weft.bench.harness import batches, every_size, verified, where, worst
+from weft.bench.harness import batches, environment, every_size, verified, worst
 from weft.bench.plots import over_sizes, size_name
 from weft.bench.settings import parse_sizes
 from weft.measure.timing import per_call, race, session
@@ -144,7 +144,7 @@ class Buffers:
         found, rounds = list[Samples](), self.settings.iterations
         if self.world.rank == 0:
             sizes = [
-                batches(max(_round(contender, 1).windows), per_turn=2) for contender in contenders
+                batches(max(_round(contender, 1).windows), per_round=2) for contender in contenders
             ]
             calls = [
                 partial(_round, one, min(100, copies))
@@ -182,7 +182,7 @@ def measure(settings: CopySettings) -> dict[str, Any]:
             "ranks": world.ranks,
             "rows": rows,
             "verified": not any(row["wrong"] for row in rows),
-            **where(world),
+            **environment(world),
         }
 
 
@@ -212,7 +212,7 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
     console.print(
         Text(f"p2p: rank 0 and rank {result['ranks'] - 1} of {result['ranks']}", "bold"), table
     )
-    tables.tell(
+    tables.print_notes(
         console,
         "us: median of single copies, until complete. GB/s of 1e9 bytes: copies back to back; "
         "these are compared.",

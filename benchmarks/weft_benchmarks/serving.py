@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import weft.nn
 from weft.bench import tables
-from weft.bench.harness import progress, verified, where, worst
+from weft.bench.harness import environment, progress, verified, worst
 from weft.measure.timing import Stopwatch, largest, per_call, race, session
 from weft.measure.verification import RUNS, Check, compare
 from weft.pictures import COLOURS, picture
@@ -247,7 +247,7 @@ def measure(settings: ServingSettings) -> dict[str, Any]:
                 for name in IMPLEMENTATIONS
             },
             "verified": not any(wrong.values()),
-            **where(world),
+            **environment(world),
         }
 
 
@@ -267,7 +267,7 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
         )
     console.print(table)
     tokens, alone = _tokens(result), result["ranks"] * result["machine"]["threads_per_rank"]
-    tables.tell(
+    tables.print_notes(
         console,
         f"{len(tokens)} steps of {min(tokens)} to {max(tokens)} tokens, no two of the same number; "
         "p50, p99: of a step. "

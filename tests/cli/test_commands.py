@@ -86,7 +86,7 @@ COMMAND = [
 ]
 
 
-WHERE = {
+ENVIRONMENT = {
     "ranks": 2,
     "hosts": 1,
     "link": None,
@@ -118,7 +118,7 @@ def result(**changes):
         "baselines": {GLOO: Statistics(24.0, 20.0, 30.0, 20)},
         "ablation": {},
         "checks": {name: Check(0, 1e-6, 1e-3) for name in (*names, GLOO)},
-        "where": WHERE,
+        "environment": ENVIRONMENT,
         "traces": [],
     }
     return Result(**(made | changes))
@@ -310,7 +310,9 @@ def test_json_of_a_result():
     assert kinds(made) == SCHEMA
     assert list(made) == list(SCHEMA)
     assert (made["speedup"], made["overlap_percent"], made["limit_ratio"]) == (1.5, 75.0, 1.2)
-    link = report.to_json(result(where=WHERE | {"link": {"gbps": 10.0, "latency_us": 5.0}}))["link"]
+    link = report.to_json(
+        result(environment=ENVIRONMENT | {"link": {"gbps": 10.0, "latency_us": 5.0}})
+    )["link"]
     assert link == {"gbps": 10.0, "latency_us": 5.0}
 
 
@@ -329,7 +331,7 @@ def test_tables_mark_slower_wrong_and_emulated():
     assert "pipelined WRONG" in text_of(result(checks=checks))
     assert "NOT VERIFIED" in text_of(result(checks=checks))
     assert "EMULATED LINK" in text_of(
-        result(where=WHERE | {"link": {"gbps": 10.0, "latency_us": 5.0}})
+        result(environment=ENVIRONMENT | {"link": {"gbps": 10.0, "latency_us": 5.0}})
     )
     assert "too slow for 20 runs: 3 measured" in text_of(
         result(baselines={GLOO: Statistics(6.0, 5.0, 7.0, 3)})

@@ -1,10 +1,13 @@
-"""What is measured and how it is shown.
+"""Benchmarks of weft's fused operators and collectives, for ``weft bench``.
 
-`settings` are what is asked for. `harness` verifies and times on all ranks, `verification` says
-what must come out, `baselines` and `mpi` what to compare with, `figures` what the times mean.
-`fused` puts them together for operators that overlap a collective with a product (`subjects`),
-`collectives` for the collectives over message size, `p2p` for one-sided copies, `overlap` for a
-product and an all-gather that are independent, `gpu` for a GPU. `report` and `sweep` print results
-(`tables`) and write them as JSON; `plots` and `timeline` draw them. `calibrate` measures the
-machine that predictions go by. The commands are in `weft.cli`.
+`settings` are the options of the commands. `harness` has the parts that all benchmarks share:
+verification before and after timing, progress, and the description of the machine. `fused` measures
+an operator that overlaps a collective with a product: its `subjects` are the tensors of each
+operator, `ablation` the steps from the cascade to the operator, and `report` the result. `sweep`
+measures the `collectives` over message size. `baselines` are the same work without weft. `tables`
+and `plots` show results. `repository` finds the further benchmarks that only the repository has:
+one-sided copies, independent overlap, serving, other systems and GPUs.
+
+Timing and verification are in `weft.measure`, pictures of lanes over time in `weft.pictures`, the
+commands in `weft.cli`.
 """

@@ -1,4 +1,4 @@
-"""The steps from the cascade to all-gather + matmul: its plan rewritten without an improvement."""
+"""The steps from the cascade to all-gather + matmul: its plan, rewritten without improvements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def own_rows_last(plan: Plan) -> Plan:
 
 
 def split_arrivals(plan: Plan) -> Plan:
-    """The plan with a product of its own for each transfer, where products join several."""
+    """The plan with one product for each transfer, where products join several transfers."""
     return _rewritten(plan, _split_arrivals)
 
 
@@ -32,7 +32,7 @@ STEPS: dict[str, Callable[[Plan], Plan]] = {
 
 
 def _rewritten(plan: Plan, rewrite: Callable[[Sequence[Instruction]], Lane]) -> Plan:
-    """The plan with its compute lanes rewritten; ``sequential`` has no overlap to take away."""
+    """The plan with its compute lanes rewritten; ``sequential`` stays, as it has no overlap."""
     if plan.algorithm == "sequential":
         return plan
 
@@ -58,7 +58,7 @@ def _own_rows_last(lane: Sequence[Instruction]) -> Lane:
 
 
 def _split_arrivals(lane: Sequence[Instruction]) -> Lane:
-    """A wait for several arrivals and the product of their rows become one of each per arrival."""
+    """The lane with a wait and a product for each arrival, instead of one of each for several."""
     found, counts = Lane(), Counter[Signal]()
     for one in lane:
         wait = found[-1] if found else None

@@ -1,4 +1,4 @@
-"""What a user would write without weft."""
+"""Baselines: the same work as a user would write it with torch and gloo."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def gloo_all_gather_matmul(
 ) -> Callable[[], None]:
     """``dist.all_gather_into_tensor`` on gloo, then ``torch.mm`` into `out`.
 
-    Shards of different sizes travel padded to the largest, since the collective takes equal ones,
-    and are multiplied one by one.
+    Shards of different sizes are padded to the largest, since the collective takes equal ones, and
+    are multiplied one by one.
     """
     shard = a if min(rows) == max(rows) else a.new_zeros(max(rows), a.shape[1])
     gathered = a.new_empty(max(rows) * len(rows), a.shape[1])
@@ -41,19 +41,19 @@ def gloo_all_gather_matmul(
 def gloo_matmul_reduce_scatter(a: Tensor, b: Tensor, out: Tensor) -> Callable[[], None]:
     """``torch.mm``, then ``dist.reduce_scatter_tensor`` on gloo into `out`.
 
-    Where rows do not divide evenly the product is padded, since the collective takes equal shards.
+    If rows do not divide evenly, the product is padded, since the collective takes equal shards.
     """
     rows = split(len(a), dist.get_world_size() if dist.is_initialized() else 1)
     product = out.new_zeros(max(rows) * len(rows), b.shape[1])
-    kept = out if min(rows) == max(rows) else out.new_empty(max(rows), b.shape[1])
-    multiply = _products([(own, place) for place, own in _parts(product, a, rows)], b)
-    scatter = gloo_collective("reduce_scatter", product, kept, "sum")
+    shard = out if min(rows) == max(rows) else out.new_empty(max(rows), b.shape[1])
+    multiply = _products([(own, result) for result, own in _parts(product, a, rows)], b)
+    scatter = gloo_collective("reduce_scatter", product, shard, "sum")
 
     def call() -> None:
         multiply()
         scatter()
-        if kept is not out:
-            out.copy_(kept[: len(out)])
+        if shard is not out:
+            out.copy_(shard[: len(out)])
 
     return call
 
@@ -69,34 +69,34 @@ def gloo_matmul_all_reduce(a: Tensor, b: Tensor, out: Tensor) -> Callable[[], No
     return call
 
 
-def _parts(padded: Tensor, whole: Tensor, rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """Each shard in what is padded to the largest one, and in what is not; all together where they
-    are alike.
+def _parts(padded: Tensor, compact: Tensor, rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    """The rows of each shard in a tensor of padded shards and in a compact one; a single pair of
+    all rows if shards have equal sizes.
     """
     if min(rows) == max(rows):
-        return [(padded, whole)]
-    parts = zip(padded.split(max(rows)), whole.split(list(rows)), strict=True)
+        return [(padded, compact)]
+    parts = zip(padded.split(max(rows)), compact.split(list(rows)), strict=True)
     return [(part[: len(own)], own) for part, own in parts]
 
 
 def _products(pieces: Sequence[tuple[Tensor, Tensor]], b: Tensor) -> Callable[[], None]:
-    """Multiplies rows with `b`, each into its place; where that is wider both are widened before,
-    `b` only once.
+    """A call that multiplies rows by `b`, for pairs of rows and results. Operands are converted to
+    the dtype of the results, `b` only once.
     """
     wide = b.to(pieces[0][1].dtype)
 
     def call() -> None:
-        for rows, place in pieces:
-            torch.mm(rows.to(place.dtype), wide, out=place)
+        for rows, result in pieces:
+            torch.mm(rows.to(result.dtype), wide, out=result)
 
     return call
 
 
 def gloo_collective(operation: str, a: Tensor, out: Tensor, op: str) -> Callable[..., object]:
-    """The call of ``torch.distributed`` that does `operation` on gloo, from `a` to `out`;
-    broadcasts come from rank 0.
+    """The call of ``torch.distributed`` for `operation` on gloo, from `a` to `out`; broadcasts are
+    from rank 0.
 
-    Without a process group it is a copy: a single rank has nobody to exchange anything with.
+    Without a process group, that is with a single rank, it is a copy.
     """
     if not dist.is_initialized():
         return partial(out.copy_, a)
@@ -114,7 +114,7 @@ def gloo_collective(operation: str, a: Tensor, out: Tensor, op: str) -> Callable
             )
         case "all_reduce" if a.data_ptr() == out.data_ptr():
             return partial(dist.all_reduce, out, op=_OPS[op])
-        case "all_reduce":  # which torch.distributed only does in place
+        case "all_reduce":  # torch.distributed has it only in place
             return lambda: dist.all_reduce(out.copy_(a), op=_OPS[op])
         case "broadcast":
             return partial(dist.broadcast, out, 0)

@@ -1,7 +1,7 @@
-"""The collectives as benchmarks see them, a record of each, and the data that they are verified on.
+"""Records of the collectives for benchmarks, and the data with which they are verified.
 
-Data is random, and numbers are whole and so small that sums over all ranks are exact in every
-dtype: every element of every result must be equal to the expected one, on every rank.
+Data are random integers, so small that sums over all ranks are exact in every dtype: every element
+of every result must equal the expected one, on every rank.
 """
 
 from __future__ import annotations
@@ -24,10 +24,14 @@ Reduction = Callable[[Sequence[Tensor]], Tensor]
 class Collective(NamedTuple):
     """A collective.
 
-    `places`: measured out of place (False), in place (True) or both. `expected`: a rank's result of
-    the inputs of all ranks; where inputs are `cut` these are the rank's parts of them. `outputs`:
-    the elements of a rank's result, of those of its input and the ranks. `bus_factor`: bus
-    bandwidth over algorithm bandwidth, of the ranks.
+    Attributes:
+        places: (False,) if it is measured out of place, (True,) in place, (False, True) both.
+        expected: a rank's result from the inputs of all ranks, or from the rank's parts of them if
+            inputs are `cut`.
+        outputs: the number of elements of a rank's result, from that of its input and the ranks.
+        bus_factor: bus bandwidth divided by algorithm bandwidth, from the number of ranks.
+        cut: whether inputs have one part for each rank.
+        reduces: whether it takes a reduction.
     """
 
     places: tuple[bool, ...]
@@ -80,14 +84,14 @@ _DIGITS = {
     "int32": 31,
     "int64": 63,
 }
-"""Bits of the whole numbers that a dtype represents exactly."""
+"""Bits of the integers that a dtype represents exactly."""
 
 
 class Data:
     """The inputs of all ranks, and the expected result on this one.
 
-    Those of run 0, 1, … are a window onto a longer stream that moves by one element, so each
-    element differs from the one that it replaces.
+    The inputs of run 0, 1, … are a window onto a longer stream that moves by one element, so that
+    new elements are compared in every run.
     """
 
     def __init__(self, world: World, settings: SweepSettings, count: int) -> None:
@@ -113,7 +117,7 @@ class Data:
         return self.streams[self.rank][run : run + count]
 
     def expected(self, run: int, count: int) -> Tensor:
-        """This rank's result of inputs of `count` elements in this run."""
+        """This rank's result from inputs of `count` elements in this run."""
         sources = [stream[run : run + count] for stream in self.streams]
         if self.collective.cut:
             sources = [source.chunk(len(sources))[self.rank] for source in sources]
@@ -130,7 +134,7 @@ class Data:
 def weft_collective(
     settings: SweepSettings, a: Tensor, out: Tensor, world: World
 ) -> Callable[[], object]:
-    """weft's call on these tensors; broadcasts come from rank 0."""
+    """The call of weft on these tensors; broadcasts are from rank 0."""
     call = getattr(weft, settings.operation)
     if settings.operation == "broadcast":
         return functools.partial(call, out, 0, world=world)
@@ -143,10 +147,10 @@ def weft_collective(
 def bandwidths(
     operation: str, size_bytes: int, ranks: int, microseconds: float
 ) -> tuple[float, float]:
-    """``(algbw, busbw)`` in GB/s of 1e9 bytes, as nccl-tests define them (``doc/PERFORMANCE.md``
-    there): of the larger of input and result, and that times the `bus_factor`.
+    """``(algbw, busbw)`` in GB/s of 1e9 bytes, as defined by nccl-tests (``doc/PERFORMANCE.md``
+    there): bytes of the larger of input and result by seconds, and that times the `bus_factor`.
 
-    `size_bytes` is each rank's input.
+    `size_bytes` is the size of each rank's input.
     """
     collective = COLLECTIVES[operation]
     size = max(size_bytes, collective.outputs(size_bytes, ranks))
@@ -155,13 +159,13 @@ def bandwidths(
 
 
 def limit_of(dtype: str, ranks: int) -> int:
-    """The largest whole number that can be added `ranks` times exactly in `dtype`."""
+    """The largest integer that can be added `ranks` times exactly in `dtype`."""
     return int(2 ** _DIGITS[dtype] - 1) // ranks
 
 
 def count_of(size: int, settings: SweepSettings, ranks: int) -> int:
-    """Elements of each rank's input for a size in bytes, rounded up to whole elements, and to whole
-    parts if it is cut.
+    """The number of elements of each rank's input for a size in bytes, rounded up to a multiple of
+    the number of ranks if inputs are cut.
     """
     parts = ranks if COLLECTIVES[settings.operation].cut else 1
     step: int = getattr(torch, settings.dtype).itemsize * parts

@@ -1,8 +1,7 @@
 """The benchmark of a fused operator: its parts alone, one after the other, and overlapped, on the
 same data in one run.
 
-What is particular to an operator is its `Subject`; measuring, verifying and tracing are the same
-for all.
+Each operator has its `Subject`; measurement, verification and tracing are the same for all.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 
 import weft
 from weft.bench.baselines import GLOO
-from weft.bench.harness import link_of, poison, progress, verified, where, worst
+from weft.bench.harness import environment, link_of, poison, progress, verified, worst
 from weft.bench.settings import FusedSettings
 from weft.engines import engine
 from weft.engines.recording import record
@@ -43,7 +42,7 @@ Times = TypeVar("Times")
 
 
 class Rounds(Protocol):
-    """The settings of a benchmark that are its numbers of rounds."""
+    """Settings that have the numbers of rounds of a benchmark."""
 
     @property
     def warmup(self) -> int: ...
@@ -51,17 +50,20 @@ class Rounds(Protocol):
     def iterations(self) -> int: ...
 
 
-_TRACED = 5  # runs of a view, of which the one with the median time is shown
+_TRACED = 5  # traced runs of a view; the result has the one with the median time
 
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured.
+    """The result of a benchmark.
 
-    `times` has the four views, `baselines` and `ablation` what they are compared with. `checks`
-    holds the worst that verification found for each of these before and after timing on any rank.
-    `choice` is what was carried out, and why, `chunk_rows` the most rows of its transfers; `where`
-    says on what, as the JSON does; `notes` are what else one must know to read the times.
+    Attributes:
+        choice: the variant that was executed, and the reason for it.
+        chunk_rows: the largest number of rows in one of its transfers.
+        times: the times of the four views; `baselines` and `ablation` are compared with them.
+        checks: the worst check of each of these, before and after timing, on any rank.
+        environment: the ranks, the link, the machine and the versions, as in the JSON.
+        notes: further sentences that explain the times.
     """
 
     settings: FusedSettings
@@ -71,14 +73,14 @@ class Result:
     baselines: dict[str, Statistics]
     ablation: dict[str, Statistics]
     checks: dict[str, Check]
-    where: dict[str, Any]
+    environment: dict[str, Any]
     traces: list[Trace]
     notes: tuple[str, ...] = ()
 
 
 class View(NamedTuple):
-    """Something to measure: a call that all ranks make, the tensors it writes, and a check of these
-    in a given run.
+    """A measured call that all ranks make, the tensors that it writes, and a check of the tensors
+    for a run.
     """
 
     call: Callable[[], object]
@@ -87,25 +89,31 @@ class View(NamedTuple):
 
 
 class Views(ABC):
-    """What one rank measures, by name, all on the same inputs."""
+    """The views that one rank measures, by name, all on the same inputs."""
 
     views: dict[str, View]
 
     @abstractmethod
     def renew(self, run: int) -> None:
-        """Fill the inputs with those of this run."""
+        """Fill the inputs with the data of this run."""
 
 
 class Subject(Views):
     """The tensors of one rank and the views on them: `VIEWS`, the baseline, and the steps that
     `ablation` names, in order.
 
-    As in a model that runs many times, the weight is packed; the baseline has a plain one.
-    `prepare` makes the parts that depend on the operator: the `problem`, its input `a` and its
-    `out`; the `x` that is multiplied into `product` without communication; the tensors `moved`
-    without a product, by the names of the plan's buffers; the checks of `out`, by the operator and
-    by the baseline, and of the moved rows; the operator's arguments for `shares` of rows; and a
-    maker of the `baseline`'s call, if there is one.
+    The weight is packed, as in a model that runs many times; the baseline has a plain one.
+
+    Attributes (set by `prepare`):
+        problem: the operands and the exact results.
+        a, out: the operator's input and result.
+        x, product: operand and result of the product without communication.
+        moved: the tensors of the communication without a product, by the names of the plan's
+            buffers.
+        check, check_baseline, check_moved: the checks of `out` after a call of the operator or of
+            the baseline, and of the moved rows.
+        shares: the operator's arguments for the rows of each rank.
+        baseline: makes the call of the baseline, if there is one.
     """
 
     problem: Problem
@@ -128,7 +136,7 @@ class Subject(Views):
             getattr(torch, settings.dtype),
             getattr(torch, settings.result_dtype),
         )
-        held = Workload(
+        workload = Workload(
             settings.operator,
             tuple(self.rows),
             shape.k,
@@ -138,7 +146,7 @@ class Subject(Views):
         )
         self.dtypes = {
             name: getattr(torch, rows.dtype)
-            for name, rows in OPERATORS[settings.operator].buffers(held).items()
+            for name, rows in OPERATORS[settings.operator].buffers(workload).items()
         }
         self.prepare()
         self.weight = pack(self.problem.weight)
@@ -148,24 +156,22 @@ class Subject(Views):
                 1.0 if settings.link_gbps == "auto" else float(settings.link_gbps), latency
             )
         compute = partial(multiply, self.x, self.weight, self.product)
-        asked = Options(
+        options = Options(
             out_dtype=self.out_dtype,
             algorithm=settings.algorithm,
             chunk_rows=settings.chunk_rows,
             **self.shares,
         )
-        given = Given(self.a, [self.weight], [None], [self.out])
-        self.call = find(settings.operator).check(world, given, asked)
+        operands = Given(self.a, [self.weight], [None], [self.out])
+        self.call = find(settings.operator).check(world, operands, options)
         self.choice = self.call.rule(settings.algorithm)
         if settings.link_gbps == "auto":
             self.renew(0)
-            first, alone = (
-                next(iter(self.moved.values())),
-                stopwatch.interleave({"compute": compute}, 1, 5)["compute"].median,
-            )
-            gbps = balanced_gbps(
-                bind(self.plan(), self.rows), first.shape[1] * first.itemsize, 1e-3 * alone, latency
-            )
+            moved = next(iter(self.moved.values()))
+            row_bytes = moved.shape[1] * moved.itemsize
+            alone = stopwatch.interleave({"compute": compute}, 1, 5)["compute"].median
+            plan = bind(self.plan(), self.rows)
+            gbps = balanced_gbps(plan, row_bytes, 1e-3 * alone, latency)
             world.emulate_link(gbps, latency)
         if settings.algorithm == "auto" and shape.m:
             self.choice = select(self.call)
@@ -188,32 +194,37 @@ class Subject(Views):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Make what is particular to the operator."""
+        """Set the attributes that depend on the operator."""
 
     def operator(self, algorithm: str, chunk_rows: int | None) -> Callable[[], object]:
-        """The call to measure."""
-        asked = {
+        """The call of the operator, with the arguments that it takes."""
+        options = {
             "algorithm": algorithm,
             "chunk_rows": chunk_rows,
             "out": self.out,
             "out_dtype": self.out_dtype,
+            "world": self.world,
+            **self.shares,
         }
         function = getattr(weft, self.settings.operator)
-        asked |= {"world": self.world, **self.shares}
-        taken = {name: asked[name] for name in asked if name in signature(function).parameters}
-        call = partial(function, self.a, self.weight, **taken)
-        return call if "out" in taken else lambda: self.out.copy_(call())
+        names = signature(function).parameters
+        accepted = {name: value for name, value in options.items() if name in names}
+        call = partial(function, self.a, self.weight, **accepted)
+        return call if "out" in accepted else lambda: self.out.copy_(call())
 
     def plan(self) -> Plan:
-        """The communication of the choice."""
+        """The plan of the communication alone, by the selected variant."""
         operator, world = self.call.operator, self.world
-        where: dict[str, Any] = {"hosts": world.topology, "remote_reads": world.remote_reads}
-        return operator.communicate(
-            operator.request(self.call.workload, self.choice.variant, **where)
+        request = operator.request(
+            self.call.workload,
+            self.choice.variant,
+            hosts=world.topology,
+            remote_reads=world.remote_reads,
         )
+        return operator.communicate(request)
 
     def view(self, call: Callable[[], object]) -> View:
-        """The view of a call that does all that the operator does."""
+        """The view of a call of the complete operator."""
         return View(call, (self.out,), self.check)
 
     def _move(self, plan: Plan) -> None:
@@ -225,7 +236,7 @@ class Subject(Views):
 def measure(
     make_subject: Callable[[FusedSettings, World, Stopwatch], Subject], settings: FusedSettings
 ) -> Result:
-    """Measure on this rank, collectively. Traces are on rank 0 only."""
+    """The result on this rank; collective. Only rank 0 has the traces."""
     with session(settings.threads) as world:
         stopwatch = Stopwatch(world)
         subject, traces = make_subject(settings, world, stopwatch), list[Trace | None]()
@@ -252,11 +263,11 @@ def measure(
             baselines={name: times[name] for name in (GLOO,) if name in times},
             ablation={step: times[name] for step, name in subject.ablation.items()},
             checks=checks,
-            where={
+            environment={
                 "ranks": world.ranks,
                 "hosts": len(set(world.hosts)),
                 "link": link_of(world),
-                **where(world),
+                **environment(world),
             },
             traces=[trace for trace in traces if trace],
             notes=subject.notes,
@@ -266,10 +277,10 @@ def measure(
 def verify(
     subject: Views, world: World, race: Callable[[], Times]
 ) -> tuple[Times, dict[str, Check]]:
-    """What `race` finds, and of every view the worst check of any rank, before and after it.
+    """The result of `race`, and the worst check of every view on any rank, before and after it.
 
-    Each is run on inputs of its own, into poisoned outputs; ``pipelined`` comes last, so its output
-    stays.
+    Each check is a run on new inputs, into poisoned outputs; ``pipelined`` is the last, so its
+    output remains.
     """
 
     def check(name: str, run: int) -> Check:
@@ -285,7 +296,7 @@ def verify(
 
 
 def interleave(subject: Views, stopwatch: Stopwatch, rounds: Rounds) -> dict[str, Statistics]:
-    """Time all views in turn, behind a progress bar of rank 0."""
+    """The times of all views, measured alternately, with a progress bar on rank 0."""
     with progress(
         "measuring", rounds.iterations + max(rounds.warmup, 1) - 1, shown=stopwatch.world.rank == 0
     ) as advance:
@@ -309,8 +320,8 @@ def trace(subject: Views, world: World, stopwatch: Stopwatch, name: str) -> Trac
 
 
 def balanced_gbps(gather: Plan, row_bytes: int, compute: float, latency_us: float) -> float:
-    """The bandwidth, in Gbit/s, at which the busiest rank's copies of rows to and from peers take
-    `compute` seconds.
+    """The bandwidth in Gbit/s at which the copies to and from peers take `compute` seconds on the
+    rank with the most bytes.
     """
     bits = 0.0
     for lanes in gather.lanes:

@@ -1,4 +1,4 @@
-"""Pictures of results, drawn from the JSON object of a result alone."""
+"""Plots of results, drawn from their JSON objects."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from weft.bench.settings import POWERS, Shape
 from weft.pictures import COLOURS, DASHED, picture
 
 
-def over_sizes(axes: Axes, sizes: Sequence[int], what: str) -> None:
-    """Let the horizontal axis be one of sizes in bytes, of `what`."""
+def over_sizes(axes: Axes, sizes: Sequence[int], label: str) -> None:
+    """Let the horizontal axis be logarithmic in bytes, with ticks at `sizes`."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks := sorted(set(sizes)), [size_name(size) for size in ticks])
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel(what)
+    axes.set_xlabel(label)
 
 
 def draw_times(result: dict[str, Any], path: Path) -> None:
-    """Draw what a fused operator and its baselines take, median and range, beside the limit, into a
+    """Draw the times of a fused operator and its baselines, median and range, and the limit, as a
     PNG or SVG file.
     """
     steps = list(result.get("ablation_ms", {}).items())[1:]  # the first is sequential
@@ -78,10 +78,9 @@ def draw_times(result: dict[str, Any], path: Path) -> None:
 
 
 def draw_sweep(result: dict[str, Any], path: Path) -> None:
-    """Draw time and bus bandwidth over size, a line for each implementation, into a PNG or SVG
-    file.
+    """Draw time and bus bandwidth over size, a line for each implementation, as a PNG or SVG file.
 
-    Rows in place are drawn only where there are no others.
+    Rows in place are drawn only if all rows are in place.
     """
     in_place = all(row["in_place"] for row in result["rows"])
     rows = [row for row in result["rows"] if row["in_place"] == in_place]
@@ -106,19 +105,19 @@ def draw_sweep(result: dict[str, Any], path: Path) -> None:
             )
             widths.plot(sizes, [row["busbw_gbps"] for row in own], color=colour, marker="o")
         times.set_yscale("log")
-        for axes, what in (
+        for axes, heading in (
             (times, "microseconds: median, shaded down to the minimum"),
             (widths, "bus bandwidth, GB/s"),
         ):
             over_sizes(axes, [row["size_bytes"] for row in rows], "bytes of each rank's input")
-            axes.set_title(what)
+            axes.set_title(heading)
         times.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         widths.set_ylim(bottom=0)
         figure.legend(loc="outside lower center", ncols=5)
 
 
 def size_name(size: int) -> str:
-    """A number of bytes in binary units where it is round: 4K, 64M, 12."""
+    """A number of bytes in the largest binary unit that divides it: 4K, 64M, 12."""
     unit, power = next(
         (unit, power) for unit, power in reversed(POWERS.items()) if size % (1 << power) == 0
     )

@@ -1,4 +1,4 @@
-"""A result as JSON for programs and as tables for people."""
+"""The result of a fused operator's benchmark as JSON and as tables."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from weft.predict import figures
 def to_json(result: Result) -> dict[str, Any]:
     """The result as a JSON object. Times are in milliseconds; an error that is not finite is null.
 
-    `max_error` is the largest error of any of weft's own products and `error_bound` the largest
-    bound of any element.
+    `max_error` is the largest error of any product of weft, and `error_bound` the largest bound of
+    any element.
     """
-    settings, where = result.settings, result.where
+    settings, environment = result.settings, result.environment
     products = [
         check
         for name, check in result.checks.items()
@@ -32,28 +32,28 @@ def to_json(result: Result) -> dict[str, Any]:
     ]
     report = {
         "benchmark": settings.operator.replace("_", "-"),
-        "ranks": where["ranks"],
-        "hosts": where["hosts"],
+        "ranks": environment["ranks"],
+        "hosts": environment["hosts"],
         "shape": asdict(settings.shape),
         "dtype": settings.dtype,
         "out_dtype": settings.result_dtype,
         "algorithm": result.choice.variant.algorithm,
         "chunk_rows": result.chunk_rows,
-        "link": where["link"],
+        "link": environment["link"],
         "times_ms": times_ms(result.times),
         "baselines_ms": times_ms(result.baselines),
         **_figures(result),
         "verified": not any(check.wrong for check in result.checks.values()),
         "max_error": _finite(max(check.max_error for check in products)),
         "error_bound": _finite(max(check.bound for check in products)),
-        "machine": where["machine"],
-        "versions": where["versions"],
+        "machine": environment["machine"],
+        "versions": environment["versions"],
     }
     return report | ({"ablation_ms": times_ms(result.ablation)} if result.ablation else {})
 
 
 def print_tables(result: Result, console: Console) -> None:
-    """Print the times, the figures, and what one must know to read them."""
+    """Print the times, the figures, and the notes that explain them."""
     console.print(Text(title(result), "bold"), soft_wrap=True)
     console.print(
         _table(result, result.times | result.baselines, result.baselines), _figure_table(result)
@@ -61,42 +61,42 @@ def print_tables(result: Result, console: Console) -> None:
     if result.ablation:
         first = next(iter(result.ablation))
         console.print(_table(result, result.ablation, {first: result.ablation[first]}))
-    tables.tell(console, *_notes(result))
+    tables.print_notes(console, *_notes(result))
 
 
 def title(result: Result) -> str:
-    """What was measured, in one line."""
-    settings, where = result.settings, result.where
+    """The operator, the ranks, the shape, the dtypes, the algorithm and the link, in one line."""
+    settings, environment = result.settings, result.environment
     dtypes = (
         settings.dtype
         if settings.result_dtype == settings.dtype
         else f"{settings.dtype} to {settings.result_dtype}"
     )
-    link = f", emulated link of {where['link']['gbps']:g} Gbit/s" if where["link"] else ""
-    ranks, hosts = where["ranks"], where["hosts"]
-    place = f"{ranks} rank{'s' if ranks > 1 else ''}{f' on {hosts} hosts' if hosts > 1 else ''}"
+    link = (
+        f", emulated link of {environment['link']['gbps']:g} Gbit/s" if environment["link"] else ""
+    )
+    ranks, hosts = environment["ranks"], environment["hosts"]
+    size = f"{ranks} rank{'s' if ranks > 1 else ''}{f' on {hosts} hosts' if hosts > 1 else ''}"
     name, algorithm = settings.operator.replace("_", "-"), result.choice.variant.algorithm
-    return f"{name}: {place}, {settings.shape}, {dtypes}, {algorithm}{link}"
+    return f"{name}: {size}, {settings.shape}, {dtypes}, {algorithm}{link}"
 
 
 def _table(
     result: Result, rows: Mapping[str, Statistics], compared: Mapping[str, Statistics]
 ) -> Table:
-    """Times of `rows`, those that do what the baselines `compared` do beside these."""
+    """The times of `rows`, and the ratios to the baselines `compared` of all that do the same."""
     table = tables.table(
         ("", "median ms", "min", "max", "runs", *(f"vs {name}" for name in compared))
     )
     for name, times in rows.items():
-        alone = name in ("compute", "communicate") or name in compared
-        against = [
-            Text() if alone else tables.ratio(baseline.median / times.median)
+        incomparable = name in ("compute", "communicate") or name in compared
+        ratios = [
+            Text() if incomparable else tables.ratio(baseline.median / times.median)
             for baseline in compared.values()
         ]
         checked = result.checks.get(name)
         label = tables.named(name, checked.wrong if checked else 0)
-        table.add_row(
-            label, *(f"{time:.3f}" for time in times[:3]), str(times.iterations), *against
-        )
+        table.add_row(label, *(f"{time:.3f}" for time in times[:3]), str(times.iterations), *ratios)
     return table
 
 
@@ -119,8 +119,8 @@ def _figure_table(result: Result) -> Table:
 def _notes(result: Result) -> Iterator[Text]:
     settings = result.settings
     yield Text()
-    if slow := result.where["link"]:
-        link = f"{slow['gbps']:g} Gbit/s, {slow['latency_us']:g} us per transfer"
+    if emulated := result.environment["link"]:
+        link = f"{emulated['gbps']:g} Gbit/s, {emulated['latency_us']:g} us per transfer"
         yield Text(
             "EMULATED LINK: each rank's copies to and from peers take at least as long as on a "
             f"link of {link}.",
@@ -138,7 +138,7 @@ def _notes(result: Result) -> Iterator[Text]:
     wrong = [name for name, check in result.checks.items() if check.wrong]
     if wrong:
         yield Text(
-            f"NOT VERIFIED: wrong results from {', '.join(wrong)}. The times mean nothing.",
+            f"NOT VERIFIED: wrong results from {', '.join(wrong)}. The times are meaningless.",
             "bold red",
         )
     else:
@@ -149,7 +149,7 @@ def _notes(result: Result) -> Iterator[Text]:
             f"{errors}.",
             "green",
         )
-    yield tables.machine(result.where)
+    yield tables.machine(result.environment)
 
 
 def _figures(result: Result) -> dict[str, float]:

@@ -1,8 +1,8 @@
-"""The benchmarks that come with weft's repository, and not with its wheel.
+"""Access to the benchmarks that are in weft's repository, but not in its wheel.
 
 They compare weft with other systems, and are the package `weft_benchmarks` in the repository's
-folder ``benchmarks``, which is beside the package `weft` where that is installed in place
-(``pip install -e``).
+folder ``benchmarks``. It is next to the package `weft` if `weft` is installed in place (``pip
+install -e``).
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from pathlib import Path
 from typing import Any
 
 COMMANDS = ("overlap", "p2p", "serving")
-"""Those of them that are commands of their own."""
+"""The benchmarks that are commands of ``weft bench``."""
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 MISSING = (
-    "comes with weft's repository and not with its wheel: clone the repository, run "
+    "is in weft's repository and not in its wheel: clone the repository, run "
     '`pip install -e ".[cli]"` in it, and start weft from that environment'
 )
 
 
-def there() -> bool:
-    """Whether these benchmarks can be imported here."""
+def available() -> bool:
+    """Whether the package `weft_benchmarks` can be imported."""
     if (FOLDER / "weft_benchmarks").is_dir() and str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
     return find_spec("weft_benchmarks") is not None
 
 
 def module(name: str) -> Any:
-    """A module of the package. Raises `ModuleNotFoundError` if it is not there."""
-    if not there():
+    """A module of the package. Raises `ModuleNotFoundError` if the package is missing."""
+    if not available():
         raise ModuleNotFoundError(f"weft_benchmarks.{name} {MISSING}")
     return import_module(f"weft_benchmarks.{name}")

@@ -1,7 +1,7 @@
-"""The settings of benchmarks, a dataclass for each command, whose fields are the command's options.
+"""The settings of benchmarks: a dataclass for each command, from which its options are made.
 
-A field annotated with an option is one; words in the annotation are its only values. Commands set
-the other fields. Loads neither torch nor ranks.
+A field annotated with an `Option` is an option of the command; words in the annotation are its only
+values. Commands set the other fields. Imports neither torch nor ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SHAPE = Shape(2048, 2048, 1024)
 
 
 def parse_shape(text: str) -> Shape:
-    """The shape written as ``MxKxN``. Raises `ValueError` for another text."""
+    """The shape of a text ``MxKxN``. Raises `ValueError` for any other text."""
     sizes = text.lower().split("x")
     if len(sizes) != 3 or not all(size.isdecimal() and int(size) for size in sizes):
         expected = "expected three positive numbers MxKxN such as 2048x2048x1024"
@@ -50,8 +50,8 @@ def parse_shape(text: str) -> Shape:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """The bytes written as ``8,4K:64M:4``: sizes, and ranges of first, last and factor (2 unless
-    given); K, M and G are binary. Raises `ValueError` for another text.
+    """The numbers of bytes of a text such as ``8,4K:64M:4``: sizes, and ranges of first, last and
+    factor (default 2); K, M and G are binary. Raises `ValueError` for any other text.
     """
     sizes: list[int] = []
     for part in text.split(","):
@@ -92,16 +92,16 @@ def _numbers(text: str) -> None:
 
 
 def _option(parse: Callable[[str], Any], metavar: str, text: str, *, keep: bool = True) -> Any:
-    """An option whose value `parse` checks; the value is the text itself, or what `parse` returns
-    unless `keep`.
+    """An option whose value `parse` checks. The value is the text itself if `keep`, or else the
+    result of `parse`.
     """
 
     def parser(value: object) -> Any:
         try:
-            found = parse(str(value))
+            parsed = parse(str(value))
         except ValueError as error:
             raise BadParameter(str(error)) from None
-        return str(value) if keep else found
+        return str(value) if keep else parsed
 
     return Option(parser=parser, metavar=metavar, help=text)
 
@@ -117,9 +117,9 @@ def of_sizes(text: str, metavar: str = "FIRST:LAST:FACTOR,…") -> Any:
 
 
 BASELINES = ("gloo", "openmpi", "mpich", "intel-mpi", "deepspeed")
-"""The baselines of the collectives; all but gloo come with the repository."""
+"""The baselines of the collectives; all but gloo are in the repository only."""
 FUSED = tuple(name.replace("_", "-") for name in OPERATORS)
-"""The fused operators, as commands call them."""
+"""The names of the fused operators in commands."""
 
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 Op = Annotated[Literal["sum", "avg", "max", "min"], Option(help="The reduction.")]
@@ -147,14 +147,14 @@ Latency = Annotated[float | None, Option(min=0, help=_LATENCY)]
 
 
 class Compared:
-    """Settings of a benchmark that has the baseline gloo and may run on an emulated link."""
+    """Settings of a benchmark with the baseline gloo and the option of an emulated link."""
 
     baseline: str | None
     link_gbps: str | None
 
     @property
     def gloo(self) -> bool:
-        """Whether gloo is measured too: a baseline does not pass an emulated link."""
+        """Whether gloo is measured too, which an emulated link would not slow down."""
         return self.baseline != "none" and self.link_gbps is None
 
 
@@ -169,8 +169,8 @@ class Shown:
 
 @dataclass(frozen=True)
 class FusedSettings(Compared):
-    """A fused operator, its parts, and the baseline. `shape` counts the rows of all ranks, which are
-    divided as evenly as possible.
+    """A fused operator, its parts, and the baseline. `shape` has the rows of all ranks together,
+    which are divided as evenly as possible.
     """
 
     operator: str
@@ -210,7 +210,7 @@ _ABLATE = "Also measure the steps from a sequential cascade to the operator."
 
 @dataclass(frozen=True)
 class AllGatherMatmul(FusedSettings):
-    """The benchmark of all-gather + matmul, which has more options."""
+    """The benchmark of all-gather + matmul, which has further options."""
 
     operator: str = all_gather_matmul.OPERATOR.name
     ablate: Annotated[bool, Option("--ablate", help=_ABLATE)] = False
@@ -221,9 +221,9 @@ def fused(operator: Operator) -> type[FusedSettings]:
     """The settings of a fused operator's benchmark, with its algorithms as options."""
     special = {getattr(kind, "operator", ""): kind for kind in FusedSettings.__subclasses__()}
     rows = "gathered rows" if operator.exchanges == "a" else "rows"
-    takers = [name for name in operator.algorithms if name not in operator.uncut]
-    moves, words = Option(help="The movement of the rows."), ("auto", *operator.algorithms)
-    chunk = Option(min=1, help=f"Rows per transfer, or sum, of {', '.join(takers)}.")
+    divided = [name for name in operator.algorithms if name not in operator.uncut]
+    moves, names = Option(help="The movement of the rows."), ("auto", *operator.algorithms)
+    chunk = Option(min=1, help=f"Rows per transfer, or sum, of {', '.join(divided)}.")
     options: list[tuple[str, Any, Any]] = [
         ("operator", str, operator.name),
         (
@@ -231,7 +231,7 @@ def fused(operator: Operator) -> type[FusedSettings]:
             Annotated[Shape, product(f"M {rows}, any number, times a (K, N) weight.")],
             SHAPE,
         ),
-        ("algorithm", Annotated[str, moves, words], "auto"),
+        ("algorithm", Annotated[str, moves, names], "auto"),
         ("chunk_rows", Annotated[int | None, chunk], None),
     ]
     base = special.get(operator.name, FusedSettings)

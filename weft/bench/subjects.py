@@ -1,8 +1,8 @@
-"""The tensors of a fused operator's benchmark, and the steps from the cascade to all-gather +
-matmul.
+"""The subjects of benchmarks: the tensors of each fused operator, and the steps from the cascade to
+all-gather + matmul.
 
-Operators that stand for a collective of torch have its data and baseline; any other is checked by
-its definition, and has no baseline.
+Operators that replace a collective of torch have data and a baseline for this collective; any other
+operator is compared with its definition, and has no baseline.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from weft.world import World
 
 
 class GatheredRows(Subject):
-    """The gather of shards that lie in symmetric memory, and the product of all rows."""
+    """The gather of shards in symmetric memory, and the product of all rows."""
 
     def __init__(self, settings: FusedSettings, world: World, stopwatch: Stopwatch) -> None:
         super().__init__(settings, world, stopwatch)
-        still = self.choice.variant.algorithm in self.call.operator.moves_nothing
+        in_place = self.choice.variant.algorithm in self.call.operator.moves_nothing
         self.notes = (
             *(
                 [
                     f"communicate is a {self.plan().algorithm}, since "
-                    f"{self.choice.variant.algorithm} moves no rows by themselves."
+                    f"{self.choice.variant.algorithm} reads the rows of peers in place."
                 ]
-                if still
+                if in_place
                 else []
             ),
-            "Shards lie in symmetric memory and the weight is packed; baselines have a plain "
+            "Shards are in symmetric memory and the weight is packed; baselines have a plain "
             "weight.",
         )
         if settings.ablate:
@@ -79,7 +79,7 @@ class GatheredRows(Subject):
         self.a.copy_(self.x[start : start + len(self.a)])
 
     def _plan_in_symmetric_memory(self) -> Plan:
-        """The operator's plan, by the algorithm whose rows move where the choice moves none."""
+        """The operator's plan, by the algorithm of its communication."""
         variant = self.call.rule(self.plan().algorithm).variant
         request = self.call.operator.request(self.call.workload, variant, hosts=self.world.topology)
         return self.call.operator.plan(request._replace(symmetric=True))
@@ -90,15 +90,15 @@ class GatheredRows(Subject):
 
 
 class SummedProducts(Subject):
-    """Products whose sum goes to all ranks; communication alone sums other rows, in symmetric
+    """Products and their sum over all ranks; communication alone sums other rows, in symmetric
     memory.
     """
 
     scatters = False
     problem: Sums
     notes = (
-        "communicate is the operator without its products, which lie in symmetric memory.",
-        "K is of each rank. The weight is packed; baselines have a plain weight.",
+        "communicate is the sum alone, of rows in symmetric memory.",
+        "K is that of each rank. The weight is packed; baselines have a plain weight.",
     )
 
     def prepare(self) -> None:
@@ -126,7 +126,7 @@ class SummedProducts(Subject):
 
 
 class ScatteredProducts(SummedProducts):
-    """Products whose sum is scattered over the ranks."""
+    """Products and their sum, scattered over the ranks."""
 
     scatters = True
 
@@ -134,14 +134,14 @@ class ScatteredProducts(SummedProducts):
 class Defined(Subject):
     """Any operator: its results are compared with its definition.
 
-    Nothing says what its communication alone must give, so that is only timed.
+    The definition has no results of the communication alone, so that is timed without a check.
     """
 
     problem: Definition
     baseline = None
     notes = (
         "communicate is the operator without its products, and is not verified.",
-        "K is of each rank. The weight is packed.",
+        "K is that of each rank. The weight is packed.",
     )
 
     def prepare(self) -> None:
@@ -157,28 +157,29 @@ class Defined(Subject):
         )
         request = operator.request(workload, Variant(operator.baseline), hosts=world.topology)
         plan = bind(operator.plan(request), self.rows)
-        given, kept = plan.buffers["a"].rows, plan.buffers["out"].rows
+        input_rows, result_rows = plan.buffers["a"].rows, plan.buffers["out"].rows
         self.problem = Definition(
             record.reference,
-            given,
-            kept,
+            input_rows,
+            result_rows,
             (k, n),
             self.dtype,
             self.out_dtype,
             seed=self.settings.seed,
             rank=rank,
         )
-        self.a = world.empty(max(given), k, dtype=self.dtype)[: given[rank]]
+        self.a = world.empty(max(input_rows), k, dtype=self.dtype)[: input_rows[rank]]
         self.x = torch.empty_like(self.a)
-        self.product = torch.empty(given[rank], n, dtype=self.out_dtype)
-        self.out = torch.empty(kept[rank], n, dtype=self.out_dtype)
-        moved, held = bind(operator.communicate(request), self.rows), operator.buffers(workload)
+        self.product = torch.empty(input_rows[rank], n, dtype=self.out_dtype)
+        self.out = torch.empty(result_rows[rank], n, dtype=self.out_dtype)
+        communication = bind(operator.communicate(request), self.rows)
+        formats = operator.buffers(workload)
         self.moved = {
-            name: world.empty(max(buffer.rows), held[name].columns, dtype=self.dtypes[name])[
+            name: world.empty(max(buffer.rows), formats[name].columns, dtype=self.dtypes[name])[
                 : buffer.rows[rank]
             ].zero_()
             for role in ("input", "output")
-            for name, buffer in moved.buffers.items()
+            for name, buffer in communication.buffers.items()
             if buffer.role == role
         }
         self.check = self.check_baseline = partial(self.problem.check_result, self.out)
@@ -195,7 +196,7 @@ _SUBJECTS: dict[str, type[Subject]] = {
     "reduce_scatter_tensor": ScatteredProducts,
     "all_reduce": SummedProducts,
 }
-"""The subjects of operators by the functional collective of torch that these stand for."""
+"""Subjects by the functional collective of torch that an operator replaces."""
 
 
 def subject(operator: str) -> type[Subject]:

@@ -1,8 +1,8 @@
-"""The benchmark of a collective over message size, beside baselines.
+"""The benchmark of a collective over message size, compared with baselines.
 
-Contenders take turns, batch by batch, so that noise hits all equally; the others sleep. Each batch
-follows a call that is not timed and a barrier, and lasts until the slowest rank is done. Every
-result is verified before and after timing, on new data and poisoned outputs.
+Batches of calls of all contenders alternate, so that noise affects all equally; processes of other
+contenders sleep meanwhile. Each batch follows an untimed call and a barrier, and ends on the
+slowest rank. Every result is verified before and after timing, on new data and poisoned outputs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from weft.bench import repository, tables
 from weft.bench.baselines import gloo_collective
 from weft.bench.collectives import COLLECTIVES, Data, bandwidths, count_of, weft_collective
-from weft.bench.harness import batches, every_size, poison, verified, where
+from weft.bench.harness import batches, environment, every_size, poison, verified
 from weft.bench.settings import SweepSettings, parse_sizes
 from weft.measure.timing import Stopwatch, Times, largest, per_call, race, session
 from weft.measure.verification import Check, sum_over_ranks
@@ -32,33 +32,33 @@ WEFT, PLAIN, GLOO = "weft", "weft (plain)", "gloo"
 
 
 class Contender(Protocol):
-    """An implementation, in place or not."""
+    """An implementation of a collective, in place or out of place."""
 
     implementation: str
     in_place: bool
 
     def verify(self, run: int) -> Check:
-        """The elements that are wrong on any rank after one call on the data of `run` into poisoned
-        outputs; collective.
+        """The check of one call on the data of `run` into poisoned outputs, with the wrong elements
+        of all ranks; collective.
         """
 
     def time(self, calls: int) -> float:
-        """The seconds of `calls` calls, after one that is not timed; collective."""
+        """The seconds of `calls` calls, after an untimed one; collective."""
 
 
 class Baseline(Protocol):
     """Another system that has the collective."""
 
     version: str | None
-    """Its version, as the result gives it; None if that does not belong there, or is not known on
-    this rank.
-    """
+    """The version for the result; None if it has no entry there, or is unknown on this rank."""
 
     def prepare(self, bench: Bench, count: int) -> None:
-        """Make ready for inputs of `count` elements; collective."""
+        """Prepare inputs of `count` elements; collective."""
 
     def contender(self, bench: Bench, in_place: bool, count: int) -> Contender | None:
-        """Its implementation for inputs of `count` elements, None if it has none in this place."""
+        """The implementation for inputs of `count` elements; None if the system has none, in or out
+        of place.
+        """
 
 
 class Local:
@@ -82,18 +82,18 @@ class Local:
         return total(int((self.out != self.bench.data.expected(run, len(self.a))).sum()))
 
     def time(self, calls: int) -> float:
-        """This rank's seconds from a barrier on."""
+        """This rank's seconds, from a barrier on."""
         self.call()
         return self.bench.stopwatch.time(self.call, calls)
 
 
 class Gloo:
-    """gloo, in the same processes and on the plain tensors."""
+    """The baseline gloo, in the same processes and on the plain tensors."""
 
     version: str | None = None
 
     def prepare(self, bench: Bench, count: int) -> None:
-        """Nothing: it uses the tensors of the benchmark."""
+        """Do nothing, since gloo uses the tensors of the benchmark."""
 
     def contender(self, bench: Bench, in_place: bool, count: int) -> Contender:
         tensors = bench.tensors(PLAIN, in_place, count)
@@ -112,7 +112,7 @@ class Bench:
         most = count_of(max(parse_sizes(settings.sizes)), settings, world.ranks)
         self.data, outputs = Data(world, settings, most), self.collective.outputs(most, world.ranks)
         counts = {False: (most, outputs), True: (max(most, outputs),)}
-        self.memory = {  # of zeros: pages are there before anything is timed
+        self.memory = {  # filled with zeros, so that all pages are mapped before timing
             (name, in_place): [
                 empty(count, dtype=self.data.dtype).zero_() for count in counts[in_place]
             ]
@@ -124,19 +124,19 @@ class Bench:
         """All implementations, for inputs of `count` elements."""
         for baseline in self.baselines:
             baseline.prepare(self, count)
-        found = list[Contender]()
+        contenders = list[Contender]()
         for in_place in self.collective.places:
             for name in (WEFT, PLAIN):
                 tensors = self.tensors(name, in_place, count)
                 call = weft_collective(self.settings, *tensors, self.world)
-                found.append(Local(name, in_place, call, tensors, self))
-            theirs = (each.contender(self, in_place, count) for each in self.baselines)
-            found += filter(None, theirs)
-        return found
+                contenders.append(Local(name, in_place, call, tensors, self))
+            others = (each.contender(self, in_place, count) for each in self.baselines)
+            contenders += filter(None, others)
+        return contenders
 
     def tensors(self, name: str, in_place: bool, count: int) -> tuple[Tensor, Tensor]:
-        """The input of `count` elements and the output; in place the smaller one is a part of the
-        larger one.
+        """The input of `count` elements and the output; in place, the smaller tensor is a part of
+        the larger one.
         """
         rank, outputs = self.world.rank, self.collective.outputs(count, self.world.ranks)
         if not in_place:
@@ -148,8 +148,8 @@ class Bench:
         return (larger, own) if count > outputs else (own, larger)
 
     def rows(self, size: int, advance: Callable[[], None]) -> list[dict[str, Any]]:
-        """The rows of the result for one size, as JSON objects: of each implementation, verified
-        before and after.
+        """The rows of the result for one size as JSON objects: one for each implementation,
+        verified before and after timing.
         """
         count = count_of(size, self.settings, self.world.ranks)
         contenders = self.contenders(count)
@@ -157,10 +157,10 @@ class Bench:
             contenders, lambda one, run: one.verify(run), lambda: self._race(contenders, advance)
         )
         size = count * self.data.dtype.itemsize
-        found = []
+        rows = []
         for one, (calls, seconds), check in zip(contenders, timings, checks, strict=True):
             times = per_call(seconds, calls)
-            what = {
+            case = {
                 "size_bytes": size,
                 "count": count,
                 "dtype": self.settings.dtype,
@@ -170,17 +170,18 @@ class Bench:
             }
             widths = bandwidths(self.settings.operation, size, self.world.ranks, times.median)
             counts = {"wrong": check.wrong, "batches": len(seconds), "calls": calls}
-            found.append(row(what, times, *widths, **counts))
-        return found
+            rows.append(row(case, times, *widths, **counts))
+        return rows
 
     def _race(
         self, contenders: Sequence[Contender], advance: Callable[[], None]
     ) -> list[tuple[int, list[float]]]:
-        """The calls per batch of each contender, and the seconds of its batches, timed in turn."""
+        """The calls per batch and the seconds of all batches of each contender, interleaved."""
         world, rounds = self.world, self.settings.iterations
         sizes = []
         for one in contenders:
-            first = largest(world, [one.time(3)])[0] / 3  # which may be slow
+            # the first calls may be slow, so the time of a call is measured again in a batch
+            first = largest(world, [one.time(3)])[0] / 3
             calls, _ = batches(first, oversubscribed=world.oversubscribed)
             sizes.append(
                 batches(
@@ -188,18 +189,18 @@ class Bench:
                     oversubscribed=world.oversubscribed,
                 )
             )
-        turns = [
+        timed = [
             partial(one.time, calls) for one, (calls, _) in zip(contenders, sizes, strict=True)
         ]
         most = [min(rounds, most) for _, most in sizes]
-        found = race(turns, most, self.settings.warmup, rounds, advance)
+        found = race(timed, most, self.settings.warmup, rounds, advance)
         return [(calls, largest(world, own)) for (calls, _), own in zip(sizes, found, strict=True)]
 
 
 def measure(settings: SweepSettings) -> dict[str, Any]:
-    """The result as a JSON object, measured on this rank, collectively; complete on rank 0."""
+    """The result as a JSON object, measured on this rank; collective. Complete on rank 0 only."""
     others = [name for name in settings.baselines if name != GLOO]
-    one_host = "has all its ranks on one: use --baseline gloo, or none"
+    one_host = "runs on one host only: use --baseline gloo, or none"
     one_host = f"the baseline {others[0]} {one_host}" if others else ""
     with ExitStack() as stack:
         world = stack.enter_context(session(settings.threads, one_host))
@@ -220,15 +221,15 @@ def measure(settings: SweepSettings) -> dict[str, Any]:
             "size_bytes_of": "each rank's input",
             "rows": rows,
             "verified": not any(row["wrong"] for row in rows),
-            **where(world, **versions),
+            **environment(world, **versions),
         }
 
 
 def row(
-    what: dict[str, Any], times: Times, algbw: float, busbw: float, **found: Any
+    case: dict[str, Any], times: Times, algbw: float, busbw: float, **figures: Any
 ) -> dict[str, Any]:
     """A row of a result: the case, its microseconds and bandwidths, and other figures."""
-    return what | {"time_us": times._asdict(), "algbw_gbps": algbw, "busbw_gbps": busbw} | found
+    return case | {"time_us": times._asdict(), "algbw_gbps": algbw, "busbw_gbps": busbw} | figures
 
 
 def total(wrong: int) -> Check:
@@ -237,27 +238,27 @@ def total(wrong: int) -> Check:
 
 
 def print_tables(result: dict[str, Any], console: Console) -> None:
-    """Print the rows of a result, and the notes that are needed to read them."""
+    """Print the rows of a result, and the notes that explain them."""
     op = f", {result['op']}" if result["op"] else ""
     about = f"{result['ranks']} ranks, {result['dtype']}{op}, {result['algorithm']}"
     console.print(Text(f"{result['benchmark']}: {about}", "bold"))
     _print_rows(result["rows"], console)
-    tables.tell(
+    tables.print_notes(
         console,
         "size and count: each rank's input. Times: median of batches, divided by their calls. "
         "algbw, busbw: GB/s of 1e9 bytes",
         "as nccl-tests define them. weft: tensors in symmetric memory; weft (plain) and gloo: "
         "ordinary ones; MPI: numpy's.",
         tables.verdict(
-            result, "every element on every rank equals what it must be, before and after timing."
+            result, "every element on every rank equals the expected one, before and after timing."
         ),
         tables.machine(result),
     )
 
 
 def _print_rows(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    """Print JSON rows as nccl-tests do, a line for each size and implementation, and compare them
-    with each baseline.
+    """Print JSON rows in the format of nccl-tests, a line for each size and implementation, with
+    ratios to each baseline.
     """
     implementations = dict.fromkeys(row["implementation"] for row in rows)
     baselines = [name for name in implementations if name not in (WEFT, PLAIN)]
@@ -280,7 +281,7 @@ def _print_rows(rows: Sequence[dict[str, Any]], console: Console) -> None:
             head = [""] * 3
         table.add_section()
     needed = Measurement.get(console, console.options.update(max_width=1000), table).maximum
-    console.width = max(console.width, needed)  # in a pipe there is no edge to fold columns at
+    console.width = max(console.width, needed)  # so that no column is folded, also in a pipe
     console.print(table)
 
 

@@ -1,4 +1,4 @@
-"""The one kind of table of all results, and the lines below it that one must know to read it."""
+"""The table format of all results, and the notes below a table."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ def table(columns: Iterable[str], left: Collection[str] = ("",)) -> Table:
 
 
 def ratio(times: float) -> Text:
-    """How many times as fast weft is; below 1 it says so."""
+    """The speed of weft relative to another, marked if it is below 1."""
     return (
         Text(f"{times:.2f}x") if round(times, 2) >= 1 else Text(f"{times:.2f}x SLOWER", "bold red")
     )
 
 
 def count(wrong: int) -> Text:
-    """A number of wrong elements."""
+    """A number of wrong elements, red unless it is 0."""
     return Text(str(wrong), "bold red" if wrong else "")
 
 
 def named(name: str, wrong: int) -> Text:
-    """The name of what was measured, and whether it is wrong."""
+    """The name of a measured call, marked if it has wrong elements."""
     return Text(f"{name} WRONG", "bold red") if wrong else Text(name)
 
 
 def machine(result: dict[str, Any]) -> Text:
-    """What a result was measured on, and with which versions."""
+    """The machine and the versions of a result."""
     on, versions = result["machine"], result["versions"]
     where = f"{on['cpu']}, {on['cores']} cores, threads per rank: {on['threads_per_rank']}"
     return Text(
@@ -45,14 +45,14 @@ def machine(result: dict[str, Any]) -> Text:
     )
 
 
-def verdict(result: dict[str, Any], what: str) -> Text:
-    """What was verified, or that something is wrong."""
+def verdict(result: dict[str, Any], sentence: str) -> Text:
+    """A sentence on the verification, or a warning of wrong results."""
     if result["verified"]:
-        return Text(f"Verified: {what}", "green")
-    return Text("NOT VERIFIED: there are wrong results. Their times mean nothing.", "bold red")
+        return Text(f"Verified: {sentence}", "green")
+    return Text("NOT VERIFIED: there are wrong results. Their times are meaningless.", "bold red")
 
 
-def tell(console: Console, *notes: Text | str) -> None:
-    """Print lines that fold nowhere."""
+def print_notes(console: Console, *notes: Text | str) -> None:
+    """Print each note on one line, which the console may wrap."""
     for note in notes:
         console.print(Text(note) if isinstance(note, str) else note, soft_wrap=True)

@@ -140,7 +140,7 @@ _COMMANDS: dict[str, tuple[type[Any], Any]] = {
     "broadcast": (kinds.Broadcast, _sweep),
     "all-to-all": (kinds.AllToAll, _sweep),
 }
-if repository.there():
+if repository.available():
     _COMMANDS |= repository.module("commands").COMMANDS
 else:
     any_options = {"ignore_unknown_options": True, "help_option_names": []}

@@ -92,7 +92,7 @@ def from_repository(option: str, name: str) -> Any:
     """A module of the benchmarks that come with the repository; ends with exit status 2 if they are
     missing.
     """
-    if not repository.there():
+    if not repository.available():
         refuse(option, f"this benchmark {repository.MISSING}")
     return repository.module(name)
 

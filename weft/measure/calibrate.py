@@ -48,8 +48,8 @@ from weft.schedules.peers import after, before, members
 from weft.world import World
 
 _ROWS = (1, 2, 4, 7, 8, 16, 32, 63, 64, 128, 256, 512)
-"""Rows at which products are timed, among them those at which `weft.kernels.products` changes to
-another kernel.
+"""Numbers of rows of timed products, among them the limits at which `weft.kernels.products` changes
+to another kernel.
 """
 _WIDTHS = (256, 448, 800, 1408, 2048)
 """K and N of the weights of timed products."""

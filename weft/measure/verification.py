@@ -22,8 +22,8 @@ RUNS = 32
 
 
 class Check(NamedTuple):
-    """The outcome of a comparison: the number of elements beyond their bound, the largest error, and
-    the largest bound.
+    """The outcome of a comparison: the number of elements beyond their bound, the largest error,
+    and the largest bound.
     """
 
     wrong: int
@@ -188,8 +188,8 @@ class Sums(Problem):
     def _summed(
         self, terms: Tensor, errors: Tensor, out_dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """The exact sum over ranks of terms, and the error bound of a sum of terms with errors of at
-        most `errors`, as of a product with K = ranks.
+        """The exact sum over ranks of terms, and the error bound of a sum of terms with errors of
+        at most `errors`, as of a product with K = ranks.
         """
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         exact, error, size = (
@@ -200,8 +200,8 @@ class Sums(Problem):
         return exact, error + rounding + _unit(out_dtype) * error
 
     def _rounded_sum_bound(self, errors: Tensor, dtype: torch.dtype) -> Tensor:
-        """The error bound of a sum over ranks that is rounded to `dtype` after each addition, in any
-        order of the additions.
+        """The error bound of a sum over ranks that is rounded to `dtype` after each addition, in
+        any order of the additions.
 
         For terms p of ranks, each with an error of at most e, it is ``Σe + γ·Σ(|p| + e)``, where γ
         is that of `error_bound` for ranks - 1 additions and the unit roundoff of `dtype`. The exact
@@ -221,7 +221,7 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
 
 
 def compare(actual: Tensor, exact: Tensor, bound: Tensor) -> Check:
-    """Compare `actual` with `exact` (float64) element by element; the error of a NaN is infinite."""
+    """Compare `actual` with `exact` (float64) by element; the error of a NaN is infinite."""
     error = (actual.double() - exact).abs_().nan_to_num_(nan=torch.inf)
     if not error.numel():
         return Check(0)

@@ -1,4 +1,4 @@
-"""Pictures in weft's style: PNG and SVG files by matplotlib."""
+"""Pictures in weft's style: PNG and SVG files drawn by matplotlib."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COLOURS = {
     }.items()
     for name in names
 }
-"""Of kinds of work, of what is measured and of text, the same in all pictures."""
+"""Colours of kinds of work, of implementations and of text, the same in all pictures."""
 
 DASHED = (0, (4, 3))
 """The style of lines that show a limit."""
@@ -35,8 +35,8 @@ DASHED = (0, (4, 3))
 def picture(
     path: Path, width: float, height: float, title: str = "", *, verified: bool = True
 ) -> Iterator[Figure]:
-    """A figure of so many inches in weft's style, saved as PNG or SVG by the suffix of `path`; its
-    title says if it is wrong.
+    """A figure in weft's style, of `width` by `height` inches, saved as PNG or SVG by the suffix of
+    `path`. The title has a mark unless the result is `verified`.
     """
     with style.context(Path(__file__).with_name("weft.mplstyle")):
         figure = Figure(figsize=(width, height))

@@ -1,5 +1,5 @@
-"""The timeline picture: what every lane of every rank did when, one panel per trace over one time
-axis.
+"""The timeline picture: the instructions of every lane of every rank over time, one panel per trace
+over one time axis.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _BAR = 0.72  # of the height of a lane
 
 
 def draw(traces: Sequence[Trace], path: Path, title: str) -> None:
-    """Draw `traces` one below the other, each from its own beginning, into a PNG or SVG file by the
-    suffix of `path`.
+    """Draw `traces` one below the other, each from its own start, as PNG or SVG by the suffix of
+    `path`.
     """
     lanes = [len(trace.lanes) for trace in traces]
     with picture(path, 11, 0.36 * sum(lanes) + 0.75 * len(traces) + 1.1, title) as figure:
@@ -76,7 +76,7 @@ def _draw_panel(panel: Axes, trace: Trace, longest: float) -> None:
                 linewidth=0.9,
                 zorder=3,
             )
-        elif span.kind not in KINDS and stop - start > 0.05 * 1e3 * longest:  # there is room
+        elif span.kind not in KINDS and stop - start > 0.05 * 1e3 * longest:  # the label fits
             panel.text(
                 (start + stop) / 2,
                 row,

@@ -174,7 +174,7 @@ class Forecast(NamedTuple):
 def forecast(
     workload: Workload, machine: Machine, algorithm: str = "auto", chunk_rows: int | None = None
 ) -> Forecast:
-    """Predict a workload, over all candidates or those of one algorithm."""
+    """The prediction of a workload, over the candidates of all algorithms or of one."""
     baseline = OPERATORS[workload.operator].baseline
     variants = rank(workload, machine, algorithm, chunk_rows)
     [(_, sequential), *_] = rank(workload, machine, baseline)

@@ -6,8 +6,9 @@ compute lane slow each other down, so the pace of an activity changes whenever a
 ends. Signals connect lanes as in an execution, so the order of events obeys the plan.
 
 If a rotation of the ranks by some number changes nothing, only that number of ranks is planned and
-simulated (`Plan.lanes` of the others are empty). A planned rank receives from an unplanned one what
-its own counterpart sends: the planned rank with the same number modulo the number of planned ranks.
+simulated (`Plan.lanes` of the others are empty). The counterpart of an unplanned rank is the
+planned rank with the same number modulo the number of planned ranks: the unplanned rank sends the
+same as its counterpart, to ranks at the same distances.
 """
 
 from __future__ import annotations
