@@ -160,7 +160,7 @@ class Compared:
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """The files of the result, and the threads; as options these come last."""
+    """The files of the result, and the threads: the last options of a command."""
 
     json_file: Json = None
     plot: Plot = None
