@@ -430,7 +430,7 @@ def test_the_link_between_hosts_is_an_option(tmp_path):
         "ring",
         "sequential",
     }
-    assert "spread evenly over 3 hosts" in command(*requested, "--hosts", 3, status=2)
+    assert "divided evenly over 3 hosts" in command(*requested, "--hosts", 3, status=2)
     assert "has no link to other hosts" in command(
         *requested, "--machine", "ascend-910b1", "--dtype", "float16", status=2
     )
