@@ -64,7 +64,7 @@ def contact(host, address, interface="", port=5000):
             [report(0), report(1, shared="no pages")],
             {},
             [0, 0],
-            ["rank 1 on node-one cannot reserve symmetric memory: no pages"],
+            ["rank 1 on node-one cannot allocate symmetric memory: no pages"],
         ),
         (
             [report(0, threads=2, team=1)],
@@ -76,13 +76,13 @@ def contact(host, address, interface="", port=5000):
             [report(0, threads=3)],
             {},
             [0],
-            ["3 threads on 2 core.*: set OMP_NUM_THREADS", "node-one is over-subscribed: 1 rank"],
+            ["3 threads on 2 core.*: set OMP_NUM_THREADS", "node-one is oversubscribed: 1 rank"],
         ),
         (
             [report(0, cores=(0,)), report(1, cores=(0,))],
             {},
             [0, 0],
-            ["over-subscribed: 2 rank.* with 2 threads in all on 1 core"],
+            ["oversubscribed: 2 rank.* with 2 threads in all on 1 core"],
         ),
         (
             [report(0), report(1, "two")],
@@ -95,7 +95,7 @@ def contact(host, address, interface="", port=5000):
             [report(0), report(1)],
             {(0, 1): (1.0, 9.0), (0, 2): (10.0, 9.0)},
             [0, 0],
-            ["ranks 0 and 1 are joined by 1.00 Gbit/s, others by 10"],
+            ["ranks 0 and 1 have a link of 1.00 Gbit/s, others of 10"],
         ),
         (
             [report(0), report(1, rates={"float32": 20.0})],
@@ -106,7 +106,7 @@ def contact(host, address, interface="", port=5000):
     ],
 )
 def test_faults_are_reported(reports, links, offsets, patterns):
-    texts = [*doctor._troubles(reports, links, offsets)]
+    texts = [*doctor._problems(reports, links, offsets)]
     assert len(texts) == len(patterns), texts
     assert all(re.search(pattern, text) for pattern, text in zip(patterns, texts, strict=True)), (
         texts
@@ -122,14 +122,14 @@ def test_faults_are_reported(reports, links, offsets, patterns):
             [contact("one", "127.0.1.1"), contact("two", "10.0.0.8")],
             [{}, {0: "Connection refused"}],
             [
-                "rank 0 on node-one: the name node-one stands for 127.0.1.1, which other hosts "
+                "rank 0 on node-one: the name node-one has the address 127.0.1.1, which other hosts "
                 "cannot reach; set GLOO.*: eth1 10.0.0.7"
             ],
         ),
         (
             [contact("one", "10.0.0.7"), contact("two", "127.0.0.1", "lo")],
             [{1: "Connection refused"}, {}],
-            ["rank 1 on node-two: the interface lo stands for 127.0.0.1, which"],
+            ["rank 1 on node-two: the interface lo has the address 127.0.0.1, which"],
         ),
         (
             [contact("one", "10.0.0.7"), contact("two", "10.0.0.8")],
@@ -217,17 +217,14 @@ def test_thresholds_are_printed_with_their_source():
         (
             "",
             [([0, 1, 64, 65], 4)],
-            [
-                "rank 0 on node-one computes with 4 threads on 2 core.*, which have 4 hardware "
-                "threads"
-            ],
+            ["rank 0 on node-one computes with 4 threads on 2 core.* with 4 hardware threads"],
         ),
         ("", [([0, 64], 1), ([0, 64], 1)], ["2 rank.*compute with 2 threads in all on 1 core"]),
         ("0-3", [([0, 1], 2), ([2, 3], 2)], []),
         (
             "0,64",
             [([0], 1), ([64], 1)],
-            ["2 threads in all on 1 core", "allows 1 of its 64 cores .0,64., and 2 threads"],
+            ["2 threads in all on 1 core", "allows 1 of its 64 cores .0,64. for 2 threads"],
         ),
     ],
 )
@@ -237,7 +234,7 @@ def test_faults_of_binding_are_reported(tmp_path, group, ranks, patterns):
     (folder / "fs/cgroup/cpuset.cpus.effective").write_text(group)
     xeon = topology.read(folder)
     texts = [
-        *placed.troubles(
+        *placed.problems(
             [
                 report(rank, cores=cores, threads=n, topology=xeon)
                 for rank, (cores, n) in enumerate(ranks)

@@ -120,8 +120,8 @@ def test_a_host_that_is_cut_off_and_the_next_job(two_by_two, two_hosts, tmp_path
     )
     assert "rank 1 on" in on_wrong_interface
     assert (
-        "GLOO_SOCKET_IFNAME=eth7 is no interface with an address there; set it to one that the "
-        "other hosts reach: eth0 10.77.0.2" in (on_wrong_interface)
+        "GLOO_SOCKET_IFNAME=eth7 is not an interface with an address; set it to one that the "
+        "other hosts can reach: eth0 10.77.0.2" in (on_wrong_interface)
     )
     assert all(
         words in late

@@ -1,9 +1,8 @@
-"""``weft doctor``: what the ranks of a job see of each other and of their machines, and in words
-what is wrong.
+"""``weft doctor``: a report on the ranks of a job, their hosts and connections, and problems.
 
-Run it as the job would run: ``torchrun … -m weft doctor`` on every host. Before gloo is asked to
-connect, which takes minutes to give up and says little, ranks try it themselves. One that cannot
-even join the job says from where it tried.
+Start it with the job's launcher: ``torchrun … -m weft doctor`` on every host. Ranks try to connect
+before gloo does, since gloo gives up after minutes and with a poor report. A rank that cannot join
+the job reports the address from which it tried.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ from weft.world.rendezvous import (
 )
 from weft.world.wire import Kind, all_gather_values
 
-PING, BULK, ROUNDS = 1, 8 << 20, 20  # bytes of a small and a large message, and how many small ones
+PING, BULK, ROUNDS = 1, 8 << 20, 20  # bytes of small and large messages, number of small ones
 PRODUCT = 1024  # rows and columns of the product that is timed
 NEW = 32 << 20  # bytes of a tensor that is filled
-_BEHIND = 1.0  # seconds by which a host's clock may be wrong before logs and certificates are
-_STARTING, _CONNECTING = 60.0, 2.0  # seconds for all ranks to come, and for a connection
-_UNEVEN = 0.5  # of the best link or processor of a job, below which another one is worth a word
+_CLOCK_ERROR = 1.0  # seconds; hosts whose clocks differ by more are reported
+_STARTING, _CONNECTING = 60.0, 2.0  # seconds for all ranks to start, and for a connection
+_UNEVEN = 0.5  # part of the best link or processor of a job, below which another is reported
 
 
 class Contact(NamedTuple):
@@ -70,7 +69,7 @@ class Contact(NamedTuple):
 
 
 class Link(NamedTuple):
-    """What was measured between two ranks: Gbit/s, and the latency in microseconds."""
+    """The measured connection of two ranks: Gbit/s, and the latency in microseconds."""
 
     one: int
     other: int
@@ -78,21 +77,21 @@ class Link(NamedTuple):
     latency: float
 
 
-class Tried(NamedTuple):
-    """Why one rank could not connect to which others."""
+class FailedConnections(NamedTuple):
+    """The reasons why one rank could not connect to peers, by rank."""
 
     failed: dict[int, str]
 
 
 def diagnose(console: Console) -> bool:
-    """Print the report of all ranks, on rank 0; whether there is no problem. Collective."""
+    """Print the report of all ranks, on rank 0; returns whether there is no problem. Collective."""
     try:
         if not dist.is_initialized() and translated(os.environ):
             store, rank, ranks = launched(_STARTING)
-            troubles = _reach(StoreRendezvous(PrefixStore("weft doctor", store), rank, ranks))
+            problems = _reach(StoreRendezvous(PrefixStore("weft doctor", store), rank, ranks))
             if rank == 0:
-                _print_problems(troubles, console)
-            if troubles:
+                _print_problems(problems, console)
+            if problems:
                 return False
             join(store, rank, ranks, _STARTING)
         world = init(timeout=60.0)
@@ -103,18 +102,17 @@ def diagnose(console: Console) -> bool:
         console.print(
             f"[bold red]No connection[/]: {place} cannot join the job at {address}:{port}: "
             f"{error}\n"
-            f"Is {address or 'that'} the address of the first host on a network that reaches from "
-            f"here, is port {port} open there, "
-            "and has every host started the job?",
+            f"Is {address or 'MASTER_ADDR'} the address of the first host on a network that this "
+            f"host can reach, is port {port} open there, and was the job started on every host?",
             soft_wrap=True,
         )
         return False
     with world:
-        everyone = _of_all_ranks(world, _look(world), RankReport)
+        everyone = _of_all_ranks(world, _report(world), RankReport)
         links = _links(world)
-        # only rank 0 has the clocks
-        troubles = _of_all_ranks(
-            world, [*_troubles(everyone, links, clock_offsets(world, now=time.time_ns))], list[str]
+        # only rank 0 has all clock offsets
+        problems = _of_all_ranks(
+            world, [*_problems(everyone, links, clock_offsets(world, now=time.time_ns))], list[str]
         )[0]
         staged = _of_all_ranks(world, world.staging_reason, str)
         stores = _of_all_ranks(world, _native.stores(), str)
@@ -123,20 +121,21 @@ def diagnose(console: Console) -> bool:
             console.print(_thresholds(everyone, world.thresholds, world.oversubscribed))
             if world.ranks > 1 and not world.multi_host:
                 why = next(filter(None, staged), "")
-                how = f"staged, since {why}" if why else "read through the kernel, in place"
+                how = f"staged, since {why}" if why else "read in place, through the kernel"
                 console.print(
-                    f"Ordinary tensors of {peer_memory.LEAST_BYTES >> 20} MiB and more are {how}.",
+                    f"Peers' ordinary tensors of {peer_memory.LEAST_BYTES >> 20} MiB and more are "
+                    f"{how}.",
                     soft_wrap=True,
                 )
             console.print(_stores(stores), soft_wrap=True)
             console.print(_new_memory(), soft_wrap=True)
-            _print_problems(troubles, console)
-            if not troubles:
+            _print_problems(problems, console)
+            if not problems:
                 hosts = len(set(world.hosts))
                 console.print(
                     f"Nothing is wrong: {len(everyone)} rank(s) on {hosts} host(s).", style="green"
                 )
-        return not troubles
+        return not problems
 
 
 def _stores(kinds: Sequence[str]) -> str:
@@ -150,32 +149,28 @@ def _reach(rendezvous: StoreRendezvous) -> list[str]:
     Every rank listens on a port that the system chooses, as gloo does, and tries to connect to all
     ranks of other hosts.
     """
-    interface, known = named_interface(), addresses()
-    with ThreadPoolExecutor() as pool, _listening(interface, known) as listener:
+    interface, here = named_interface(), addresses()
+    with ThreadPoolExecutor() as pool, _listening(interface, here) as listener:
         own = Contact(
-            socket.gethostname(), host_identity(), interface, known, *listener.getsockname()[:2]
+            socket.gethostname(), host_identity(), interface, here, *listener.getsockname()[:2]
         )
         with rendezvous.exchange(own, _STARTING) as everyone:
             remote = [peer for peer, other in enumerate(everyone) if other.host != own.host]
             errors = zip(
                 remote, pool.map(lambda peer: _connect(everyone[peer]), remote), strict=True
             )
-        own_errors = Tried({peer: why for peer, why in errors if why})
-        # the exchange ends once no rank needs the listener any more
-        with rendezvous.exchange(own_errors, _STARTING) as tried:
-            return [*_unreachable(everyone, [failed for (failed,) in tried])]
+        own_errors = FailedConnections({peer: why for peer, why in errors if why})
+        # the exchange ends when no rank needs the listener any longer
+        with rendezvous.exchange(own_errors, _STARTING) as all_errors:
+            return [*_unreachable(everyone, [failed for (failed,) in all_errors])]
 
 
-def _listening(interface: str, known: Mapping[str, str]) -> socket.socket:
-    """A socket that listens where gloo does: on the given interface, else on the address of this
-    host's name, else on the loopback interface.
+def _listening(interface: str, here: Mapping[str, str]) -> socket.socket:
+    """A socket that listens at the same address as gloo: `interface`'s, else that of this host's
+    name, else the loopback address.
     """
     with contextlib.suppress(OSError):
-        if (
-            host := known.get(interface)
-            if interface
-            else socket.gethostbyname(socket.gethostname())
-        ):
+        if host := here.get(interface) if interface else socket.gethostbyname(socket.gethostname()):
             return socket.create_server((host, 0), family=family_of(host))
     return socket.create_server(("127.0.0.1", 0))
 
@@ -205,30 +200,30 @@ def _unreachable(everyone: Sequence[Contact], failed: Sequence[dict[int, str]]) 
             {name: address for name, address in contact.addresses.items() if name != "lo"}
         )
         if contact.interface and contact.interface not in contact.addresses:
-            wrong = f"GLOO_SOCKET_IFNAME={contact.interface} is no interface with an address there"
-            advice = "set it to one that the other hosts reach"
+            wrong = f"GLOO_SOCKET_IFNAME={contact.interface} is not an interface with an address"
+            advice = "set it to one that the other hosts can reach"
         elif contact.address.startswith("127.") and len(hosts) > 1:
             name = (
                 f"the interface {contact.interface}"
                 if contact.interface
                 else f"the name {contact.name}"
             )
-            wrong = f"{name} stands for {contact.address}, which other hosts cannot reach"
-            advice = "set GLOO_SOCKET_IFNAME to the interface that they can"
+            wrong = f"{name} has the address {contact.address}, which other hosts cannot reach"
+            advice = "set GLOO_SOCKET_IFNAME to an interface that they can reach"
         else:
             continue
         excused.add(rank)
         yield f"rank {rank} on {contact.name}: {wrong}; {advice}: {others}"
-    for rank, report in enumerate(failed):
-        for peer, why in report.items():
+    for rank, errors in enumerate(failed):
+        for peer, why in errors.items():
             if peer not in excused:
                 contact = everyone[peer]
                 yield (
                     f"rank {rank} on {everyone[rank].name} cannot connect to rank {peer} on "
                     f"{contact.name} at {contact.address}, port "
-                    f"{contact.port}: {why}. Is there a firewall? All ports must be open between "
-                    "the hosts: gloo and weft take any. Is that address on the network that joins "
-                    "them? GLOO_SOCKET_IFNAME sets the interface to use: "
+                    f"{contact.port}: {why}. Is there a firewall? gloo and weft use any ports, so "
+                    "all must be open between the hosts. Is the address on a network that both "
+                    "hosts share? GLOO_SOCKET_IFNAME sets the interface to use: "
                     f"{_listed(contact.addresses)}"
                 )
 
@@ -236,16 +231,17 @@ def _unreachable(everyone: Sequence[Contact], failed: Sequence[dict[int, str]]) 
 def _listed(addresses: Mapping[str, str]) -> str:
     return (
         ", ".join(f"{name} {address}" for name, address in addresses.items())
-        or "none has an address"
+        or "no interface has an address"
     )
 
 
-def _print_problems(troubles: Sequence[str], console: Console) -> None:
-    for trouble in troubles:
-        console.print(f"[bold red]wrong:[/] {trouble}", soft_wrap=True)
+def _print_problems(problems: Sequence[str], console: Console) -> None:
+    for problem in problems:
+        console.print(f"[bold red]wrong:[/] {problem}", soft_wrap=True)
 
 
-def _look(world: World) -> RankReport:
+def _report(world: World) -> RankReport:
+    """The report of this rank."""
     try:
         world.empty(1 << 20, dtype=torch.uint8).fill_(1)
         shared = "works"
@@ -269,36 +265,36 @@ def _look(world: World) -> RankReport:
 
 
 def _new_memory() -> str:
-    """A sentence on the cost of writing to a large new tensor; the C library may reuse the memory
-    of earlier tensors, or not.
+    """A sentence on the cost of writing to a large new tensor, whose memory the C library may take
+    from earlier tensors or from the kernel.
     """
-    kept = torch.empty(NEW, dtype=torch.uint8)
-    again = 1e3 * min(repeat(lambda: kept.fill_(1), number=1, repeat=4))
+    old = torch.empty(NEW, dtype=torch.uint8)
+    again = 1e3 * min(repeat(lambda: old.fill_(1), number=1, repeat=4))
     new = 1e3 * min(
         timeit(partial(torch.empty(NEW, dtype=torch.uint8).fill_, 1), number=1) for _ in range(4)
     )
     text = (
-        f"To fill a tensor of {NEW >> 20} MiB takes {new:.1f} ms where it is new, {again:.1f} ms "
-        "where it is not."
+        f"Filling a tensor of {NEW >> 20} MiB takes {new:.1f} ms if it is new, {again:.1f} ms if "
+        "not."
     )
     if new < 2 * again:
         return text
     return (
-        f"{text} Where results are new in each call this can be avoided: see 'New results' in "
+        f"{text} Calls that return new tensors can avoid this: see 'New results' in "
         "docs/performance.md."
     )
 
 
 def _gflops(dtype: torch.dtype) -> float:
-    """The rate of weft's product of square matrices, by the provider that it chooses."""
+    """The rate of weft's product of square matrices, by the library that weft selects."""
     a, out = torch.ones(PRODUCT, PRODUCT, dtype=dtype), torch.empty(PRODUCT, PRODUCT, dtype=dtype)
     seconds = min(repeat(partial(multiply, a, pack(a), out), number=1, repeat=3))
     return 2 * PRODUCT**3 / seconds / 1e9
 
 
 def _links(world: World) -> dict[tuple[int, int], tuple[float, float]]:
-    """(Gbit/s, latency in microseconds) between every two ranks on different hosts, as ``isend``
-    and ``irecv`` have it.
+    """(Gbit/s, latency in microseconds) between every two ranks on different hosts, by ``send``
+    and ``recv``.
     """
     found = list[Link]()
     small, large = torch.zeros(PING, dtype=torch.uint8), torch.zeros(BULK, dtype=torch.uint8)
@@ -320,58 +316,57 @@ def _links(world: World) -> dict[tuple[int, int], tuple[float, float]]:
 
 
 def _trip(tensor: torch.Tensor, peer: int, first: bool) -> float:
-    """Seconds for a message there and back."""
-    begun = _native.now()
+    """Seconds of a round trip of a message."""
+    start = _native.now()
     for sends in (first, not first):
         (dist.send if sends else dist.recv)(tensor, peer)
-    return (_native.now() - begun) / 1e9
+    return (_native.now() - start) / 1e9
 
 
-def _troubles(
+def _problems(
     everyone: Sequence[RankReport],
     links: dict[tuple[int, int], tuple[float, float]],
     offsets: Sequence[int],
 ) -> Iterator[str]:
     """Descriptions of problems."""
-    for seen in everyone:
-        if seen.shared != "works":
-            yield f"{seen.place} cannot reserve symmetric memory: {seen.shared}"
-        if seen.threads > len(seen.cores):
+    for report in everyone:
+        if report.shared != "works":
+            yield f"{report.place} cannot allocate symmetric memory: {report.shared}"
+        if report.threads > len(report.cores):
             yield (
-                f"{seen.place} computes with {seen.threads} threads on {len(seen.cores)} core(s): "
-                "set OMP_NUM_THREADS"
+                f"{report.place} computes with {report.threads} threads on {len(report.cores)} "
+                "core(s): set OMP_NUM_THREADS"
             )
-        if seen.team < seen.threads:
+        if report.team < report.threads:
             few = "too few cores, or no OpenMP library in this torch"
             yield (
-                f"{seen.place} copies and adds with {seen.team} of its {seen.threads} threads: "
-                f"{few}"
+                f"{report.place} copies and adds with {report.team} of its {report.threads} "
+                f"threads: {few}"
             )
-    for host in dict.fromkeys(seen.host for seen in everyone):
-        yield from cores.troubles([seen for seen in everyone if seen.host == host])
-    for seen, offset in zip(everyone, offsets, strict=True):
-        if abs(offset) > _BEHIND * 1e9:
+    for host in dict.fromkeys(report.host for report in everyone):
+        yield from cores.problems([report for report in everyone if report.host == host])
+    for report, offset in zip(everyone, offsets, strict=True):
+        if abs(offset) > _CLOCK_ERROR * 1e9:
             sign = "ahead of" if offset > 0 else "behind"
             yield (
-                f"the clock of {seen.name} (rank {seen.rank}) is {abs(offset) / 1e9:.1f} s {sign} "
-                f"that of {everyone[0].name}: set both by NTP, or their logs will not match; weft "
-                "itself is not affected"
+                f"the clock of {report.name} (rank {report.rank}) is {abs(offset) / 1e9:.1f} s {sign} "
+                f"that of {everyone[0].name}: synchronize both by NTP, or timestamps in logs will "
+                "not match; weft itself is not affected"
             )
     best = max((gbps for gbps, _ in links.values()), default=0.0)
     for (one, other), (gbps, _) in links.items():
         if gbps < _UNEVEN * best:
-            joined = (
-                f"ranks {one} and {other} are joined by {gbps:.2f} Gbit/s, others by {best:.2f}"
+            yield (
+                f"ranks {one} and {other} have a link of {gbps:.2f} Gbit/s, others of {best:.2f}: "
+                "the wrong interface? GLOO_SOCKET_IFNAME sets it"
             )
-            yield f"{joined}: the wrong interface? GLOO_SOCKET_IFNAME sets it"
     for name in everyone[0].providers:
-        fastest = max(seen.providers[name] for seen in everyone)
-        for seen in everyone:
-            if (rate := seen.providers[name]) < _UNEVEN * fastest:
+        fastest = max(report.providers[name] for report in everyone)
+        for report in everyone:
+            if (rate := report.providers[name]) < _UNEVEN * fastest:
                 yield (
-                    f"{seen.place} multiplies {name} at {rate:.0f} GFLOP/s, another rank at "
-                    f"{fastest:.0f}: does something else run "
-                    "there, or do ranks share a core?"
+                    f"{report.place} multiplies {name} at {rate:.0f} GFLOP/s, another rank at "
+                    f"{fastest:.0f}: does another program run there, or do ranks share a core?"
                 )
 
 
@@ -380,7 +375,9 @@ def _thresholds(everyone: Sequence[RankReport], agreed: Thresholds, oversubscrib
 
     def source(name: str) -> str:
         return " and ".join(
-            dict.fromkeys("sysfs" if name in seen.cache_sizes else "default" for seen in everyone)
+            dict.fromkeys(
+                "sysfs" if name in report.cache_sizes else "default" for report in everyone
+            )
         )
 
     first, second = (
@@ -408,7 +405,7 @@ def _print(
     links: dict[tuple[int, int], tuple[float, float]],
     console: Console,
 ) -> None:
-    hosts = [*dict.fromkeys(seen.host for seen in everyone)]
+    hosts = [*dict.fromkeys(report.host for report in everyone)]
     table = Table(
         "rank",
         "host",
@@ -420,21 +417,21 @@ def _print(
         "shared memory",
         "GFLOP/s",
     )
-    for seen in everyone:
+    for report in everyone:
         table.add_row(
-            str(seen.rank),
-            f"{hosts.index(seen.host)}: {seen.name}",
-            str(seen.pid),
-            ", ".join(f"{name} {address}" for name, address in seen.addresses.items()),
-            seen.interface or "by name",
-            ",".join(map(str, seen.cores)),
-            str(seen.threads),
-            seen.shared,
-            ", ".join(f"{name} {rate:.0f}" for name, rate in seen.providers.items()),
+            str(report.rank),
+            f"{hosts.index(report.host)}: {report.name}",
+            str(report.pid),
+            ", ".join(f"{name} {address}" for name, address in report.addresses.items()),
+            report.interface or "by name",
+            ",".join(map(str, report.cores)),
+            str(report.threads),
+            report.shared,
+            ", ".join(f"{name} {rate:.0f}" for name, rate in report.providers.items()),
         )
     console.print(table)
     for host in hosts:
-        console.print(cores.drawing([seen for seen in everyone if seen.host == host]))
+        console.print(cores.drawing([report for report in everyone if report.host == host]))
     if links:
         table = Table("ranks", "Gbit/s", "latency us")
         for (one, other), (gbps, latency) in sorted(links.items()):

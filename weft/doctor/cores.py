@@ -1,4 +1,4 @@
-"""Where the ranks of a host are among its cores, drawn, and in words what is wrong with that."""
+"""The cores that each rank of a host may use, as a table, and problems with them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.world.topology import Core, Topology, listed, usable
 
 
 class RankReport(NamedTuple):
-    """What one rank sees of its place."""
+    """One rank's report on itself and its host."""
 
     rank: int
     pid: int
@@ -25,17 +25,19 @@ class RankReport(NamedTuple):
     shared: str
     providers: dict[str, float]
     topology: Topology
-    team: int  # threads that share what is copied and added
-    cache_sizes: Mapping[str, int]  # from which its thresholds follow
+    team: int  # threads that share copies and sums
+    cache_sizes: Mapping[str, int]  # the thresholds are derived from them
 
     @property
     def place(self) -> str:
-        """The rank and its host, as troubles begin."""
+        """The rank and its host, the subject of descriptions of problems."""
         return f"rank {self.rank} on {self.name}"
 
 
 def drawing(here: Sequence[RankReport]) -> Table:
-    """A line for each last-level cache of a host, with the ranks that may run on its cores."""
+    """A table with a row for each last-level cache of a host: its cores, and the ranks that may run
+    on them.
+    """
     topology = here[0].topology
     threads = {cpu for core in topology.cores for cpu in core.cpus}
     title = f"{here[0].name}: {len(topology.cores)} cores"
@@ -57,7 +59,7 @@ def drawing(here: Sequence[RankReport]) -> Table:
     ):
         cores = list(several)
         slow = [core.cpus[0] for core in cores if not core.fast]
-        ranks = [f"{seen.rank} on {listed(on)}" for seen in here if (on := _on(seen, cores))]
+        ranks = [f"{report.rank} on {listed(on)}" for report in here if (on := _on(report, cores))]
         table.add_row(
             str(package),
             str(node),
@@ -70,30 +72,29 @@ def drawing(here: Sequence[RankReport]) -> Table:
     return table
 
 
-def troubles(here: Sequence[RankReport]) -> Iterator[str]:
-    """What is wrong with where the ranks of a host are."""
+def problems(here: Sequence[RankReport]) -> Iterator[str]:
+    """Descriptions of problems with the cores of a host's ranks."""
     topology = here[0].topology
-    all_threads = sum(seen.threads for seen in here)
+    all_threads = sum(report.threads for report in here)
     far = []
-    for seen in here:
-        cores = [core for core in topology.cores if _on(seen, [core])]
+    for report in here:
+        cores = [core for core in topology.cores if _on(report, [core])]
         if len(here) > 1 and len({core.node for core in cores}) > 1:
-            far.append(seen.rank)
-        if len(cores) < seen.threads <= len(seen.cores):
+            far.append(report.rank)
+        if len(cores) < report.threads <= len(report.cores):
             yield _siblings(
-                f"{seen.place} computes with {seen.threads} threads", len(cores), seen.threads
+                f"{report.place} computes with {report.threads} threads", len(cores), report.threads
             )
     if far:
         yield (
             f"rank(s) {listed(far)} on {here[0].name} run on several NUMA nodes, so part of their "
-            "memory is far: let weft bind "
-            "each to one (WEFT_BIND is not 0), and start as many ranks as there are nodes, or a "
-            "multiple"
+            "memory is remote: let weft bind each to one node (WEFT_BIND must not be 0), and start "
+            "one rank for each node, or a multiple"
         )
-    allowed = {cpu for seen in here for cpu in seen.cores}
+    allowed = {cpu for report in here for cpu in report.cores}
     _, cores = usable(topology, allowed)
     if len(cores) < all_threads <= len(allowed) and all(
-        seen.threads <= len(cores) for seen in here
+        report.threads <= len(cores) for report in here
     ):
         yield _siblings(
             f"{len(here)} rank(s) on {here[0].name} compute with {all_threads} threads in all",
@@ -105,25 +106,24 @@ def troubles(here: Sequence[RankReport]) -> Iterator[str]:
         yield (
             f"the control group of {here[0].name} allows {len(granted)} of its "
             f"{len(topology.cores)} cores "
-            f"({listed(topology.cpuset)}), and {all_threads} threads are to run there: give it "
-            "more, or start fewer ranks"
+            f"({listed(topology.cpuset)}) for {all_threads} threads: allow more, or start fewer "
+            "ranks"
         )
     if all_threads > len(allowed):
         yield (
-            f"{here[0].name} is over-subscribed: {len(here)} rank(s) with {all_threads} threads in "
+            f"{here[0].name} is oversubscribed: {len(here)} rank(s) with {all_threads} threads in "
             f"all on {len(allowed)} core(s); "
             "start fewer ranks or set OMP_NUM_THREADS"
         )
 
 
-def _on(seen: RankReport, cores: Sequence[Core]) -> set[int]:
-    """On which hardware threads of these cores a rank may run."""
-    return {cpu for core in cores for cpu in core.cpus}.intersection(seen.cores)
+def _on(report: RankReport, cores: Sequence[Core]) -> set[int]:
+    """The hardware threads of these cores on which a rank may run."""
+    return {cpu for core in cores for cpu in core.cpus}.intersection(report.cores)
 
 
-def _siblings(who: str, cores: int, threads: int) -> str:
+def _siblings(subject: str, cores: int, threads: int) -> str:
     return (
-        f"{who} on {cores} core(s), which have {threads} hardware threads or more: two that share "
-        "a core multiply no "
-        "faster than one; set OMP_NUM_THREADS"
+        f"{subject} on {cores} core(s) with {threads} hardware threads or more: two threads on one "
+        "core multiply no faster than one; set OMP_NUM_THREADS"
     )

@@ -47,7 +47,7 @@ class Address:
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
-            raise ValueError(f"there is no port {self.port}")
+            raise ValueError(f"a port is from 0 to 65535; got {self.port}")
 
     @property
     def family(self) -> socket.AddressFamily:
@@ -286,28 +286,26 @@ def listen_to_hosts(rank: int) -> Listener:
     the address of this host's name, else on that of a route to other networks. Raises `WeftError`
     if there is no address.
     """
-    interface, known, tried = named_interface(), addresses(), []
-    for host in (
-        [known[interface]] if interface in known else [] if interface else _candidates(known)
-    ):
+    interface, here, tried = named_interface(), addresses(), []
+    for host in [here[interface]] if interface in here else [] if interface else _candidates(here):
         try:
             if not ipaddress.ip_address(host).is_loopback:
                 return Listener(host)
         except OSError as error:
             tried.append(f"{host}: {error.strerror}")
     named = (
-        f"{INTERFACE}={interface} is no interface with an address"
+        f"{INTERFACE}={interface} is not an interface with an address"
         if interface
-        else "it has no address that others could reach"
+        else "it has no address that they could reach"
     )
-    has = ", ".join(f"{name} {address}" for name, address in known.items())
+    has = ", ".join(f"{name} {address}" for name, address in here.items())
     raise WeftError(
         f"rank {rank} cannot listen to ranks on other hosts: {named} ({'; '.join(tried) or has}); "
         f"set {INTERFACE}"
     )
 
 
-def _candidates(known: Mapping[str, str]) -> Iterator[str]:
+def _candidates(here: Mapping[str, str]) -> Iterator[str]:
     """Addresses at which this host may be reachable, the likeliest first."""
     with contextlib.suppress(OSError):
         yield from (
@@ -321,7 +319,7 @@ def _candidates(known: Mapping[str, str]) -> Iterator[str]:
         ):
             probe.connect((outside, 9))
             yield probe.getsockname()[0]
-    yield from known.values()
+    yield from here.values()
 
 
 def named_interface() -> str:
