@@ -32,8 +32,8 @@ Fits = Callable[[Any], object]
 
 def directory() -> Path | None:
     """The cache directory; None without a home directory, where nothing is stored."""
-    if given := os.environ.get("WEFT_CACHE"):
-        return Path(given)
+    if folder := os.environ.get("WEFT_CACHE"):
+        return Path(folder)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
     except RuntimeError:  # neither HOME nor an entry in the list of users

@@ -22,7 +22,7 @@ def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_tensor(tensor: object, what: str) -> None:
+def check_tensor(tensor: object, argument: str) -> None:
     """Raise `TypeError` or `ValueError` unless `tensor` is plain: its memory holds its elements.
 
     Subclasses other than `torch.nn.Parameter` are refused, even with plain memory, since they may
@@ -30,36 +30,38 @@ def check_tensor(tensor: object, what: str) -> None:
     views, which are computed only when they are read.
     """
     if type(tensor) not in PLAIN or not isinstance(tensor, Tensor):
-        raise TypeError(_of_another_type(tensor, what))
+        raise TypeError(_of_another_type(tensor, argument))
     if tensor.is_nested:
         raise ValueError(
-            f"{what} is a nested tensor: pass {what}.to_padded_tensor(0.0), or each part separately"
+            f"{argument} is a nested tensor: pass {argument}.to_padded_tensor(0.0), or each part separately"
         )
     if tensor.layout is not torch.strided:
-        raise ValueError(f"{what} has the layout {tensor.layout}: pass {what}.to_dense()")
+        raise ValueError(f"{argument} has the layout {tensor.layout}: pass {argument}.to_dense()")
     if tensor.is_neg() or tensor.is_conj():
         view = "negative" if tensor.is_neg() else "conjugate"
-        raise ValueError(f"{what} is a {view} view: pass {what}.resolve_conj().resolve_neg()")
+        raise ValueError(
+            f"{argument} is a {view} view: pass {argument}.resolve_conj().resolve_neg()"
+        )
 
 
-def _of_another_type(given: object, what: str) -> str:
-    kind = type(given).__name__
-    if not isinstance(given, Tensor):
+def _of_another_type(value: object, argument: str) -> str:
+    kind = type(value).__name__
+    if not isinstance(value, Tensor):
         hint = (
-            f": pass torch.as_tensor({what})"
-            if isinstance(given, list | tuple) or hasattr(given, "__array__")
+            f": pass torch.as_tensor({argument})"
+            if isinstance(value, list | tuple) or hasattr(value, "__array__")
             else ""
         )
-        return f"{what} must be a tensor; got {kind}{hint}"
+        return f"{argument} must be a tensor; got {kind}{hint}"
     if kind in _REMEDIES:
-        remedy = f"{what}.{_REMEDIES[kind]}"
+        remedy = f"{argument}.{_REMEDIES[kind]}"
     elif type(
-        given
-    ).__torch_dispatch__ is Tensor.__torch_dispatch__ and not torch.nn.parameter.is_lazy(given):
-        remedy = f"{what}.as_subclass(torch.Tensor)"
+        value
+    ).__torch_dispatch__ is Tensor.__torch_dispatch__ and not torch.nn.parameter.is_lazy(value):
+        remedy = f"{argument}.as_subclass(torch.Tensor)"
     else:
         remedy = "a plain tensor of its elements"
-    return f"{what} must be a plain torch.Tensor; got the subclass {kind}: pass {remedy}"
+    return f"{argument} must be a plain torch.Tensor; got the subclass {kind}: pass {remedy}"
 
 
 LONGEST = 1e6

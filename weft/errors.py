@@ -71,15 +71,15 @@ class MismatchError(WeftError):
         The first line of a call is the user's call, the second its algorithm or plan.
         """
         both = dict(sorted({rank: call, peer: theirs}.items()))
-        _LOG.debug("call %d of this world, with those that weft makes itself: %s", number, both)
+        _LOG.debug("call %d of this world, internal calls included: %s", number, both)
         (one, plan), (other, plan_of_other) = [text.partition("\n")[::2] for text in both.values()]
         plans = (plan, plan_of_other)
         if one != other:
             why, shown = _difference(one, other), [one, other]
         elif _algorithm(plan) != _algorithm(plan_of_other):
             why = (
-                "algorithms differ (give all ranks one algorithm=, and the same tables of weft "
-                "tune and weft calibrate)"
+                "algorithms differ (pass one algorithm= on all ranks, or give all hosts the same "
+                "results of weft tune and weft calibrate)"
             )
             shown = [f"{one} by {_algorithm(each)}" for each in plans]
         else:
@@ -95,18 +95,18 @@ def _difference(one: str, other: str) -> str:
     if one.partition("(")[0] != other.partition("(")[0]:
         return "operators differ"
     found = [
-        what
-        for what, pattern in _PARTS.items()
+        part
+        for part, pattern in _PARTS.items()
         if re.findall(pattern, one) != re.findall(pattern, other)
     ]
     options, others = [dict(re.findall(r"(\w+)=([^=]*)(?:, |\))", call)) for call in (one, other)]
-    known = {
+    dtypes = {
         name for name, value in (options | others).items() if re.search(_PARTS["dtypes"], value)
     }
     found += [
         name
         for name in options | others
-        if name not in known and options.get(name) != others.get(name)
+        if name not in dtypes and options.get(name) != others.get(name)
     ]
     one_option = len(found) == 1 and found[0] not in _PARTS
     return f"{' and '.join(found) or 'arguments'} differ{'s' if one_option else ''}"

@@ -29,7 +29,7 @@ def a_gpu(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"sms": 0}, "at least one SM"),
+        ({"sms": 0}, "sms must be at least 1"),
         ({"sms": 67}, "67 waiting programs on each of 2 ranks that share a GPU .* use at most 66"),
         ({"warps": 3}, "a program has 1, 2, 4, 8, 16 or 32 warps"),
         ({"warps": 32, "threads_per_warp": 64}, "at most 1024 threads"),
@@ -161,13 +161,13 @@ def test_product_kernels_leave_sms_to_communication(a_gpu):
     assert symmetric.max_programs(8, GPU, symmetric.RESERVED_SMS) == 12
     with pytest.raises(
         ValueError,
-        match="33 ranks that share a GPU of 132 SMs have 4 each; kernels that wait need more than 4",
+        match="33 ranks that share a GPU of 132 SMs have 4 each, but kernels that wait need more than 4",
     ):
         symmetric.max_programs(33, GPU, symmetric.RESERVED_SMS)
 
 
 def test_invalid_products_are_refused(monkeypatch):
-    with pytest.raises(ValueError, match="by torch or by triton; got 'cublas'"):
+    with pytest.raises(ValueError, match="must be torch or triton; got 'cublas'"):
         weft.local_world(2, products="cublas")
     monkeypatch.setattr(symmetric.triton.knobs.runtime, "interpret", False)
     with pytest.raises(weft.WeftError, match="set TRITON_INTERPRET=1"):

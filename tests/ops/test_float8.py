@@ -69,7 +69,7 @@ def refused(world):
         for kind, message, arguments, options in bad:
             with pytest.raises(kind, match=message):
                 operator(*arguments, **options)
-    with pytest.raises(ValueError, match="cannot be split along K"):
+    with pytest.raises(ValueError, match="cannot be gathered along K"):
         weft.all_gather_matmul(a, b, dim=1, **scales)
     with pytest.raises(ValueError, match="cannot be scattered along their last dimension"):
         weft.matmul_reduce_scatter(a, b, dim=1, **scales)

@@ -269,13 +269,13 @@ def test_overwriting_a_graph_warns_in_its_backward_pass():
 
 def refuses(world):
     wrong = {
-        "input has 1 elements, and the output for it 2": lambda: dist.all_gather(
+        "the input has 1 elements, but its output on rank": lambda: dist.all_gather(
             [torch.zeros(2)] * 2, torch.zeros(1)
         ),
         "must have 2 times the 3 elements": lambda: world.all_gather_single(
             torch.zeros(5), torch.zeros(3)
         ).wait(),
-        "5 rows, which do not split evenly": lambda: dist.all_to_all_single(
+        "5 rows, which cannot be split evenly": lambda: dist.all_to_all_single(
             torch.zeros(5), torch.zeros(5)
         ),
         "got an empty list": [
@@ -290,7 +290,7 @@ def refuses(world):
             lambda: dist.gather(torch.zeros(1), None, 7),
             lambda: dist.scatter(torch.zeros(1), None, 7),
         ],
-        "the tag of a message is from 0": [
+        "the tag of a message must be from 0": [
             lambda: dist.isend(torch.zeros(1), 1 - dist.get_rank(), tag=-1),
             lambda: dist.isend(torch.zeros(1), 1 - dist.get_rank(), tag=1 << 63),
             lambda: dist.irecv(torch.zeros(1), 1 - dist.get_rank(), tag=1 << 63),
@@ -305,7 +305,7 @@ def refuses(world):
         (
             torch.float32,
             dist.ReduceOp.BXOR,
-            "no bxor of float32: bitwise operators are of whole numbers",
+            "no bxor of float32: bitwise reductions need integers",
         ),
         (torch.bool, dist.ReduceOp.AVG, "no avg of bool: choose another"),
         (torch.float16, dist.ReduceOp.BAND, "no band of float16"),

@@ -136,7 +136,7 @@ def unanswered(world):
         work.wait()
         assert place.tolist() == [1.0] * 3
         with pytest.raises(
-            ValueError, match="has sent 20 bytes, and the tensor to receive them has 12"
+            ValueError, match="sent 20 bytes, but the tensor to receive into has 12"
         ):
             dist.recv(place, 1, tag=2)
         with pytest.raises(ValueError, match="must be contiguous"):

@@ -110,7 +110,7 @@ def other_backends(world):
     made = dist.new_group(backend="weft")
     dist.all_reduce(x, group=made)
     with pytest.raises(
-        ValueError, match=r'weft\'s backend takes CPU tensors: .*"cpu:weft,cuda:nccl"'
+        ValueError, match=r'weft\'s backend takes CPU tensors only: .*"cpu:weft,cuda:nccl"'
     ):
         dist.all_reduce(torch.ones(2, device="meta"), group=made)
 

@@ -262,7 +262,8 @@ def test_ranks_that_make_different_calls_are_shown_both(how, one, other):
         "op": "op differs",
         "source": "source differs",
         "part": "dtypes and op differ",
-        "algorithm": "algorithms differ (give all ranks one algorithm=, and the same tables of weft tune and weft calibrate)",
+        "algorithm": "algorithms differ (pass one algorithm= on all ranks, or give all hosts the same "
+        "results of weft tune and weft calibrate)",
         "place": "plans differ",
     }
     for rank, outcome in enumerate(start(disagree, 3, how)):
@@ -279,7 +280,7 @@ def test_ranks_that_make_different_calls_are_shown_both(how, one, other):
         assert (
             rank == 2
             or not logged
-            or re.search(r"call \d+ of this world, with those that weft makes itself: \{\d", logged)
+            or re.search(r"call \d+ of this world, internal calls included: \{\d", logged)
         ), logged
 
 

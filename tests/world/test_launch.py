@@ -129,7 +129,7 @@ def test_weft_run_names_the_first_failed_rank_and_exits_with_its_code(how, code,
     done = run(BIN / "weft", "run", "-n", 2, path, how)
     assert done.returncode == code, done.stderr
     *before, last = done.stderr.splitlines()
-    assert re.fullmatch(rf"weft run: the first that failed: rank 1 \(pid \d+\) {words}", last), (
+    assert re.fullmatch(rf"weft run: first failure: rank 1 \(pid \d+\) {words}", last), (
         done.stderr
     )
     assert sum("Traceback" in line for line in before) == (code == 1), (
@@ -160,7 +160,7 @@ def test_weft_run_prints_an_error_in_a_few_lines(tmp_path):
         "the user's part of the traceback"
     )
     assert re.fullmatch(
-        r"weft run: the first that failed: rank [01] \(pid \d+\) failed: MismatchError: .* shapes "
+        r"weft run: first failure: rank [01] \(pid \d+\) failed: MismatchError: .* shapes "
         r"differ",
         last,
     )

@@ -158,9 +158,9 @@ def framed(message):
         (b"\xff\xff\xff\xff", "a message of 4294967295 bytes"),
         ((LONGEST + 1).to_bytes(4, "little"), f"a message of {LONGEST + 1} bytes"),
         (framed(b""), "a message of 0 bytes"),
-        (framed(b"h short"), "a message b'h short'"),
-        (framed(b"?"), "a message b'?'"),
-        (framed(b"aKeyError\nrank 1\nbad news"), "a message b'aKeyError\\nrank 1\\nbad"),
+        (framed(b"h short"), "unknown message b'h short'"),
+        (framed(b"?"), "unknown message b'?'"),
+        (framed(b"aKeyError\nrank 1\nbad news"), "unknown message b'aKeyError\\nrank 1\\nbad"),
     ],
     ids=["endless", "long", "empty", "short call", "unknown", "error without a rank"],
 )
@@ -175,7 +175,7 @@ def test_a_malformed_message_names_its_sender(one, frame, problem):
     assert mesh_end.recv(100) == b"nnote"
     error, rank = failed.get(timeout=LIMIT)
     assert (type(error), rank) == (PeerLost, 1)
-    assert str(error).startswith(f"rank 1 sent what rank 0 does not understand ({problem}"), error
+    assert str(error).startswith(f"rank 1 sent an invalid message to rank 0 ({problem}"), error
     assert mesh_end.recv(100) == b"", "the world receives nothing more of that rank"
 
 
@@ -188,8 +188,8 @@ def test_unexpected_rows_name_their_sender(one):
     error, rank = failed.get(timeout=LIMIT)
     assert (type(error), rank) == (PeerLost, 1)
     assert (
-        "rank 1 sent what rank 0 does not understand (rows of lane 9, which receives no more rows "
-        "in call 1)" in str(error)
+        "rank 1 sent an invalid message to rank 0 (rows for lane 9, which receives no more rows in "
+        "call 1)" in str(error)
     )
 
 

@@ -269,7 +269,7 @@ def test_background_lanes_have_comm_threads_while_their_world_lives():
 
 @pytest.mark.parametrize("threads", [0, -1, 1.5, "2"])
 def test_comm_threads_are_a_positive_number(threads):
-    with pytest.raises(ValueError, match=r"comm_threads must be a positive whole number; got "):
+    with pytest.raises(ValueError, match=r"comm_threads must be a positive integer; got "):
         weft.init(comm_threads=threads)
 
 

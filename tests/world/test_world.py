@@ -151,7 +151,7 @@ def test_different_requests_are_a_mismatch():
 
 
 def too_much_memory(world):
-    with pytest.raises(weft.SymmetricMemoryError, match=r"rank 0: .* bytes asked for.*; rank 1: "):
+    with pytest.raises(weft.SymmetricMemoryError, match=r"rank 0: .* bytes requested.*; rank 1: "):
         world.empty(1 << 50, dtype=torch.uint8)
     assert world.empty(4).shape == (4,), "the world goes on"
 

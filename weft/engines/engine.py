@@ -156,8 +156,8 @@ class Engine(ABC):
         names = {**self.names, **dict.fromkeys(signals, 0)}
         if len(names) > _native.Executor.max_names:
             raise PlanError(
-                f"the plans of a world may use {_native.Executor.max_names} signal names; "
-                f"{signals} exceed this number"
+                f"the plans of a world may use {_native.Executor.max_names} signal names in "
+                f"all; with {', '.join(signals)} there would be {len(names)}"
             )
         self.names = {name: number for number, name in enumerate(names)}
 

@@ -372,8 +372,8 @@ class HostProgram(Program):
                 roles = {self.plan.buffers[region.buffer].role for region in (*srcs, dst)}
                 if lane or "eager" in roles:
                     raise PlanError(
-                        "kernels run on the compute lane, and not on eager buffers; the "
-                        f"plan has {instruction} there"
+                        "kernels must be in the compute lane and must not use eager buffers; the "
+                        f"plan has {instruction}"
                     )
                 compiled.multiply(lane, self.place(self.plan.sizing_region(instruction)))
                 self.computations[at] = kernel.host(), srcs, dst, weight

@@ -248,7 +248,9 @@ class _Arrivals:
 
     def open_gate(self, lane: int) -> bool:
         if (incoming := self.lanes.get(lane)) is None:
-            raise WeftError(f"rows of lane {lane}, which receives no more rows in call {self.call}")
+            raise WeftError(
+                f"rows for lane {lane}, which receives no more rows in call {self.call}"
+            )
         world, status = self.program.world, _native.WaitStatus.timeout
         while incoming.notified and status == _native.WaitStatus.timeout:
             if world.closed is not None:
@@ -261,7 +263,7 @@ class _Arrivals:
         incoming = self.lanes[lane]
         rows = incoming.rows.popleft()
         if size != rows.rows * rows.row:
-            raise WeftError(f"{size} bytes for {rows.rows} rows of {rows.row}")
+            raise WeftError(f"{size} bytes in place of {rows.rows} rows of {rows.row} bytes")
         rows.fill(read)
         incoming.at = self.program.world.executor.run(
             self.program.compiled, incoming.number, incoming.at + 1

@@ -308,7 +308,7 @@ def _save(ctx: Any, call: Recorded, results: Sequence[Tensor]) -> None:
     ctx.for_biases = [bias.requires_grad for bias in biases]
     ctx.dtype, ctx.weights = a.dtype, len(weights)
     if any(ctx.for_weights) and not options.keep:
-        raise ValueError("the gradient of a weight needs the gathered a: keep it")
+        raise ValueError("the gradient of a weight needs the gathered a: pass keep=True")
     ctx.save_for_backward(*weights, *(results[-1:] if any(ctx.for_weights) else []))
 
 

@@ -55,7 +55,8 @@ def check_weight(a: Tensor, b: Weight, world: World, k: int | None = None) -> No
     elif isinstance(b, ScaledWeight):
         if k != a.shape[-1]:
             raise ValueError(
-                "float8 inputs cannot be split along K, since each part has scales of its own"
+                "float8 inputs cannot be gathered along K, their last dimension, since each part has "
+                "scales of its own: choose another dim"
             )
         return  # it was made for this a
     else:

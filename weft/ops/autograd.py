@@ -91,11 +91,13 @@ def _world(name: Sequence[int]) -> World:
     number, *position = name
     world = by_number(number)
     if world is None:
-        raise WeftError("the world of this call is gone")
+        raise WeftError(
+            "the world of this recorded call no longer exists: keep it until backward has run"
+        )
     if position != [world.rank, world.ranks]:
         raise WeftError(
-            f"this call was recorded by rank {position[0]} of {position[1]}; this is rank {world.rank} "
-            f"of {world.ranks}"
+            f"this call was recorded by rank {position[0]} of {position[1]} and cannot run on rank "
+            f"{world.rank} of {world.ranks}: compile it on each rank"
         )
     return current(world)
 

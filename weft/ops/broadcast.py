@@ -59,7 +59,10 @@ def _check(
     if not 0 <= source < world.ranks:
         raise ValueError(f"there is no rank {source} in a world of {world.ranks}")
     if not tensor.is_contiguous():
-        raise ValueError("tensor must be contiguous")
+        raise ValueError(
+            f"tensor must be contiguous, since it is received in place; got strides "
+            f"{tensor.stride()}"
+        )
     if not tensor.is_leaf:
         collective.check_not_recorded(tensor, "tensor")
     rows, hosts = tensor.view(-1, 1), world.topology

@@ -29,14 +29,14 @@ def register() -> None:
     dist.Backend.register_backend("weft", _group, extended_api=True, devices=["cpu"])
 
 
-def _group(given: _DistributedBackendOptions, options: object) -> Group:
+def _group(group: _DistributedBackendOptions, options: object) -> Group:
     """The constructor that torch calls, on all ranks."""
     from weft.process_group.group import Group
 
     return Group(
-        given.store,
-        given.group_rank,
-        given.group_size,
-        given.timeout.total_seconds(),
-        given.global_ranks_in_group,
+        group.store,
+        group.group_rank,
+        group.group_size,
+        group.timeout.total_seconds(),
+        group.global_ranks_in_group,
     )

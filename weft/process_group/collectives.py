@@ -122,7 +122,7 @@ def all_gather(
     _check_count(outs, world)
     if outs[world.rank].numel() != tensor.numel():
         raise ValueError(
-            f"the input has {tensor.numel()} elements, and the output for it "
+            f"the input has {tensor.numel()} elements, but its output on rank {world.rank} has "
             f"{outs[world.rank].numel()}"
         )
     here, sizes = _movable(tensor).view(-1), _sizes(outs)
@@ -163,7 +163,7 @@ def reduce_scatter(
     _check_count(tensors, world)
     if tensors[world.rank].numel() != out.numel():
         raise ValueError(
-            f"the output has {out.numel()} elements, and the input for it "
+            f"the output has {out.numel()} elements, but its input on rank {world.rank} has "
             f"{tensors[world.rank].numel()}"
         )
     _reduce_scatter(
@@ -225,8 +225,8 @@ def gather(
 ) -> None:
     """Gather the tensor of rank p in ``outs[p]`` of rank `root`; the others have no `outs`."""
     nothing = tensor.detach().new_empty(0)
-    given = [tensor if rank == root else nothing for rank in range(world.ranks)]
-    all_to_all(world, outs if world.rank == root else [nothing] * world.ranks, given, timeout)
+    sent = [tensor if rank == root else nothing for rank in range(world.ranks)]
+    all_to_all(world, outs if world.rank == root else [nothing] * world.ranks, sent, timeout)
 
 
 def scatter(
@@ -234,8 +234,8 @@ def scatter(
 ) -> None:
     """Send ``tensors[p]`` of rank `root` to `out` of rank p; the others have no `tensors`."""
     nothing = out.detach().new_empty(0)
-    taken = [out if rank == root else nothing for rank in range(world.ranks)]
-    all_to_all(world, taken, tensors if world.rank == root else [nothing] * world.ranks, timeout)
+    received = [out if rank == root else nothing for rank in range(world.ranks)]
+    all_to_all(world, received, tensors if world.rank == root else [nothing] * world.ranks, timeout)
 
 
 def all_reduce_coalesced(
@@ -304,12 +304,12 @@ def _reducible(tensor: Tensor, op: Any) -> tuple[str, Tensor | None]:
     if tensor.dtype in _SUPPORTED.get(kind, ()) or (tensor.is_complex() and kind in ("sum", "avg")):
         return kind, _movable(tensor)
     if not _defined(kind, tensor.dtype):
-        what = (
-            "bitwise operators are of whole numbers and booleans"
+        remedy = (
+            "bitwise reductions need integers or booleans"
             if kind in ("band", "bor", "bxor")
-            else "choose another"
+            else "choose another reduction"
         )
-        raise TypeError(f"there is no {kind} of {name(tensor.dtype)}: {what}")
+        raise TypeError(f"there is no {kind} of {name(tensor.dtype)}: {remedy}")
     return kind, None
 
 
@@ -419,7 +419,7 @@ def _check_dtypes(first: Tensor, *others: Tensor) -> None:
     for tensor in others:
         if tensor.dtype != first.dtype:
             raise TypeError(
-                f"tensors of a collective have one dtype; got {name(first.dtype)} and "
+                f"all tensors of a collective must have one dtype; got {name(first.dtype)} and "
                 f"{name(tensor.dtype)}"
             )
 
@@ -431,14 +431,15 @@ def _check_count(tensors: Sequence[Tensor], world: World) -> None:
         )
 
 
-def _check_split(whole: Tensor, sizes: Sequence[int], what: str, world: World) -> None:
+def _check_split(whole: Tensor, sizes: Sequence[int], side: str, world: World) -> None:
     rows = len(whole)
     if sizes and (len(sizes) != world.ranks or sum(sizes) != rows):
         raise ValueError(
-            f"the {what} has {rows} rows to split among {world.ranks} ranks; got sizes {[*sizes]}"
+            f"the {side} needs {world.ranks} split sizes that add up to its {rows} rows; got "
+            f"{[*sizes]}"
         )
     if not sizes and rows % world.ranks:
         raise ValueError(
-            f"the {what} has {rows} rows, which do not split evenly among {world.ranks} ranks: "
-            "give sizes"
+            f"the {side} has {rows} rows, which cannot be split evenly among {world.ranks} ranks: "
+            "pass split sizes"
         )

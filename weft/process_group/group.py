@@ -262,11 +262,11 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             return work
         if peer is not None and (not 0 <= peer < self.size() or peer == self.rank()):
             raise ValueError(
-                f"rank {self.rank()} can send to and receive from the other ranks of "
+                f"the peer of rank {self.rank()} must be another rank of this group of "
                 f"{self.size()}; got rank {peer}"
             )
         if not 0 <= tag < _TAGS:
-            raise ValueError(f"the tag of a message is from 0 to 2**63 - 1; got {tag}")
+            raise ValueError(f"the tag of a message must be from 0 to 2**63 - 1; got {tag}")
         if self.messages is None:
             return self._run_by_gloo(
                 tensor, getattr(self._gloo_for(_MESSAGES), call), [tensor], *to
@@ -420,12 +420,12 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
     # Other backends
 
-    def _gloo_for(self, what: str) -> Any:
-        """The gloo group for `what`, made at the first use."""
+    def _gloo_for(self, operations: str) -> Any:
+        """The gloo group for `operations`, made at the first use."""
         self.world.check()
         if self.gloo is None:
             if self.rank() == 0:
-                _log.warning("a process group of weft's leaves %s to gloo", what)
+                _log.warning("a process group of weft uses gloo for %s", operations)
             limit = timedelta(seconds=self.world.timeout)
             self.gloo = dist.ProcessGroupGloo(
                 PrefixStore("weft gloo", self.store), self.rank(), self.size(), timeout=limit
@@ -435,7 +435,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     def _run_by_gloo(
         self, tensor: Tensor, begin: Callable[..., dist.Work], *args: Any
     ) -> dist.Work:
-        """A work of gloo's, begun by ``begin(*args)``, which raises if a peer is already lost."""
+        """A gloo operation, started by ``begin(*args)``, which raises if a peer is already lost."""
         try:
             work = begin(*args)
         except RuntimeError as error:
@@ -460,7 +460,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         """The group of the backends for other devices, for a tensor that is not on the CPU."""
         if not self._other_backends():
             raise ValueError(
-                f"the tensor is on {tensor.device}, and weft's backend takes CPU tensors: "
+                f"the tensor is on {tensor.device}, but weft's backend takes CPU tensors only: "
                 'initialise torch.distributed with backends for both, such as "cpu:weft,cuda:nccl"'
             )
         return self._others()
@@ -474,7 +474,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
                     dist.Backend(self._other_backends()),
                     timedelta(seconds=self.world.timeout),
                 )
-                name: Any = f"{self.group_name} beside weft"
+                name: Any = f"{self.group_name}, other backends"
                 self.others, _ = distributed_c10d._new_process_group_helper(
                     self.size(),
                     self.rank(),
@@ -544,7 +544,7 @@ def _one(tensors: Any) -> Tensor:
 
 def _first(tensors: Sequence[Tensor]) -> Tensor:
     if not tensors:
-        raise ValueError("a collective takes tensors; got an empty list")
+        raise ValueError("a collective needs at least one tensor; got an empty list")
     return tensors[0]
 
 

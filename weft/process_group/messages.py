@@ -74,7 +74,7 @@ class _Incoming:
         if self.size > len(receive.data):
             receive.work.end(
                 ValueError(
-                    f"rank {source} has sent {self.size} bytes, and the tensor to receive them has "
+                    f"rank {source} sent {self.size} bytes, but the tensor to receive into has "
                     f"{len(receive.data)}"
                 )
             )

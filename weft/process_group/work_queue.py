@@ -3,8 +3,8 @@ collectives in the order in which they were issued.
 
 A synchronous collective runs on its caller's thread, after all that were issued before it. An
 asynchronous one runs on the thread that waits for it, or, if none does soon, on the group's
-progress thread. A group runs one collective at a time, whichever threads issue them: those of
-autograd, for instance.
+progress thread. A group runs one collective at a time, even if several threads issue them, such as
+autograd's.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _NO_LIMIT = timedelta(0)  # the value of no limit in torch's native code
 
 
 class Work(dist.Work):
-    """An asynchronous operation and the `tensors` that it fills; `progress` carries it out, and
-    runs the callbacks of its futures.
+    """An asynchronous operation and the `tensors` that it fills; `progress` runs it, and the
+    callbacks of its futures.
     """
 
     def __init__(self, tensors: Sequence[Tensor], progress: Progress | None = None) -> None:
@@ -94,7 +94,7 @@ class Work(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """A future of the tensors; the error of a failed work becomes one with the same text."""
+        """A future of the tensors; for a failed work it has an error with the same text."""
         done: torch.futures.Future[Any] = torch.futures.Future()
         made = done.then(self._value)  # a Python callback, so that native code sees the exception
         progress, depth = self.progress, getattr(_thread, "callback_depth", 0)
@@ -114,7 +114,7 @@ class Work(dist.Work):
         return True
 
     def _advance(self, seconds: float | None) -> None:
-        """Carry the work out, or wait until it is done, for at most `seconds`."""
+        """Run the work, or wait until it is done, for at most `seconds`."""
         if self.progress is not None:
             self.progress.advance(self, seconds)
 
@@ -152,7 +152,7 @@ class CombinedWork(Work):
 
 
 class GlooWork(Work):
-    """A work of gloo's; `cause` turns its error into the one to raise."""
+    """A work of gloo; `cause` returns the error to raise in place of gloo's."""
 
     def __init__(
         self,
@@ -198,16 +198,16 @@ class Progress(ABC):
 
     @abstractmethod
     def advance(self, work: Work, seconds: float | None) -> None:
-        """Carry `work` out, unless another thread does; for at most `seconds`."""
+        """Run `work`, unless another thread does; for at most `seconds`."""
 
     @abstractmethod
     def run_pending(self) -> None:
-        """Carry out works that no thread waits for."""
+        """Run works that no thread waits for."""
 
     @abstractmethod
     def current_call(self) -> str:
-        """The name of the call that this very thread is carrying out, or ""; not empty in a signal
-        handler that interrupts it.
+        """The name of the call that this thread is running, or ""; not empty in a signal handler
+        that interrupts the call.
         """
 
     def check(self) -> None:
@@ -216,8 +216,8 @@ class Progress(ABC):
         if call := self.current_call():
             raise WeftError(
                 f"called from a signal handler while rank {self.world.rank} was in {call}, which "
-                "has to end first: a handler may raise an exception, call "
-                "destroy_process_group(), or note the signal for later"
+                "must end first: a handler may raise an exception, call destroy_process_group(), "
+                "or set a flag for later"
             )
 
     def start(self) -> None:

@@ -46,7 +46,7 @@ def check_products(products: str, device: torch.device) -> None:
     ``torch`` or ``triton``.
     """
     if products not in ("torch", "triton"):
-        raise ValueError(f"products are made by torch or by triton; got {products!r}")
+        raise ValueError(f"products must be torch or triton; got {products!r}")
     if products == "triton":
         _check_triton("weft's product kernel needs", ', or use products="torch"')
         if device.type == "cpu":

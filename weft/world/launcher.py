@@ -171,7 +171,7 @@ def run(
         rank, failure = _first(error)
         how = _how(failure).partition("\n")[0]  # the rank has printed the rest
         print(
-            f"weft run: the first that failed: rank {rank} (pid {failure.pid}) {how}",
+            f"weft run: first failure: rank {rank} (pid {failure.pid}) {how}",
             file=sys.stderr,
         )
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode

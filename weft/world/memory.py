@@ -70,7 +70,9 @@ def find(tensor: torch.Tensor) -> Segment | None:
     if not (tensor.is_cpu or tensor.is_cuda):
         return None
     found = segments.get(tensor.untyped_storage().data_ptr())
-    return _native.segment_containing(tensor.data_ptr()) if found is None and tensor.is_cpu else found
+    return (
+        _native.segment_containing(tensor.data_ptr()) if found is None and tensor.is_cpu else found
+    )
 
 
 def offset(tensor: torch.Tensor, segment: Segment, rank: int) -> int:
@@ -167,7 +169,7 @@ def _check_available(size: int, ranks: int) -> None:
     )
     if size * ranks > available:
         each = f" by each of {ranks} ranks of this host" if ranks > 1 else ""
-        raise OSError(f"{size:,} bytes asked for{each}, {available:,} available")
+        raise OSError(f"{size:,} bytes requested{each}, {available:,} available")
 
 
 def _available(meminfo: Path, groups: Path, folder: Path) -> Iterator[int]:

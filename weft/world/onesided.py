@@ -62,8 +62,8 @@ class Transfer:
     completes outstanding transfers.
     """
 
-    def __init__(self, world: World, number: int, what: object) -> None:
-        self._world, self._number, self._what = world, number, what
+    def __init__(self, world: World, number: int, copy: object) -> None:
+        self._world, self._number, self._copy = world, number, copy
 
     def done(self) -> bool:
         """Whether the transfer is done, so that its source and destination may be used."""
@@ -81,13 +81,13 @@ class Transfer:
         seconds = _seconds(timeout, self._world)
         if not self._world.transfers.wait(self._number, seconds):
             raise PeerTimeout(
-                f"rank {self._world.rank} waited {seconds:g} s for its {self._what}; it is not done"
+                f"rank {self._world.rank} waited {seconds:g} s for its {self._copy}; it is not done"
             )
         if self._world.transfers.refused(self._number):
-            raise self._world.failure(f"for its {self._what}")
+            raise self._world.failure(f"for its {self._copy}")
 
     def __repr__(self) -> str:
-        return f"Transfer({self._what}, {'over' if self.done() else 'under way'})"
+        return f"Transfer({self._copy}, {'done' if self.done() else 'under way'})"
 
 
 def put(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> None:
@@ -224,9 +224,9 @@ def _copy(remote: Tensor, local: Tensor, peer: int, world: World | None, put: bo
     _make(own, copy, _Copy(put, peer, local.nbytes))
 
 
-def _make(world: World, copy: _native.StridedCopy, what: _Copy) -> None:
+def _make(world: World, copy: _native.StridedCopy, description: _Copy) -> None:
     if not world.transfers.copy(copy):
-        raise world.failure(f"to make a {what}")
+        raise world.failure(f"to make a {description}")
 
 
 def _begin(remote: Tensor, local: Tensor, peer: int, world: World | None, put: bool) -> Transfer:
@@ -257,11 +257,11 @@ def _refusal(remote: Tensor, local: Tensor, peer: int, put: bool) -> Exception:
     `local`.
     """
     there, here = ("dst", "src") if put else ("src", "dst")
-    for tensor, what in ((remote, there), (local, here)):
-        check_tensor(tensor, what)
+    for tensor, argument in ((remote, there), (local, here)):
+        check_tensor(tensor, argument)
         if not tensor.is_cpu:
             return ValueError(
-                f"{what} is on {tensor.device}; ranks of a host exchange CPU tensors: pass one"
+                f"{argument} is on {tensor.device}; one-sided calls take CPU tensors: pass one"
             )
     if (segment := memory.find(remote)) is None:
         return ValueError(
@@ -322,7 +322,7 @@ def _comparison(cmp: str) -> _native.Compare:
 
 
 def _value(value: int) -> int:
-    number = whole(value, "a counter holds whole numbers")
+    number = whole(value, "a counter holds an integer")
     if not 0 <= number <= LARGEST:
         raise ValueError(f"a counter holds 0 to 2**64 - 1; got {number}")
     return number

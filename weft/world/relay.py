@@ -36,7 +36,7 @@ _LENGTH = struct.Struct("<I")  # of a control message, in front of it
 CALL = struct.Struct("<cQQ")  # of a call: its number and its digest; the text follows
 _TEXT = 512  # bytes of that text
 _NOTICED = 0.5  # seconds until all threads have noticed that a peer hung up
-_LINGER = 0.5  # seconds that peers have to receive what is under way and to hang up
+_LINGER = 0.5  # seconds that peers have to receive messages under way and to hang up
 
 
 Jobs = SimpleQueue[Callable[[], None] | None]
@@ -379,14 +379,14 @@ class Relay:
             with contextlib.suppress(OSError):  # the world is closed
                 self.local_ends[peer].send(message)
         else:
-            raise WeftError(f"a message {message[:20]!r}")
+            raise WeftError(f"unknown message {message[:20]!r}")
 
-    def _fail_garbled(self, peer: int, what: WeftError) -> None:
-        how = f"sent what rank {self.rank} does not understand ({what})"
+    def _fail_garbled(self, peer: int, error: WeftError) -> None:
+        how = f"sent an invalid message to rank {self.rank} ({error})"
         self.fail(PeerLost(f"rank {peer} {how}", how), peer)
 
     def _end(self, peer: int) -> None:
-        """Report to the world that a peer has hung up, and hang up as well."""
+        """Report to the world that a peer has closed its connection, and close this end."""
         self.hung_up[peer].set()
         self._notify_changed()
         shutdown(self.local_ends[peer], socket.SHUT_RDWR)

@@ -18,17 +18,17 @@ COUNTER_BYTES = 64  # a cache line each, against false sharing
 LARGEST = 2**64 - 1
 
 
-def whole(number: object, what: str) -> int:
-    """A whole number. Raises `TypeError` with the text `what` for anything else."""
+def whole(number: object, expected: str) -> int:
+    """An integer. Raises `TypeError` with the text `expected` for anything else."""
     try:
         return operator.index(number)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"{what}; got {type(number).__name__}") from None
+        raise TypeError(f"{expected}; got {type(number).__name__}") from None
 
 
 class Signals:
-    """Unsigned 64-bit counters, equally many on every rank, zero at first. Made by `World.signals`,
-    collectively.
+    """Unsigned 64-bit counters, the same number on every rank, zero at first. Made by
+    `World.signals`, collectively.
 
     ``len(signals)`` is their number; ``signals[i]`` is the value of this rank's counter i,
     ``signals[i:j]`` a list of values. A read acquires: data put before a notify that is seen is
@@ -61,7 +61,7 @@ class Signals:
         exist.
         """
         if not isinstance(index, slice):
-            at = whole(index, "an index is a number or a slice")
+            at = whole(index, "an index must be an integer or a slice")
             if not 0 <= at < self._count:
                 raise ValueError(
                     f"{self.name} has the counters 0 to {self._count - 1}; got index {at}"

@@ -73,7 +73,7 @@ class _Stream:
         while got < len(into):
             more = self.connection.recv_into(into[got:], 0, socket.MSG_WAITALL)
             if not more:
-                raise ConnectionResetError("it hung up in the middle of a message")
+                raise ConnectionResetError("it closed the connection in the middle of a message")
             got += more
 
 

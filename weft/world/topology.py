@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Core:
-    """A physical core: its hardware threads (siblings), and what it is part of."""
+    """A physical core: its hardware threads (siblings), package, NUMA node and cache."""
 
     cpus: tuple[int, ...]  # as the kernel numbers hardware threads
     package: int

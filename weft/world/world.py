@@ -108,7 +108,7 @@ class World(Peers):
         dims = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
         sizes = [int(n) for n in dims]  # type: ignore[arg-type]
         if any(n < 0 for n in sizes):
-            raise ValueError(f"a shape has no negative sizes; got {tuple(sizes)}")
+            raise ValueError(f"sizes must not be negative; got {tuple(sizes)}")
         self._drain()
         with self.exclusive:
             return self.allocate(sizes, dtype or torch.get_default_dtype())
@@ -128,7 +128,7 @@ class World(Peers):
         """
         self.check()
         if not (isinstance(count, int) and count > 0):
-            raise ValueError(f"count must be a positive whole number; got {count!r}")
+            raise ValueError(f"count must be a positive integer; got {count!r}")
         self._drain()
         with self.exclusive, self.fail_on_error:
             return Signals(self, count, name)
@@ -181,7 +181,7 @@ class World(Peers):
         """
         if gbps < 0 or latency_us < 0:
             raise ValueError(
-                f"bandwidth and latency are not negative; got {gbps} Gbit/s and {latency_us} us"
+                f"bandwidth and latency must not be negative; got {gbps} Gbit/s and {latency_us} us"
             )
         if gbps and self.multi_host:
             raise ValueError(
@@ -297,7 +297,7 @@ def init(
             "first"
         )
     if not (isinstance(comm_threads, int) and comm_threads > 0):
-        raise ValueError(f"comm_threads must be a positive whole number; got {comm_threads!r}")
+        raise ValueError(f"comm_threads must be a positive integer; got {comm_threads!r}")
     limit, starting = (_TIMEOUT, STARTING) if timeout is None else (limited(timeout),) * 2
     members = default_group(timeout=starting) if group is None else group
     placement.bind_as_launched()  # before there is memory
@@ -326,7 +326,7 @@ def init_by_store(
     """Make a world of `ranks` ranks that share a store and nothing else, collectively; it does not
     become the default.
 
-    `timeout` and errors are those of `init`, `streams` is that of `local_world`.
+    `timeout` and errors are as of `init`, `streams` as of `local_world`.
     """
     backend = Backend(torch.device("cpu"), streams)
     return _connect(StoreRendezvous(store, rank, ranks), limited(timeout), backend)

@@ -33,7 +33,7 @@ class Geometry(NamedTuple):
         """The geometry of a tensor. Raises `ValueError` unless it is a matrix with contiguous rows."""
         if tensor.dim() != 2 or (tensor.shape[1] > 1 and tensor.stride(1) != 1):
             layout = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
-            raise ValueError(f"a buffer is a matrix with contiguous rows; got {layout}")
+            raise ValueError(f"a buffer must be a matrix with contiguous rows; got {layout}")
         rows, columns = tensor.shape
         segment, place = memory.find(tensor), None
         if segment is not None and segment.world == world.number:
@@ -112,7 +112,7 @@ class FixedProgram(Program):
                 continue
             if len(tensors[name]) != buffer.rows[self.world.rank]:
                 raise ValueError(
-                    f"{name!r} has {len(tensors[name])} rows; the plan gives it "
+                    f"{name!r} has {len(tensors[name])} rows, but this plan needs "
                     f"{buffer.rows[self.world.rank]}"
                 )
             if name in self.shared and self.geometry[name].place is None:

@@ -55,7 +55,7 @@ class LaunchOptions(NamedTuple):
         """Raise `ValueError` for parameters that the kernel does not support."""
         threads = self.warps * self.threads_per_warp
         if self.sms < 1:
-            raise ValueError(f"at least one SM is needed; got sms={self.sms}")
+            raise ValueError(f"sms must be at least 1; got {self.sms}")
         if (
             self.threads_per_warp not in (32, 64)
             or self.warps not in (1, 2, 4, 8, 16, 32)

@@ -121,6 +121,6 @@ def launch_tables(part: Sequence[Instruction], columns: int, block_m: int) -> Ta
                 notified = len(launch.tiles)
             case _:
                 raise ValueError(
-                    f"a product kernel waits, multiplies and notifies; the lane has {instruction}"
+                    f"a product kernel only waits, multiplies and notifies, but the lane has {instruction}"
                 )
     return launch
