@@ -59,7 +59,7 @@ void Executor::begin(Program& program, int64_t timeout) {
 }
 
 EagerOffset Executor::next_eager(const Program& program) {
-  static_assert(Program::kEagerSets == 2);  // E1: as many sets as ranks may be executions apart
+  static_assert(Program::kEagerSets == 2);  // E1 needs two sets: call n - 2 has ended
   const bool swapped =
       program.swaps_eager() && within_host && eager_count_ / Program::kEagerSets % 2;
   return {eager_count_++ % Program::kEagerSets * Program::kEager, swapped ? ~size_t{0} : 0};
