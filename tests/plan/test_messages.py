@@ -59,7 +59,7 @@ PLAIN: dict[str, Planner] = {
         }.items()
         for algorithm in algorithms
     },
-    "all_reduce of neighbours": lambda hosts, pieces: all_reduce.all_reduce(
+    "all_reduce of adjacent ranks": lambda hosts, pieces: all_reduce.all_reduce(
         len(hosts), pieces, "ring"
     ),
     "broadcast push": lambda hosts, pieces: broadcast.push(pieces % len(hosts), hosts),
@@ -79,7 +79,7 @@ EXCHANGES = ("all_to_all", "all_to_all of few")
 FRUGAL = [
     name
     for name in [*FUSED, *PLAIN]
-    if "gather" in name or not name.endswith(("ring", "neighbours"))
+    if "gather" in name or not name.endswith(("ring", "adjacent ranks"))
 ] + ["broadcast ring"]
 
 

@@ -434,4 +434,4 @@ def test_the_link_between_hosts_is_an_option(tmp_path):
     assert "has no link to other hosts" in command(
         *requested, "--machine", "ascend-910b1", "--dtype", "float16", status=2
     )
-    assert "use --link instead" in command(*requested, "--link-gbps", 1, status=2)
+    assert "use --link" in command(*requested, "--link-gbps", 1, status=2)
