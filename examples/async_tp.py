@@ -1,11 +1,11 @@
-"""A tensor-parallel transformer of torch's own under torch.compile, which puts weft's operators
-into it.
+"""A tensor-parallel transformer by torch's own styles under torch.compile, with and without weft's
+operators in the graph.
 
     python examples/async_tp.py --ranks 2
 
-The model is parallel by torch's styles, with its sequence in parts between layers. Each row of the
-table is the same program: on gloo as it is and compiled, on weft compiled, and compiled after
-`weft.enable_async_tp()`. Runs are interleaved, times are medians, and results are compared.
+The sequence is sharded between layers. Each row of the table is the same program: on gloo eager and
+compiled, on weft compiled, and compiled after `weft.enable_async_tp()`. Runs are interleaved, times
+are medians, and results are compared.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class Block(nn.Module):
 def program(
     group: dist.ProcessGroup, name: str, dim: int, layers: int, heads: int
 ) -> Callable[[Tensor], Tensor]:
-    """From this rank's part of a sequence to its part of the result; nothing here knows of weft."""
+    """A function from this rank's part of a sequence to its part of the result, without any use of
+    weft.
+    """
     torch.manual_seed(0)
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,))
     model = nn.Sequential(*(Block(dim, heads) for _ in range(layers)))
@@ -80,8 +82,8 @@ def program(
     )
 
     def call(x: Tensor) -> Tensor:
-        whole = model(DTensor.from_local(x, mesh, [Shard(1)]))
-        return whole.to_local()
+        y = model(DTensor.from_local(x, mesh, [Shard(1)]))
+        return y.to_local()
 
     return call
 
@@ -109,14 +111,13 @@ def measure(
         for run in range(runs + 1):
             results = {}
             for name, call in variants.items():
-                weft.enable_async_tp(
-                    enable=name == "weft, overlapped"
-                )  # of importance when it is compiled, in the first run
+                # takes effect when the program is compiled, in the first run
+                weft.enable_async_tp(enable=name == "weft, overlapped")
                 dist.barrier()
-                begun = time.perf_counter()
+                start = time.perf_counter()
                 results[name] = call(x)
                 dist.barrier()
-                times[name].append(1e3 * (time.perf_counter() - begun))
+                times[name].append(1e3 * (time.perf_counter() - start))
             expected = results["gloo"]
             for name, result in results.items():
                 if not (result - expected).abs().max() <= TOLERANCE * expected.abs().max():
@@ -136,7 +137,7 @@ def main(
     ] = 512,
     runs: int = 11,
 ) -> None:
-    """Run a tensor-parallel transformer as it is, compiled, and compiled with weft's operators, and
+    """Run a tensor-parallel transformer eagerly, compiled, and compiled with weft's operators, and
     compare results and times.
     """
     if dim % heads or heads % ranks or length % ranks:

@@ -1,13 +1,12 @@
-"""A causal language model of Hugging Face from a local folder, in four variants: the same tokens,
-and the time they take.
+"""A causal language model of Hugging Face in four variants: tokens are compared and timed.
 
     pip install transformers accelerate
     python examples/huggingface.py --ranks 2
 
 One process with all cores; transformers' own tensor parallelism (``tp_plan="auto"``) on gloo; the
 same on weft, which changes one word; and weft's layer styles, which overlap communication with the
-products. The model is a small random Llama that this makes; in bfloat16 the two likeliest tokens of
-it may be so close that another order of sums decides.
+products. The model is a small random Llama that the example saves in a folder. In bfloat16 its two
+likeliest tokens may be so close that a different order of sums selects the other.
 """
 
 from __future__ import annotations
@@ -35,10 +34,8 @@ from transformers.utils.logging import disable_progress_bar
 import weft
 import weft.nn
 
-GATHERED = {
-    "self_attn": ("q_proj", "k_proj", "v_proj"),
-    "mlp": ("gate_proj", "up_proj"),
-}  # layers that read the same activations
+# layers that read the same activations
+GATHERED = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}
 SUMMED = ("self_attn.o_proj", "mlp.down_proj")
 
 
@@ -64,7 +61,7 @@ def make(folder: Path, dtype: torch.dtype, **sizes: int) -> None:
     LlamaForCausalLM(LlamaConfig(**sizes)).to(dtype).save_pretrained(folder)
 
 
-def whole(folder: str) -> nn.Module:
+def unsharded(folder: str) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 
 
@@ -73,7 +70,7 @@ def by_plan(folder: str) -> nn.Module:
 
 
 def by_styles(folder: str) -> nn.Module:
-    model = whole(folder)
+    model = unsharded(folder)
     plan: dict[str, Any] = {"lm_head": weft.nn.ColwiseParallel(output_layouts=Replicate())}
     for number in range(len(model.model.layers)):
         layer = f"model.layers.{number}"
@@ -95,23 +92,22 @@ VARIANTS: dict[str, tuple[str, Callable[[str], nn.Module]]] = {
 
 @torch.inference_mode()
 def ask(model: nn.Module, task: Task) -> Found:
-    """Read a prompt and say what is likeliest, token by token."""
+    """Read a prompt and generate the likeliest tokens, one by one."""
     model.eval()
     prompt = torch.randint(
         model.config.vocab_size, (1, task.prompt), generator=torch.Generator().manual_seed(1)
     )
     prefill, decode, produced = [], [], []
     for _ in range(task.runs + 1):
-        produced, given, cache = [], prompt, None
+        produced, ids, cache = [], prompt, None
         for number in range(task.generated + 1):
-            begun = time.perf_counter()
-            out = model(input_ids=given, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            given, cache = out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
-            (decode if number else prefill).append(1e3 * (time.perf_counter() - begun))
-            produced.append(int(given))
-    return Found(
-        produced, median(prefill[1:]), median(decode[task.generated :])
-    )  # the first run prepares
+            start = time.perf_counter()
+            out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            ids, cache = out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
+            (decode if number else prefill).append(1e3 * (time.perf_counter() - start))
+            produced.append(int(ids))
+    # without the first run, which warms up
+    return Found(produced, median(prefill[1:]), median(decode[task.generated :]))
 
 
 def on_ranks(variant: str, folder: str, task: Task) -> Found:
@@ -124,7 +120,7 @@ def on_ranks(variant: str, folder: str, task: Task) -> Found:
 
 
 def alone(folder: str, task: Task) -> Found:
-    return ask(whole(folder), task)
+    return ask(unsharded(folder), task)
 
 
 def main(

@@ -1,12 +1,12 @@
-"""A Llama-shaped model under torch's tensor parallelism and under weft's, side by side in one run.
+"""A Llama-shaped model under torch's tensor parallelism and under weft's, compared in one run.
 
     python examples/tensor_parallel_transformer.py --ranks 2 --dtype float32
 
-Both run the same plan of styles with the same random weights; only the module that the styles come
-from differs, and how layers that take the same part of a sequence share its gather. Logits and
-gradients are compared first, then a prompt is read (prefill), tokens are generated one at a time
-(decode), and the model is trained with sequence parallelism. Times are medians of interleaved runs,
-each from a barrier to the last rank's finish.
+Both apply the same styles to the same random weights; the styles are imported from torch or from
+weft, and weft's layers share the gather of a sequence. Logits and gradients are compared first,
+then a prompt is read (prefill), tokens are generated one at a time (decode), and the model is
+trained with sequence parallelism. Times are medians of interleaved runs, each from a barrier to the
+last rank's finish.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from weft.bench.harness import progress
 from weft.measure.timing import Stopwatch
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 6e-2}
-"""How far any element may be from torch's, relative to the largest of its tensor: rounding, in a
-different order of sums.
+"""The allowed difference of an element from torch's, relative to the largest element of its tensor:
+sums are rounded in another order.
 """
 
 
 class Sizes(NamedTuple):
-    """Of the model and of what it is given."""
+    """The sizes of the model and of its inputs."""
 
     dim: int
     layers: int
@@ -65,9 +65,8 @@ class Attention(nn.Module):
         self.wk = nn.Linear(sizes.dim, sizes.kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(sizes.dim, sizes.kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(sizes.heads * self.head_dim, sizes.dim, bias=False)
-        self.cache: tuple[Tensor, Tensor] | None = (
-            None  # keys and values (batch, heads, positions, head_dim) of this rank's heads
-        )
+        # keys and values (batch, heads, positions, head_dim) of this rank's heads
+        self.cache: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor, rotation: Tensor, start: int) -> Tensor:
         q, k, v = (
@@ -126,9 +125,8 @@ class Transformer(nn.Module):
             torch.arange(0, sizes.dim // sizes.heads, 2) / (sizes.dim // sizes.heads)
         )
         angles = torch.outer(torch.arange(sizes.prompt + sizes.generated), frequencies)
-        self.rotation = torch.polar(
-            torch.ones_like(angles), angles
-        )  # complex numbers, whatever the dtype of the model
+        # complex numbers in every dtype of the model
+        self.rotation = torch.polar(torch.ones_like(angles), angles)
 
     def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
         """(batch, positions) to logits (batch, positions, vocab), for tokens that begin at position
@@ -142,9 +140,9 @@ class Transformer(nn.Module):
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn pairs of elements of (…, positions, head_dim) by the angles of their position."""
-    turned = torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * rotation
-    return torch.view_as_real(turned).flatten(-2).type_as(x)
+    """Rotate pairs of elements of (…, positions, head_dim) by the angles of their position."""
+    rotated = torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * rotation
+    return torch.view_as_real(rotated).flatten(-2).type_as(x)
 
 
 def parallel_model(
@@ -190,7 +188,7 @@ def parallel_model(
 
 
 class Run:
-    """The three things that are timed, under one kind of styles."""
+    """The three tasks that are timed, with torch's or weft's styles."""
 
     def __init__(self, sizes: Sizes, mesh: DeviceMesh, styles: ModuleType) -> None:
         self.sizes = sizes
@@ -217,8 +215,8 @@ class Run:
         return torch.cat([self.served(self.tokens[:, at : at + 1], at) for at in steps], dim=1)
 
     def train(self) -> Tensor:
-        """The loss of predicting each token of the prompt from those before it; gradients are left
-        in the parameters.
+        """The loss of predicting each token of the prompt from earlier tokens; the parameters get
+        gradients.
         """
         self.trained.zero_grad()
         logits = self.trained(self.tokens[:, : self.sizes.prompt])
@@ -229,7 +227,7 @@ class Run:
         return loss.detach()
 
     def gradients(self) -> dict[str, Tensor]:
-        """The whole gradient of every parameter, after a training step; collective."""
+        """The unsharded gradient of every parameter, after a training step; collective."""
         gradients = {name: parameter.grad for name, parameter in self.trained.named_parameters()}
         return {
             name: grad.full_tensor() if isinstance(grad, DTensor) else grad
@@ -314,7 +312,7 @@ def main(
     generated: Annotated[int, typer.Option(help="Tokens decoded one at a time.")] = 16,
     iterations: int = 7,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Also print what every layer runs.")
+        bool, typer.Option("--explain", help="Also print the operators of every layer.")
     ] = False,
 ) -> None:
     """Run a Llama-shaped model under torch's tensor parallelism and under weft's, and compare
@@ -349,10 +347,10 @@ def main(
             f"{theirs / ours:.2f}x",
         )
     console.print(table)
-    for what, difference in result["differences"].items():
+    for values, difference in result["differences"].items():
         console.print(
-            f"{what} agree: at most {difference:.1e} of the largest element apart (allowed: "
-            f"{TOLERANCE[dtype]:g})"
+            f"{values} agree: they differ by at most {difference:.1e} of the largest element "
+            f"(allowed: {TOLERANCE[dtype]:g})"
         )
     if explain:
         for model, text in result["layers"].items():

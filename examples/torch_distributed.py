@@ -1,9 +1,9 @@
-"""A small transformer trained in four variants of torch's own, on gloo and on weft, in one run.
+"""A small transformer trained by four of torch's forms of parallelism, on gloo and on weft.
 
     python examples/torch_distributed.py --ranks 2
 
 Data parallel (DDP), fully sharded (FSDP2), tensor parallel (DTensor) and in a pipeline: the code is
-the same for both, only the process group is another one. Losses are compared step by step, steps
+the same for both backends, except for the process group. Losses are compared step by step, steps
 are interleaved, and times are medians over steps.
 """
 
@@ -68,12 +68,12 @@ def transformer(dim: int, layers: int, heads: int) -> nn.Sequential:
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Of predicting each token from those before it."""
+    """The loss of predicting each token from earlier tokens."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
 Step = Callable[[Tensor], float]
-"""One step of training on a batch of tokens, the same on all ranks; this rank's loss."""
+"""One step of training on a batch of tokens, equal on all ranks; returns this rank's loss."""
 
 
 def data_parallel(model: nn.Sequential, group: dist.ProcessGroup) -> Step:
@@ -81,8 +81,8 @@ def data_parallel(model: nn.Sequential, group: dist.ProcessGroup) -> Step:
 
 
 def mesh_of(group: dist.ProcessGroup) -> DeviceMesh:
-    """A mesh named after the backend: DTensor takes meshes of the same ranks and names for one, and
-    uses the first one's group.
+    """A mesh named after the backend: DTensor treats meshes with the same ranks and names as one,
+    and uses the group of the first.
     """
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(dist.get_backend(group),))
 
@@ -165,18 +165,17 @@ def measure(
             losses = {}
             for backend, step in training.items():
                 dist.barrier()
-                begun = time.perf_counter()
+                start = time.perf_counter()
                 losses[backend] = step(tokens)
                 dist.barrier()
-                times[backend].append(1e3 * (time.perf_counter() - begun))
+                times[backend].append(1e3 * (time.perf_counter() - start))
             gloo, ours = losses["gloo"], losses["weft"]
             if not abs(gloo - ours) <= TOLERANCE * abs(gloo):
                 raise AssertionError(
                     f"{variant}, step {number}: the loss is {gloo} on gloo and {ours} on weft"
                 )
-        found[variant] = {
-            backend: median(taken[1:]) for backend, taken in times.items()
-        }  # the first prepares
+        # without the first step, which warms up
+        found[variant] = {backend: median(taken[1:]) for backend, taken in times.items()}
     dist.destroy_process_group()
     return found
 
