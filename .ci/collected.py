@@ -1,9 +1,9 @@
-"""Collect the tests in several processes that differ in what chance decides, and fail if the lists
+"""Collect the tests in several processes with different hashes and addresses, and fail if the lists
 differ.
 
 pytest-xdist gives up when its workers collect different lists, such as tests made from a set, whose
-order depends on hashes and on addresses. So these processes differ in the seed of hashes, in where
-objects lie, and in whether bytecode is cached.
+order depends on hashes and on addresses. So these processes differ in the seed of hashes, in the
+addresses of objects, and in whether bytecode is cached.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# A few more objects of every small size at the start move those that come later.
+# A few more objects of every small size at the start change the addresses of later objects.
 COLLECT = """
 import sys, pytest
 ballast = [[object()] * size for size in range(1, 64) for _ in range(int(sys.argv[1]))]
@@ -26,8 +26,8 @@ sys.exit(pytest.main(["--collect-only", "--override-ini=addopts=", "-q", "-p", "
 
 
 def collected(seed: int, caches: str | None = None) -> list[str]:
-    """The names of all tests, in order, as a process of its own finds them; bytecode is cached in
-    `caches`, if given.
+    """The names of all tests, in order, as found by a new process; `caches` is a folder for
+    bytecode, or None.
     """
     environment = (
         os.environ
@@ -51,10 +51,10 @@ def main() -> None:
     for other in lists:
         if other != first:
             sys.exit(
-                "tests are not collected alike:\n"
+                "processes collect different lists of tests:\n"
                 + "\n".join(difflib.unified_diff(first, other, lineterm="", n=1))
             )
-    print(f"{len(first)} tests, collected alike {1 + len(lists)} times")
+    print(f"{len(first)} tests, the same list {1 + len(lists)} times")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ Command = list[str | Path]
 
 @dataclass(frozen=True, eq=False)
 class Build:
-    """A place in the table, the commands that must succeed for it, and what it means that they do."""
+    """A cell of the table: its row and column, the commands that must succeed, and its text then."""
 
     compiler: str
     column: str
@@ -152,7 +152,7 @@ def install_zig() -> Path:
 
 
 def builds_of(release: str) -> Iterator[Build]:
-    """What the compilers of a release, unpacked, have to do."""
+    """The builds by the compilers of an unpacked release."""
     root = HOME / release
     within: Command = ["chroot", root]
     sources = [
@@ -217,7 +217,7 @@ def builds_for_musl(zig: Path, run: bool) -> Iterator[Build]:
 
 
 def failure(build: Build) -> str:
-    """What goes wrong with a build; empty if nothing does."""
+    """The error of a build; empty if it succeeds."""
     for command in build.commands:
         done = subprocess.run(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600

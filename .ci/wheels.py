@@ -72,7 +72,7 @@ def build(target: str) -> None:
 
 
 def test() -> None:
-    """Install a wheel where there is nothing but Python, and do as the README says."""
+    """Install a wheel in an environment with Python only, and run the README's first program."""
     bare = HOME / "bare"
     python, constraints = bare / "bin/python", ROOT / "constraints.txt"
     [wheel] = DIST.glob(f"weft-*-{TAG}-manylinux*_{platform.machine()}.whl")
