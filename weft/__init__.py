@@ -25,7 +25,10 @@ if TYPE_CHECKING:
         SymmetricMemoryError,
         WeftError,
     )
-    from weft.kernels.weights import PackedWeight, pack
+    from weft.kernels.function import weight
+    from weft.kernels.int8 import quantize
+    from weft.kernels.packed import PackedWeight, pack
+    from weft.kernels.weights import PreparedWeight
     from weft.ops.all_gather import all_gather, all_gather_async
     from weft.ops.all_gather_matmul import all_gather_matmul
     from weft.ops.all_reduce import all_reduce, all_reduce_async
@@ -66,7 +69,10 @@ _HOMES = {
     "weft.world.launcher": ["launch"],
     "weft.world.local": ["LocalWorld", "local_world"],
     "weft.compiler.async_tp": ["enable_async_tp"],
-    "weft.kernels.weights": ["PackedWeight", "pack"],
+    "weft.kernels.function": ["weight"],
+    "weft.kernels.int8": ["quantize"],
+    "weft.kernels.packed": ["PackedWeight", "pack"],
+    "weft.kernels.weights": ["PreparedWeight"],
     "weft.world.onesided": [
         "Transfer",
         "get",

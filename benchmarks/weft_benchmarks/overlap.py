@@ -21,8 +21,8 @@ from weft.bench.fused import View, Views, interleave, verify
 from weft.bench.harness import environment, link_of, times_ms
 from weft.bench.plots import size_name
 from weft.bench.settings import Shape, SweepSettings, parse_sizes
+from weft.kernels.packed import pack
 from weft.kernels.products import multiply
-from weft.kernels.weights import pack
 from weft.measure.timing import Stopwatch, session
 from weft.measure.verification import Check, Problem
 from weft.ops.all_gather import all_gather, all_gather_async

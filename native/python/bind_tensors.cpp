@@ -10,13 +10,16 @@ namespace weft {
 void bind_tensors(nb::module_& m) {
   m.def("set_tensor_access", &View::set_access, "plain"_a, "exchange"_a.none());
   m.def("layouts", &layouts, "tensors"_a);
-  m.def("fingerprint", &fingerprint, "tensor"_a, "sampled"_a);
+
+  nb::class_<Watch>(m, "Watch")
+      .def(nb::init<nb::object, bool, size_t>(), "tensor"_a, "counted"_a, "sampled"_a)
+      .def("changed", &Watch::changed);
 
   nb::class_<CallCache>(m, "CallCache", nb::type_slots(CallCache::slots))
-      .def(nb::init<Executor&, nb::object>(), "executor"_a, "packed"_a, nb::keep_alive<1, 2>())
+      .def(nb::init<Executor&, nb::object>(), "executor"_a, "prepared"_a, nb::keep_alive<1, 2>())
       .def("add", &CallCache::add, "function"_a, "options"_a, "a"_a.none(), "out"_a.none(),
            "weights"_a.none(), "biases"_a.none(), "program"_a, "binding"_a, "tensors"_a,
-           "results"_a, "multiply"_a.none())
+           "results"_a, "prepare"_a.none())
       .def("call", &CallCache::call, "function"_a, "options"_a, "a"_a.none(), "out"_a.none(),
            "weights"_a.none(), "biases"_a.none(), "timeout"_a)
       .def("clear", &CallCache::clear)

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <map>
 #include <memory>
 #include <unordered_map>
 #include <utility>
@@ -21,6 +22,35 @@ struct Operands {
   nb::handle a, out, weights, biases;
 };
 
+// A computation with operands of known layouts, as `Computes.prepare` makes it:
+// run(*sources, weight, result, bias).
+struct Computation {
+  static constexpr size_t kMost = 16;  // arguments
+  // The caller's tensor of this number, 0 for `a`, then the results; or `make` makes it of them.
+  struct Operand {
+    Py_ssize_t number;
+    nb::object make;
+  };
+
+  explicit Computation(const nb::object& made)
+      : run(made[0]), weight(made[3].is_none() ? -1 : nb::cast<Py_ssize_t>(made[3])) {
+    biased = nb::cast<bool>(made[4]);
+    for (nb::handle source : nb::object(made[1])) add(source);
+    add(nb::object(made[2]));
+    if (operands.size() + 2 > kMost) throw std::invalid_argument("a kernel has too many sources");
+  }
+  void add(nb::handle operand) {
+    const bool number = PyLong_Check(operand.ptr());
+    operands.push_back(
+        {number ? nb::cast<Py_ssize_t>(operand) : 0, number ? nb::object() : nb::borrow(operand)});
+  }
+
+  nb::object run;
+  std::vector<Operand> operands;  // sources, then the result
+  Py_ssize_t weight;              // -1 for none
+  bool biased;
+};
+
 // An earlier call.
 //
 // C1  `layouts` has all properties of the operands on which the program and the binding depend:
@@ -28,7 +58,7 @@ struct Operands {
 // C2  The operands themselves are not retained: they may be freed, and other tensors may get their
 //     memory. So each call sets the addresses of the binding anew.
 // C3  A repeated call makes the checks that depend on values and not on layouts: gradients, lazy
-//     negation, changed packed weights.
+//     negation, changed weights.
 // C4  An entry outlives its call, although Python code that runs meanwhile may clear the cache.
 struct CachedCall {
   // A new result, as `torch.empty_strided` makes it.
@@ -46,10 +76,11 @@ struct CachedCall {
   std::vector<int64_t> layouts;
   nb::object program, binding;
   Binding& bound;
-  nb::object multiply;  // (instruction, operands, weights, biases), for each product
+  nb::object prepare;  // (instruction, operands, weights): its Computation
   std::vector<Placed> placed;
   std::vector<Result> results;
-  std::vector<uintptr_t> addresses = {};  // of the operands of the latest call
+  std::map<int, Computation> computations = {};  // by instruction, made by the first call
+  std::vector<uintptr_t> addresses = {};         // of the operands of the latest call
   // weak references to the tensors of the latest call: their flags need not be read again
   std::vector<nb::object> latest = {};
 };
@@ -58,22 +89,22 @@ class CallCache {
  public:
   static constexpr size_t kMost = 2048;  // calls; the next one clears the cache first
 
-  // `packed` is the type of packed weights. They have the attributes `plain` and `source`, both
-  // tensors, and the method `check_unchanged`.
-  CallCache(Executor& executor, nb::object packed)
-      : executor_(executor), packed_(std::move(packed)) {}
+  // `prepared` is the type of weights that are no tensors, with the attributes `layout`, a number,
+  // `tensors`, and `source`, a tensor or None, and the method `check_unchanged`.
+  CallCache(Executor& executor, nb::object prepared)
+      : executor_(executor), prepared_(std::move(prepared)) {}
 
   // Cache a call of `function` that executed `program` with `binding`. `tensors` are the tensors of
   // the program's buffers; the call is not cached unless each of them is inside `a` or a result.
   void add(nb::object function, nb::object options, nb::handle a, nb::handle out,
            nb::handle weights, nb::handle biases, nb::object program, nb::object binding,
            nb::typed<nb::dict, nb::str, nb::any> tensors, nb::typed<nb::list, nb::any> results,
-           nb::object multiply) {
+           nb::object prepare) {
     const Operands operands{a, out, weights, biases};
     if (!read(function, operands)) return;
     const uint64_t key = hashed(options);
     auto& bound = nb::cast<Binding&>(binding);
-    CachedCall made{function, options, layouts_, program, binding, bound, multiply, {}, {}};
+    CachedCall made{function, options, layouts_, program, binding, bound, prepare, {}, {}};
     std::vector<Place> within(1, a_);
     for (nb::handle result : results) {
       if (!view_.read(result)) return;
@@ -112,11 +143,8 @@ class CallCache {
     exclusively(executor_, cached.program, [&] {
       for (const CachedCall::Placed& one : cached.placed)
         cached.bound.move(one.buffer, cached.addresses[one.operand] + one.offset);  // C2
-      nb::object all;
-      execute(executor_, cached.program, cached.bound, timeout, [&](int at) {
-        if (!all.is_valid()) all = all_of(a, made, cached.addresses.size() > 2);
-        cached.multiply(at, all, weights, biases);
-      });
+      execute(executor_, cached.program, cached.bound, timeout,
+              [&](int at) { compute(cached, at, operands, made); });
     });
     return made;
   }
@@ -130,7 +158,8 @@ class CallCache {
     uintptr_t address = 0;
     size_t bytes = 0;
   };
-  static constexpr int64_t kNone = -1, kSeparate = std::numeric_limits<int64_t>::min();
+  static constexpr int64_t kNone = -1, kPrepared = -2,
+                           kSeparate = std::numeric_limits<int64_t>::min();
 
   // Write the key of a call without its options to `layouts_`; false if the operands must be
   // checked.
@@ -152,11 +181,12 @@ class CallCache {
     const auto separate = [&] { return !overlap({view_.address, view_.span()}, out_); };
     return all(operands.weights,
                [&](nb::handle weight) {
-                 const bool packed = weight.type().is(packed_);
-                 layouts_.push_back(packed);
-                 return view_.add_layout(packed ? attribute(weight, plain_) : nb::borrow(weight),
-                                         layouts_) &&
-                        separate();
+                 if (!prepared(weight)) return view_.add_layout(weight, layouts_) && separate();
+                 layouts_.push_back(kPrepared);
+                 layouts_.push_back(nb::cast<int64_t>(attribute(weight, layout_)));
+                 return !out_.bytes || all(attribute(weight, tensors_), [&](nb::handle tensor) {
+                   return view_.read(tensor) && separate();
+                 });
                }) &&
            all(operands.biases, [&](nb::handle bias) {
              return view_.add_layout_or_none(bias, layouts_) && (bias.is_none() || separate());
@@ -181,12 +211,17 @@ class CallCache {
     return place.bytes > 0;
   }
 
+  bool prepared(nb::handle weight) const {
+    return PyType_IsSubtype(Py_TYPE(weight.ptr()),
+                            reinterpret_cast<PyTypeObject*>(prepared_.ptr()));
+  }
+
   static bool overlap(const Place& one, const Place& other) {
     return one.address - other.address < other.bytes || other.address - one.address < one.bytes;
   }
 
   // Whether autograd does not record the call, and the values of its tensors are equal to memory.
-  // Raises the error of a packed weight that has changed.
+  // Raises the error of a weight that has changed.
   bool plain(CachedCall& cached, const Operands& operands) {
     size_t number = 0;
     const auto fine = [&](nb::handle tensor) {
@@ -204,14 +239,56 @@ class CallCache {
       return false;
     return all(operands.weights,
                [&](nb::handle weight) {
-                 return weight.type().is(packed_) ? !recorded(attribute(weight, source_))
-                                                  : fine(weight);
+                 if (!prepared(weight)) return fine(weight);
+                 const nb::object source = attribute(weight, source_);
+                 return source.is_none() || !recorded(source);
                }) &&
            all(operands.biases, [&](nb::handle bias) { return bias.is_none() || fine(bias); }) &&
            all(operands.weights, [&](nb::handle weight) {
-             if (weight.type().is(packed_)) attribute(weight, check_unchanged_)();
+             if (prepared(weight)) attribute(weight, check_unchanged_)();
              return true;
            });
+  }
+
+  // Run the computation of an instruction.
+  static void compute(CachedCall& cached, int at, const Operands& operands,
+                      const nb::object& made) {
+    const bool several = cached.addresses.size() > 2;
+    nb::object all;  // the tensors, in the order of `addresses`
+    const auto tensors = [&] {
+      return all.is_valid() ? all : all = all_of(operands.a, made, several);
+    };
+    auto found = cached.computations.find(at);
+    if (found == cached.computations.end())
+      found = cached.computations
+                  .emplace(at, Computation(cached.prepare(at, tensors(), operands.weights)))
+                  .first;
+    const Computation& one = found->second;
+    nb::object kept[Computation::kMost];
+    PyObject* arguments[Computation::kMost];
+    const auto pass = [&](size_t number, nb::object object) {
+      kept[number] = std::move(object);
+      arguments[number] = kept[number].ptr();
+    };
+    const size_t sources = one.operands.size() - 1;
+    for (size_t i = 0; i <= sources; ++i) {
+      const Computation::Operand& operand = one.operands[i];
+      const size_t number = i < sources ? i : sources + 1;  // the weight comes before the result
+      if (operand.make.is_valid())
+        pass(number, operand.make(tensors()));
+      else if (!operand.number || !several)
+        arguments[number] = operand.number ? made.ptr() : operands.a.ptr();
+      else
+        pass(number, nb::steal(PySequence_GetItem(made.ptr(), operand.number - 1)));
+    }
+    arguments[sources] = arguments[sources + 2] = Py_None;
+    if (one.weight >= 0) {
+      pass(sources, nb::steal(PySequence_GetItem(operands.weights.ptr(), one.weight)));
+      if (one.biased)
+        pass(sources + 2, nb::steal(PySequence_GetItem(operands.biases.ptr(), one.weight)));
+    }
+    if (!nb::steal(PyObject_Vectorcall(one.run.ptr(), arguments, sources + 3, nullptr)).is_valid())
+      throw nb::python_error();
   }
 
   // New results of a call: one, or a list if there are several; true if there is none.
@@ -277,7 +354,11 @@ class CallCache {
     if (!nb::inst_ready(self)) return 0;
     for (auto& [hash, cached] : nb::inst_ptr<CallCache>(self)->calls_) {
       Py_VISIT(cached->program.ptr());
-      Py_VISIT(cached->multiply.ptr());
+      Py_VISIT(cached->prepare.ptr());
+      for (const auto& [at, one] : cached->computations) {
+        Py_VISIT(one.run.ptr());
+        for (const Computation::Operand& operand : one.operands) Py_VISIT(operand.make.ptr());
+      }
     }
     return 0;
   }
@@ -293,8 +374,9 @@ class CallCache {
   }
 
   Executor& executor_;
-  nb::object packed_;
-  nb::str plain_{"plain"}, source_{"source"}, check_unchanged_{"check_unchanged"};
+  nb::object prepared_;
+  nb::str layout_{"layout"}, tensors_{"tensors"}, source_{"source"},
+      check_unchanged_{"check_unchanged"};
   std::unordered_map<uint64_t, std::shared_ptr<CachedCall>> calls_;
   View view_;
   std::vector<int64_t> layouts_;  // of the latest call; a member, so that its memory is reused

@@ -205,4 +205,33 @@ inline nb::object fingerprint(nb::handle tensor, size_t sampled) {
   return found;
 }
 
+// Detects changes of a tensor since the watch was made: writes that torch counts, unless it counts
+// none of this tensor's; another address or layout, also of the tensor that it is a view of; and
+// other writes, if they change one of `sampled` elements. The tensor lives as long as the watch.
+class Watch {
+ public:
+  Watch(nb::object tensor, bool counted, size_t sampled)
+      : tensor_(std::move(tensor)),
+        base_(tensor_.attr("_base")),
+        counted_(counted),
+        sampled_(sampled),
+        version_(version()),
+        fingerprint_(fingerprint(tensor_, sampled)),
+        fingerprint_of_base_(base_.is_none() ? nb::none() : fingerprint(base_, 0)) {}
+
+  bool changed() const {
+    return version() != version_ || !fingerprint_.equal(fingerprint(tensor_, sampled_)) ||
+           !(base_.is_none() || fingerprint_of_base_.equal(fingerprint(base_, 0)));
+  }
+
+ private:
+  int64_t version() const { return counted_ ? nb::cast<int64_t>(tensor_.attr("_version")) : 0; }
+
+  nb::object tensor_, base_;
+  bool counted_;
+  size_t sampled_;
+  int64_t version_;
+  nb::object fingerprint_, fingerprint_of_base_;
+};
+
 }  // namespace weft

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from weft import cache
-from weft.kernels import products
+from weft.kernels import fastest
 from weft.predict import machine, tuned
 from weft.schedules.workload import Variant, Workload
 
@@ -73,9 +73,14 @@ def test_without_a_home_directory(monkeypatch):
 @pytest.mark.parametrize("text", NOT_AS_EXPECTED)
 def test_malformed_files_are_ignored(text, directory, monkeypatch):
     monkeypatch.setattr(
-        products,
+        fastest,
         "_measure",
-        lambda *_: {lie: {str(rows): "mm" for rows in products._ROWS} for lie in products._LIES},
+        lambda *_: {
+            layout: {
+                size: {str(rows): "mm" for rows in cases} for size, cases in fastest.CASES.items()
+            }
+            for layout in fastest.LAYOUTS
+        },
     )
     workload, variant = (
         Workload("all_gather_matmul", (8, 8), 4, 4, "float32", "float32"),
@@ -83,7 +88,7 @@ def test_malformed_files_are_ignored(text, directory, monkeypatch):
     )
 
     def tables():
-        products._table.__wrapped__(torch.float32, torch.float32, 1)
+        fastest._table.__wrapped__(torch.float32, torch.float32, 1)
         tuned.remember(workload, None, variant)
         machine.remember({"products": {}})
 
@@ -93,7 +98,10 @@ def test_malformed_files_are_ignored(text, directory, monkeypatch):
     for file in files:
         file.write_text(text)
     tuned._stored.cache_clear()
-    assert products._table.__wrapped__(torch.float32, torch.float32, 1)["columns"]["512"] == "mm"
+    assert (
+        fastest._table.__wrapped__(torch.float32, torch.float32, 1)["columns"]["large"]["512"]
+        == "mm"
+    )
     assert tuned.find(workload, None) is None
     assert machine.calibrated() is None
     tables()

@@ -1,4 +1,4 @@
-"""The local product: every algorithm against float64; and the choice of the fastest, with a clock
+"""The local product: every method against float64; and the choice of the fastest, with a clock
 of the test's own.
 """
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from weft.kernels import products, weights
-from weft.kernels.weights import pack
+from weft.kernels import fastest, methods, products, weights
+from weft.kernels.packed import pack
 from weft.measure.verification import compare, error_bound
 
 ROWS = (0, 1, 7, 1025)  # ragged beyond the blocks in which oneDNN multiplies
@@ -21,6 +21,7 @@ DTYPES = [
     (torch.float16, torch.float32),
     (torch.bfloat16, torch.float32),
 ]
+METHODS = ("mm", "mm/float32", "onednn", "onednn/float32")
 LAYOUTS = {
     "plain": torch.clone,
     "transposed": lambda t: t.t().contiguous().t(),
@@ -33,15 +34,13 @@ LAYOUTS = {
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("dtype", "out_dtype"), DTYPES, ids=str)
-@pytest.mark.parametrize("algorithm", products._WAYS)
-def test_every_algorithm_computes_the_product(
-    algorithm, dtype, out_dtype, layout, packed, monkeypatch
-):
-    if algorithm not in products._candidates(dtype, out_dtype):
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_computes_the_product(method, dtype, out_dtype, layout, packed, monkeypatch):
+    if method not in fastest.candidates(dtype, out_dtype):
         return  # not a candidate for these dtypes
-    monkeypatch.setattr(products, "chosen", lambda *_: algorithm)
+    monkeypatch.setattr(fastest, "method", lambda *_: method)
     random, biased = (
-        torch.Generator().manual_seed(len(algorithm)),
+        torch.Generator().manual_seed(len(method)),
         itertools.cycle([False, True, True]),
     )
     for (k, n), rows, x_layout in itertools.product(SHAPES, ROWS, ("plain", "transposed")):
@@ -60,8 +59,8 @@ def test_every_algorithm_computes_the_product(
         try:
             products.multiply(x_in_layout, used, whole[:, :n], bias)
         except RuntimeError as error:
-            if algorithm == "onednn" and dtype in (torch.float16, torch.bfloat16):
-                # such an algorithm is never the fastest
+            if method == "onednn" and dtype in (torch.float16, torch.bfloat16):
+                # such a method is never the fastest
                 pytest.skip(f"this processor cannot: {error}")
             raise
         more = torch.zeros(n).double() if bias is None else bias.double()
@@ -76,39 +75,36 @@ def test_every_algorithm_computes_the_product(
         assert weight.equal(b)
 
 
-def test_every_algorithm_can_be_chosen():
-    assert {algorithm for pair in DTYPES for algorithm in products._candidates(*pair)} == {
-        *products._WAYS
+def test_every_method_can_be_the_fastest():
+    assert {method for pair in DTYPES for method in fastest.candidates(*pair)} == {*METHODS}
+
+
+def test_rows_and_the_size_of_the_weight_select_the_method(monkeypatch):
+    table = {
+        size: {str(rows): f"{size}, {rows} rows" for rows in cases}
+        for size, cases in fastest.CASES.items()
     }
-
-
-def test_the_number_of_rows_selects_the_algorithm(monkeypatch):
-    monkeypatch.setattr(
-        products,
-        "_table",
-        lambda *_: {"plain": {str(rows): f"algorithm at {rows}" for rows in products._ROWS}},
-    )
+    monkeypatch.setattr(fastest, "_table", lambda *_: {"plain": table})
     # the original caches its result
-    monkeypatch.setattr(products, "_way", products._way.__wrapped__)
-    found = [
-        products.chosen(torch.float32, torch.float32, "plain", rows)
-        for rows in (1, 7, 8, 511, 512, 9999)
+    monkeypatch.setattr(fastest, "_method", fastest._method.__wrapped__)
+
+    def found(elements, *numbers):
+        return [
+            fastest.method(torch.float32, torch.float32, "plain", rows, elements)
+            for rows in numbers
+        ]
+
+    assert found(1 << 20, 1, 7, 8, 511, 512, 9999) == [
+        f"large, {rows} rows" for rows in (1, 2, 8, 64, 512, 512)
     ]
-    assert found == [
-        "algorithm at 1",
-        "algorithm at 2",
-        "algorithm at 8",
-        "algorithm at 64",
-        "algorithm at 512",
-        "algorithm at 512",
-    ]
+    assert found(fastest.SMALL, 1, 7, 8, 9999) == [f"small, {rows} rows" for rows in (1, 1, 8, 64)]
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that only the returned work advances; the test passes the seconds of each run."""
     now = [0.0]
-    monkeypatch.setattr(products, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(fastest, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def taking(seconds):
         runs = iter(seconds)
@@ -122,21 +118,24 @@ def clock(monkeypatch):
 
 
 def test_the_first_run_is_not_timed(clock):
-    algorithms = {"mm": clock([2.0]), "onednn": clock([500.0, 3.0, 1.0, 3.0])}
-    assert products._times(algorithms) == {"mm": 2.0, "onednn": 1.0}
+    works = {"mm": clock([2.0]), "onednn": clock([500.0, 3.0, 1.0, 3.0])}
+    assert fastest._times(works) == {"mm": 2.0, "onednn": 1.0}
 
 
-def test_an_algorithm_that_fails_is_never_chosen(clock):
+def test_a_method_that_fails_is_never_chosen(clock):
     def fails():
         raise RuntimeError("no kernel for this")
 
-    assert products._times({"mm": clock([2.0]), "onednn": fails}) == {"mm": 2.0, "onednn": math.inf}
+    assert fastest._times({"mm": clock([2.0]), "onednn": fails}) == {"mm": 2.0, "onednn": math.inf}
 
 
-def test_another_algorithm_must_be_clearly_faster():
-    seconds = {1: {"mm": 1.0, "onednn": 0.99}, 8: {"mm": 1.0, "onednn": 0.5}, 64: {"mm": 1.0}}
-    assert products._fastest(seconds, packed=True) == {"1": "mm", "8": "onednn", "64": "mm"}
-    assert products._fastest(seconds, packed=False) == {"1": "mm", "8": "onednn", "64": "mm"}
+def test_another_method_must_be_clearly_faster():
+    cases = [("small", 1), ("large", 8), ("large", 64)]
+    times = [{"mm": 1.0, "onednn": 0.99}, {"mm": 1.0, "onednn": 0.5}, {"mm": 1.0}]
+    seconds = dict(zip(cases, times, strict=True))
+    expected = dict(zip(cases, ("mm", "onednn", "mm"), strict=True))
+    assert fastest._fastest(seconds, packed=True) == expected
+    assert fastest._fastest(seconds, packed=False) == expected
 
 
 @pytest.mark.parametrize("most", [256, 1024])
@@ -144,11 +143,11 @@ def test_another_algorithm_must_be_clearly_faster():
 def test_blocks_cover_all_rows_in_few_sizes(most, small):
     sizes = set()
     for rows in range(1, 2500):
-        blocks = products._blocks(rows, most, small)
+        blocks = methods._blocks(rows, most, small)
         assert [row for block in blocks for row in range(rows)[block]] == [*range(rows)]
         heights = [block.stop - block.start for block in blocks]
         assert max(heights) <= most
-        assert len(heights) == 1 or min(heights) >= products._LEAST or not small
+        assert len(heights) == 1 or min(heights) >= methods._LEAST or not small
         sizes |= {*heights}
     assert len(sizes) <= 132 if small else len(sizes) == most
 
@@ -160,13 +159,13 @@ def test_kernels_are_made_once_rows_differ(k, making, monkeypatch):
     """Kernels for all small numbers of rows, unless the weight is so small that making a kernel
     takes no noticeable time.
     """
-    made, kernel = [], products._kernel
+    made, kernel = [], methods._kernel
     monkeypatch.setattr(
-        products, "_kernel", lambda x, w, bias: (made.append(len(x)), kernel(x, w, bias))[1]
+        methods, "_kernel", lambda x, w, bias: (made.append(len(x)), kernel(x, w, bias))[1]
     )
-    monkeypatch.setattr(products, "_first", {})
-    monkeypatch.setattr(products, "_MAKING", {4: 1 << 26})
-    monkeypatch.setattr(products, "chosen", lambda *_: "onednn")
+    monkeypatch.setattr(methods, "_first", {})
+    monkeypatch.setattr(methods, "_MAKING", {4: 1 << 26})
+    monkeypatch.setattr(fastest, "method", lambda *_: "onednn")
     n = (1 << 26) // (64 * k) if k > 1024 else 256
     b, counts = torch.randn(k, n), (24, 24, 9, 24, 60, 300)
     for rows in counts:
@@ -179,7 +178,7 @@ def test_kernels_are_made_once_rows_differ(k, making, monkeypatch):
         9,
         24,
         60,
-        *[block.stop - block.start for block in products._blocks(300, 1024, k * n <= 1 << 19)],
+        *[block.stop - block.start for block in methods._blocks(300, 1024, k * n <= 1 << 19)],
     ]
     assert made == [24, 24, *making, *requested[2:]]
 

@@ -17,7 +17,6 @@ import weft
 import weft._native as _native
 from weft.engines import engine
 from weft.engines.recording import record
-from weft.kernels import products
 from weft.schedules.barrier import barrier
 
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -266,15 +265,18 @@ def test_repeated_calls_check_for_changes(name):
 
 def fails_in_the_middle(world):
     """A product that fails closes the world on all ranks."""
-    a, b = torch.ones(2, 4), torch.eye(4)
+    a, broken = torch.ones(2, 4), []
+
+    def product(rows, out):
+        if broken:
+            raise RuntimeError("no memory")
+        out.copy_(rows)
+
+    b = weft.weight(product, (4, 4), torch.float32)
     for _ in range(2):
         weft.all_gather_matmul(a, b)
-
-    def broken(*_):
-        raise RuntimeError("no memory")
-
     if world.rank == 0:
-        products.multiply = broken
+        broken.append(True)
         with pytest.raises(RuntimeError, match="no memory"):
             weft.all_gather_matmul(a, b)
         assert world.closed

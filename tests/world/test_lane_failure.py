@@ -54,7 +54,7 @@ def raises(world):
     a, b = torch.ones(4, 3), torch.ones(3, 2)
     weft.matmul_reduce_scatter(a, b, algorithm="push")
     failing = KeyError("lost my keys") if world.rank == 0 else None
-    with mock.patch.object(products, "multiply", wraps=products.multiply, side_effect=failing):
+    with mock.patch.object(products, "prepare", wraps=products.prepare, side_effect=failing):
         weft.matmul_reduce_scatter(a, b, algorithm="push")
 
 

@@ -22,8 +22,8 @@ from weft.bench.harness import environment, link_of, poison, progress, verified,
 from weft.bench.settings import FusedSettings
 from weft.engines import engine
 from weft.engines.recording import record
+from weft.kernels.packed import pack
 from weft.kernels.products import multiply
-from weft.kernels.weights import pack
 from weft.measure.timing import Statistics, Stopwatch, session
 from weft.measure.verification import Check, Problem
 from weft.ops import fused

@@ -30,8 +30,8 @@ from weft.doctor import cores
 from weft.doctor.cores import RankReport
 from weft.engines.recording import clock_offsets
 from weft.errors import SymmetricMemoryError
+from weft.kernels.packed import pack
 from weft.kernels.products import multiply
-from weft.kernels.weights import pack
 from weft.ops.barrier import barrier
 from weft.schedules.levels import OVERSUBSCRIBED_SIGNAL_LATENCY, SIGNAL_LATENCY
 from weft.schedules.thresholds import Thresholds

@@ -1,28 +1,29 @@
 """The computations of a program with one binding: their operands are found once, so that a repeated
-call only gives other tensors.
+call only passes other tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
 
-from weft.plan import Region
+from weft.plan import Kernel, Region
 from weft.plan.kernel import Run
 
-Operand = Callable[[Any], Tensor]
-"""Finds an operand of a computation among the caller's tensors."""
-Computation = tuple[Run, tuple[Region, ...], Region, str | None]
-"""The function of a Compute, its sources, its result, and the name of its weight."""
+Operand = Any
+"""An operand of a computation: the key of one of the caller's tensors, or a function that makes it
+of all of them.
+"""
+Computation = tuple[Kernel, tuple[Region, ...], Region, str | None]
+"""The kernel of a Compute, its sources, its result, and the name of its weight."""
 
 
 class Computes:
-    """Runs computations of a call of `rows` rows, whose operands `operand` finds.
+    """Runs computations of a call of `rows` rows, with operands as `operand` gives them.
 
-    Each call gives its tensors, weights and biases, as mappings or sequences; `weights` are the
+    Each call passes its tensors, weights and biases, as mappings or sequences; `weights` are the
     keys of weights there. A bias may be None, and is not added unless `biased`.
     """
 
@@ -37,33 +38,46 @@ class Computes:
         self.rows, self.biased = rows, biased
         self.operands = {
             at: (
-                run,
+                kernel,
                 [operand(source) for source in sources],
                 None if name is None else weights[name],
                 operand(out),
             )
-            for at, (run, sources, out, name) in computations.items()
+            for at, (kernel, sources, out, name) in computations.items()
         }
 
     def run(self, at: int, tensors: Any, weights: Any, biases: Any) -> None:
         """Run the computation of an instruction."""
-        run, sources, weight, out = self.operands[at]
-        operands = [source(tensors) for source in sources]
-        if weight is None:
-            run(operands, None, out(tensors), None, self.rows)
-        else:
-            bias = biases[weight] if self.biased else None
-            run(operands, weights[weight], out(tensors), bias, self.rows)
+        kernel, sources, name, result = self.operands[at]
+        operands, out = [_find(source, tensors) for source in sources], _find(result, tensors)
+        weight = None if name is None else weights[name]
+        bias = None if name is None or not self.biased else biases[name]
+        kernel.prepare(operands, weight, out, self.rows)(*operands, weight, out, bias)
+
+    def prepare(
+        self, at: int, tensors: Any, weights: Any
+    ) -> tuple[Run, list[Operand], Operand, Any, bool]:
+        """The computation of an instruction, for operands with the layouts of these: the function,
+        its sources and its result, the key of its weight, and whether a bias is added.
+        """
+        kernel, sources, name, result = self.operands[at]
+        operands, out = [_find(source, tensors) for source in sources], _find(result, tensors)
+        weight = None if name is None else weights[name]
+        return kernel.prepare(operands, weight, out, self.rows), sources, result, name, self.biased
+
+
+def _find(operand: Operand, tensors: Any) -> Tensor:
+    found: Tensor = operand(tensors) if callable(operand) else tensors[operand]
+    return found
 
 
 def rows_of(key: Any, rows: slice, matrix: Tensor, reshaped: bool) -> Operand:
-    """Finds rows of one of the caller's tensors, which has the shape of `matrix` unless it is to be
+    """Rows of one of the caller's tensors, which has the shape of `matrix` unless it is to be
     `reshaped`.
     """
-    find: Operand = itemgetter(key)
     if reshaped:
         shape, strides = matrix.shape, matrix.stride()
-        return lambda tensors: find(tensors).as_strided(shape, strides)[rows]
+        return lambda tensors: tensors[key].as_strided(shape, strides)[rows]
     if rows == slice(0, len(matrix)):
-        return find
-    return lambda tensors: find(tensors)[rows]
+        return key
+    return lambda tensors: tensors[key][rows]

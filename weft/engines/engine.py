@@ -18,7 +18,7 @@ from torch import Tensor
 
 import weft._native as _native
 from weft.errors import MismatchError, PlanError, WeftError
-from weft.kernels.weights import PackedWeight, Weight
+from weft.kernels.weights import PreparedWeight, Weight
 from weft.plan import Compute, Copy, Instruction, Plan, Reduce, Region, Signal, Wait, reads, writes
 from weft.world import World, memory
 
@@ -60,7 +60,7 @@ class Engine(ABC):
         self.workspace: Tensor | None = None
         self.segment: memory.Segment | None = None  # the workspace's
         self.pending: list[Program] = []  # started and not yet joined, in the order of their starts
-        self.calls = _native.CallCache(world.executor, PackedWeight)
+        self.calls = _native.CallCache(world.executor, PreparedWeight)
         self.selections: dict[Hashable, Any] = {}  # variants by class (`weft.ops.autotune`)
 
     def execute(

@@ -376,4 +376,4 @@ class HostProgram(Program):
                         f"plan has {instruction}"
                     )
                 compiled.multiply(lane, self.place(self.plan.sizing_region(instruction)))
-                self.computations[at] = kernel.host(), srcs, dst, weight
+                self.computations[at] = kernel, srcs, dst, weight

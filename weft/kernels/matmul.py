@@ -31,15 +31,15 @@ class Matmul(Kernel):
         product: Tensor = sources[0].to(weight.dtype) @ weight
         return product
 
-    def host(self) -> Run:
-        from weft.kernels.products import run  # plans are written without torch
+    def prepare(self, sources: Sequence[Tensor], weight: Any, out: Tensor, rows: int) -> Run:
+        from weft.kernels.products import prepare  # plans are written without torch
 
-        return run
+        return prepare(sources[0], weight, out, rows)
 
     def device(self) -> Run:
-        from weft.kernels.products import run_on_device
+        from weft.kernels.methods import on_device
 
-        return run_on_device
+        return on_device
 
     def seconds(self, machine: Rates, load: Load) -> float:
         k, n = load.columns

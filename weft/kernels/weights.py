@@ -1,12 +1,18 @@
-"""Weights as products take them: tensors, packed once for many products, or of float8 with scales."""
+"""Weights: the constant operands of products, as tensors or in another form."""
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-import weft._native as _native
-from weft.checks import check_tensor
+from weft.checks import name
+
+if TYPE_CHECKING:
+    from weft.plan import Kernel
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """The dtypes that products take."""
@@ -14,125 +20,111 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 """The dtypes that products take with scales."""
 
-_SAMPLED = 64  # elements of a packed weight that are compared to see whether it was changed
+Product = Callable[[Tensor, Any, Tensor, Tensor | None], None]
+"""``product(x, weight, out, bias)`` writes ``x @ weight (+ bias)`` to `out`; bias may be None."""
+
+_layouts: dict[Hashable, int] = {}
 
 
-class PackedWeight:
-    """A weight (K, N) laid out for products; made by `pack`.
+class PreparedWeight(ABC):
+    """A weight (K, N) that is no tensor: it brings its own product with rows of K columns.
 
-    Attributes: `shape`, `dtype`, `source`, the tensor it was made from, `plain`, the same without
-    its gradient, `lies`, how it does (`weft.kernels.products`), and `watched`: whether who packed it
-    looks for changes before each use, so that operators need not.
+    Operators take it wherever they take a tensor `b`. A product may be computed in several parts,
+    so each row of the result must depend on the same row of x alone.
+
+    Attributes: `shape`, ``torch.Size((K, N))``; `dtype`, of the rows that it multiplies; `layout`, a
+    number that is equal for weights for which calls have the same plan and product; `tensors`, which
+    its products read, so that no output may overlap them; `source`, the tensor that gets the
+    gradient, or None if there is no gradient; `packed`, whether the product
+    reads the weight as it is stored, without laying it out anew; `rows_multiple`, the number of
+    rows of which its product prefers multiples; `kernel`, which plans run with it, or None for that
+    of the matrix product; `words`, its kind for `weft.explain`.
     """
 
-    watched = False
+    source: Tensor | None = None
+    tensors: tuple[Tensor, ...] = ()
+    packed = True
+    rows_multiple = 1
+    kernel: Kernel | None = None
+    words: ClassVar[str]
 
-    def __init__(self, b: Tensor) -> None:
-        self.source, self.plain, self.shape, self.dtype = b, b.detach(), b.shape, b.dtype
-        self._base, self._counted = (
-            b._base,
-            not b.is_inference(),
-        )  # what b is a view of; whether torch counts writes
-        self._packed_from = self._state()
-        self._laid: dict[str, Tensor] = {}
-        self.lies = "packed transposed" if transposed(self.plain) else "packed plain"
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, *layout: Hashable) -> None:
+        self.shape, self.dtype = torch.Size(shape), dtype
+        key = (type(self), self.shape, dtype, self.rows_multiple, *layout)
+        self.layout = _layouts.setdefault(key, len(_layouts))
 
-    def laid_out(self, way: str) -> Tensor:
-        """The weight as this way of multiplying wants it; made at the first use."""
-        if way not in self._laid:
-            dtype = torch.float32 if way.endswith("/float32") else self.dtype
-            wide = self.plain.to(dtype)
-            self._laid[way] = (
-                torch.ops.mkldnn._reorder_linear_weight(wide.t().contiguous())
-                if way.startswith("onednn")
-                else wide
-            )
-        return self._laid[way]
+    @abstractmethod
+    def multiply(self, x: Tensor, out: Tensor, bias: Tensor | None, rows: int) -> None:
+        """Write ``x @ weight (+ bias)`` to `out`; x is a part of a call of `rows` rows.
+
+        The columns of a row of x, and of out, are contiguous.
+        """
+
+    def prepare(self, x: Tensor, out: Tensor, rows: int) -> Product:
+        """A `Product` for operands with these layouts and any weight with this `layout`."""
+        return lambda x, weight, out, bias: weight.multiply(x, out, bias, rows)
+
+    def check(self, k: int) -> None:
+        """Raise `ValueError` if this weight cannot be used with rows of `k` columns, or no longer.
+
+        That K is `k` is checked elsewhere.
+        """
+        self.check_unchanged()
+
+    def check_unchanged(self) -> None:  # noqa: B027, most weights can always be used
+        """Raise `ValueError` if this weight can no longer be used."""
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the tensor this was made from requires a gradient."""
-        return self.source.requires_grad
+        """Whether its source requires a gradient."""
+        return self.source is not None and self.source.requires_grad
 
-    def changed(self) -> bool:
-        """Whether the tensor this was made from has been written to since, or lies elsewhere; see
-        `pack`.
-        """
-        return self._state() != self._packed_from
-
-    def _state(self) -> tuple[object, ...]:
-        """What tells of changes: torch's count of writes, where the tensor lies, some of its
-        elements, and where its base lies.
-        """
-        base, version = self._base, self.source._version if self._counted else 0
-        return (
-            version,
-            _native.fingerprint(self.source, _SAMPLED),
-            None if base is None else _native.fingerprint(base, 0),
+    def as_tensor(self) -> Tensor:
+        """The weight as a tensor; `ValueError` if it has no such form."""
+        raise ValueError(
+            f"{self!r} is multiplied by a function of its own, which works on rows of a alone: for "
+            "this call b must be a tensor"
         )
 
-    def check_unchanged(self) -> None:
-        """Raise `ValueError` if the tensor that this was packed from is not as it was."""
-        if not self.watched and self.changed():
-            raise ValueError(
-                "the weight was changed after it was packed; pack it again with weft.pack(b)"
-            )
-
     def __repr__(self) -> str:
-        return f"PackedWeight({tuple(self.shape)}, {self.dtype})"
+        return f"{type(self).__name__}({tuple(self.shape)}, {name(self.dtype)})"
 
 
-class ScaledWeight:
-    """A float8 weight (K, N) with its scales (1, N), for rows that carry theirs behind their K
-    columns; see `weft.ops.float8`.
-
-    `shape` counts the columns of such rows: K, filled up to a multiple of 4, and the 4 bytes of a
-    scale in float32.
-    """
-
-    def __init__(self, b: Tensor, scales: Tensor) -> None:
-        self.plain, self.scales, self.dtype, self.k = b, scales, b.dtype, b.shape[0]
-        self.shape = torch.Size((-(-self.k // 4) * 4 + 4, b.shape[1]))
+Weight = Tensor | PreparedWeight
+"""An operand `b` of an operator."""
 
 
-Weight = Tensor | PackedWeight | ScaledWeight
-
-
-def plain(weight: Weight) -> Tensor:
-    """The tensor that a weight is or was made from, this without its gradient."""
-    return weight if isinstance(weight, Tensor) else weight.plain
+def as_tensor(weight: Weight) -> Tensor:
+    """The weight as a tensor, without gradient if it was packed; `ValueError` if it is none."""
+    return weight if isinstance(weight, Tensor) else weight.as_tensor()
 
 
 def source(weight: Weight) -> Tensor:
-    """The same with its gradient, if it requires one."""
-    return weight.source if isinstance(weight, PackedWeight) else plain(weight)
-
-
-def pack(b: Tensor) -> PackedWeight:
-    """Lay out the weight `b` (K, N), of any strides, for use in many products; worth most where
-    these have few rows.
-
-    Operators take the result in place of `b`. It keeps `b`, and beside it at most one copy for each
-    dtype of results, made at the first product that is faster with it: of b's dtype, or in float32
-    on processors that do not multiply 16-bit numbers themselves.
-
-    If `b` requires a gradient it gets it: a call that is recorded, or compiled, multiplies by `b`
-    itself, as it is by then.
-
-    `b` must not be changed: a changed weight is a `ValueError` when used. Noticed are writes that
-    torch counts, other memory (as by `Module.to` or ``b.data = …``, also of the tensor that `b` is
-    a view of), and writes that torch does not count, as through ``b.data``, if they change one of
-    64 elements spread over `b`. Not noticed are smaller writes of that kind, nor that a module has
-    another parameter in the place of `b`, as by ``load_state_dict(assign=True)``: `b` is then what
-    it was.
-    """
-    check_tensor(b, "b")
-    if b.dim() != 2 or b.dtype not in DTYPES or b.device.type != "cpu":
+    """The tensor that gets the gradient of a weight; `ValueError` if it has none."""
+    if isinstance(weight, Tensor):
+        return weight
+    if weight.source is None:
         raise ValueError(
-            "b, a weight to pack, must be a CPU tensor (K, N) of a floating dtype; got "
-            f"{tuple(b.shape)} {b.dtype} on {b.device}"
+            f"{weight!r} has no gradient and cannot be compiled: call under torch.no_grad() and "
+            "outside torch.compile"
         )
-    return PackedWeight(b)
+    return weight.source
+
+
+def packed(weights: Sequence[Weight]) -> bool:
+    """Whether products read all these weights as they are stored."""
+    return all(not isinstance(weight, Tensor) and weight.packed for weight in weights)
+
+
+def words(weights: Sequence[Weight]) -> str:
+    """The kinds of weights, for `weft.explain`."""
+    kinds = ("plain" if isinstance(weight, Tensor) else weight.words for weight in weights)
+    return ", ".join(dict.fromkeys(kinds))
+
+
+def rows_multiple(weights: Sequence[Weight]) -> int:
+    """The number of rows of which products by these weights prefer multiples."""
+    return max((1 if isinstance(w, Tensor) else w.rows_multiple for w in weights), default=1)
 
 
 def transposed(matrix: Tensor) -> bool:

@@ -26,8 +26,9 @@ from weft.engines import engine
 from weft.engines.recording import record
 from weft.errors import WeftError
 from weft.kernels.matmul import matmul as matmul_of
+from weft.kernels.packed import pack
 from weft.kernels.products import multiply
-from weft.kernels.weights import Weight, pack
+from weft.kernels.weights import Weight
 from weft.measure.timing import Stopwatch, largest, session
 from weft.plan import (
     Buffer,

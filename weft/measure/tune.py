@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from weft.engines import engine
-from weft.kernels.weights import pack
+from weft.kernels.packed import pack
 from weft.measure.timing import Stopwatch, session
 from weft.ops import fused
 from weft.ops.call import Call, Given, Options

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from weft.kernels.weights import DTYPES, PackedWeight, Weight, pack
+from weft.kernels.packed import PackedWeight, pack
+from weft.kernels.weights import DTYPES, Weight
 from weft.nn.layout import Layout, as_dtensor, chunk_sizes, local, normal, part
 from weft.nn.products import all_columns, column_product
 from weft.ops import arguments

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels.products import multiply
-from weft.kernels.weights import PackedWeight, Weight
+from weft.kernels.weights import Weight
 from weft.nn.layout import chunk_sizes
 from weft.ops import dims
 from weft.ops.all_gather import all_gather
@@ -43,7 +43,7 @@ class _ColumnProduct(torch.autograd.Function):
 
 
 def column_product(x: Tensor, weight: Weight, bias: Tensor | None, world: World) -> Tensor:
-    if isinstance(weight, PackedWeight) or not torch.is_grad_enabled():
+    if not isinstance(weight, Tensor) or not torch.is_grad_enabled():
         return product(x, weight, bias)
     y: Tensor = _ColumnProduct.apply(x, weight, bias, world)  # type: ignore[no-untyped-call]
     return y

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weft.checks import check_timeout
 from weft.kernels.products import multiply
-from weft.kernels.weights import PackedWeight, Weight
+from weft.kernels.weights import Weight
 from weft.ops import arguments, autograd, dims, float8, fused
 from weft.ops.call import Call, Given, Options, Selection, workload
 from weft.ops.operator import FusedOperator, Gradient, Gradients, Pattern, Recorded
@@ -109,7 +109,7 @@ def all_gather_matmul(
     )
     recorded = arguments.recorded([a, *weights, *biases, *outs])
     keep = return_gathered or (
-        recorded and any(isinstance(w, (Tensor, PackedWeight)) and w.requires_grad for w in weights)
+        recorded and any(getattr(w, "requires_grad", False) for w in weights)
     )
     options = Options(dim, "sum", out_dtype, keep, shards, algorithm, chunk_rows, timeout)
     if recorded:

@@ -12,7 +12,7 @@ from torch import Tensor
 import weft.checks as checks
 from weft.checks import name
 from weft.engines import engine
-from weft.kernels.weights import DTYPES, FLOAT8, PackedWeight, ScaledWeight, Weight, plain
+from weft.kernels.weights import DTYPES, FLOAT8, PreparedWeight, Weight, source
 from weft.world import World, memory
 
 FACTORS = (*DTYPES, *FLOAT8)
@@ -50,15 +50,8 @@ def check_input(
 def check_weight(a: Tensor, b: Weight, world: World, k: int | None = None) -> None:
     """`b` is (K, N) of a's dtype; K is a's, or `k` where a is a part of the factor."""
     k = a.shape[-1] if k is None else k
-    if isinstance(b, PackedWeight):
-        b.check_unchanged()
-    elif isinstance(b, ScaledWeight):
-        if k != a.shape[-1]:
-            raise ValueError(
-                "float8 inputs cannot be gathered along K, their last dimension, since each part has "
-                "scales of its own: choose another dim"
-            )
-        return  # it was made for this a
+    if isinstance(b, PreparedWeight):
+        b.check(k)
     else:
         check_input(b, "b", world)
     if len(b.shape) != 2:
@@ -212,7 +205,7 @@ def _read(given: Weight | None) -> Sequence[Tensor]:
     """The tensors that an input is read from."""
     if given is None:
         return ()
-    return (plain(given), given.scales) if isinstance(given, ScaledWeight) else (plain(given),)
+    return given.tensors if isinstance(given, PreparedWeight) else (given,)
 
 
 def recorded(tensors: Sequence[object]) -> bool:
@@ -220,7 +213,7 @@ def recorded(tensors: Sequence[object]) -> bool:
     if torch.compiler.is_compiling():
         return True
     return torch.is_grad_enabled() and any(
-        isinstance(tensor, (Tensor, PackedWeight)) and tensor.requires_grad for tensor in tensors
+        isinstance(tensor, (Tensor, PreparedWeight)) and tensor.requires_grad for tensor in tensors
     )
 
 
@@ -231,7 +224,7 @@ def check_recorded(
     if not torch.compiler.is_compiling():
         check_input(a, "a", world, FACTORS)
         for b in weights:
-            if not isinstance(b, PackedWeight | ScaledWeight):
+            if not isinstance(b, PreparedWeight):
                 check_input(b, "b", world, FACTORS)
         for bias in biases:
             if bias is not None:
@@ -241,15 +234,8 @@ def check_recorded(
             "out= cannot be recorded: leave it out, or call under torch.no_grad() and outside "
             "torch.compile"
         )
-    check_float8_not_recorded([b for b in weights if isinstance(b, ScaledWeight)])
-
-
-def check_float8_not_recorded(scaled: Sequence[object]) -> None:
-    """There is none of these, which have no gradient."""
-    if scaled:
-        raise ValueError(
-            "products of float8 have no gradient and cannot be compiled: call under torch.no_grad()"
-        )
+    for b in weights:
+        source(b)
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.checks import name
-from weft.kernels.weights import PackedWeight, Weight
+from weft.kernels.weights import Weight, packed
 from weft.ops import arguments
 from weft.plan import Plan
 from weft.schedules.operators import OPERATORS
@@ -236,10 +236,5 @@ def workload(
 ) -> Workload:
     """The workload of a call; several weights count as one of all their columns."""
     a, weights, _, _ = given
-    columns, packed = (
-        sum([b.shape[1] for b in weights]),
-        all(isinstance(b, PackedWeight) for b in weights),
-    )
-    return Workload(
-        operator, rows, a.shape[-1], columns, name(a.dtype), name(out_dtype), packed, symmetric
-    )
+    columns, dtypes = sum([b.shape[1] for b in weights]), (name(a.dtype), name(out_dtype))
+    return Workload(operator, rows, a.shape[-1], columns, *dtypes, packed(weights), symmetric)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from weft.engines import engine
-from weft.kernels.weights import PackedWeight, Weight
+from weft.kernels.weights import Weight, words
 from weft.ops import float8
 from weft.ops.arguments import listed
 from weft.ops.autotune import expected
@@ -69,11 +69,10 @@ def explain(
         own.check_product(call.tensors["a"], weight, getattr(torch, call.workload.out_dtype))
     notes = f"{own.products}; " if own.products else ""
     notes += f"the comm lane has {world.comm_threads} threads; " if world.comm_threads > 1 else ""
-    packed = "packed" if all(isinstance(weight, PackedWeight) for weight in weights) else "plain"
     details = call.describe(selection.variant)
     lines = [
         f"{operator} over {world.ranks} ranks: {call.cut(selection.variant)}: "
-        f"{selection.reason}{details}; {notes}b is {packed}"
+        f"{selection.reason}{details}; {notes}b is {words(weights)}"
     ]
     for kind, times in (("measured", selection.measured), ("predicted", _predicted(call))):
         lines += [f"{kind}:"] if times else []

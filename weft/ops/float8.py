@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from weft.checks import name
-from weft.kernels.weights import FLOAT8, ScaledWeight, Weight
+from weft.kernels.float8 import ScaledWeight
+from weft.kernels.weights import FLOAT8, Weight, source
 from weft.ops import arguments
 from weft.world import World
 
@@ -50,7 +51,8 @@ def scaled(
         made.append(ScaledWeight(b, _spread(scale, (1, b.shape[1]), "scale_b", world)))
     scales = _spread(scale_a, (*a.shape[:-1], 1), "scale_a", world)
     if arguments.recorded((a, scale_a, *scales_b)):
-        arguments.check_float8_not_recorded(made)
+        for b in made:
+            source(b)
     filling = a.new_zeros((*a.shape[:-1], -a.shape[-1] % 4), dtype=torch.uint8)
     carried = torch.cat([a.view(torch.uint8), filling, scales.view(torch.uint8)], -1)
     return carried.view(a.dtype), made

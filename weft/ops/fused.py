@@ -44,8 +44,11 @@ def repeat(world: World, key: Key, timeout: float | None) -> Any:
     own = world.engine
     if torch.compiler.is_compiling() or own is None or own.pending or world.recorder is not None:
         return None
-    check_timeout(timeout)
-    return own.calls.call(*key, world.timeout if timeout is None else timeout)
+    if timeout is None:
+        timeout = world.timeout
+    else:
+        check_timeout(timeout)
+    return own.calls.call(*key, timeout)
 
 
 def run(call: Call, key: Key | None = None) -> list[Tensor]:
@@ -115,7 +118,7 @@ def _keep(call: Call, program: HostProgram, key: Key) -> None:
         reshaped=frozenset(name for name, operand in operands if operand.dim() != 2),
         biased=added,
     )
-    own.calls.add(*key, program, binding, dict(call.tensors), call.results, computes.run)
+    own.calls.add(*key, program, binding, dict(call.tensors), call.results, computes.prepare)
 
 
 def _same(ours: Sequence[object], given: Sequence[object]) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.kernels.weights import ScaledWeight, Weight, plain
+from weft.kernels.weights import Weight, as_tensor
 from weft.ops import arguments, autograd, dims, float8, fused
 from weft.ops.call import Call, Given, Options, workload
 from weft.ops.operator import FusedOperator, Gradient, Gradients, Pattern, Recorded
@@ -119,10 +119,8 @@ def check(world: World, given: Given, options: Options) -> Call:
     shape = (*a.shape[:-1], b.shape[1])
     parts = arguments.check_parts(shape[dim], options.shard_rows, world)
     transposed = dim == a.dim() - 1
-    if transposed and isinstance(b, ScaledWeight):
-        raise ValueError(
-            "products of float8 cannot be scattered along their last dimension: choose another dim"
-        )
+    if transposed:
+        as_tensor(b)  # it is the rows that are multiplied: refuse a weight that is no tensor
     result = arguments.result(
         out, dims.resized(shape, dim, parts[world.rank]), out_dtype, (a, b, bias), world
     )
@@ -189,7 +187,7 @@ class _ColumnsCall(_ScatterCall):
             n=len(matrix), packed=False
         )
         super().__init__(
-            world, options, sums, dims.to_front(plain(b).t(), 0), matrix.t(), self.summed, None
+            world, options, sums, dims.to_front(as_tensor(b).t(), 0), matrix.t(), self.summed, None
         )
 
     def describe(self, variant: Variant) -> str:

@@ -16,10 +16,8 @@ from weft.plan.values import Applied, Value, Weight
 if TYPE_CHECKING:
     from torch import Tensor
 
-Run = Callable[["Sequence[Tensor]", Any, "Tensor", "Tensor | None", int | None], None]
-"""``run(sources, weight, out, bias, rows)`` computes the rows of `out`, which are part of a call of
-`rows` rows.
-"""
+Run = Callable[..., None]
+"""``run(*sources, weight, out, bias)`` computes the rows of `out`; weight and bias may be None."""
 
 
 class Load(NamedTuple):
@@ -61,25 +59,21 @@ class Kernel(ABC):
         engines.
         """
 
-    def host(self) -> Run:
-        """The function that runs on a CPU; engines ask for it once per program."""
+    def prepare(self, sources: Sequence[Tensor], weight: Any, out: Tensor, rows: int) -> Run:
+        """The function that runs on a CPU, for these operands and all of the same layouts, which
+        are part of a call of `rows` rows.
+        """
         return self._run
 
     def device(self) -> Run:
         """The function that runs on the current stream of a GPU."""
-        return self.host()
+        return self._run
 
     def seconds(self, machine: Rates, load: Load) -> float:
         """The predicted time; by default the time to read the sources."""
         return machine.reduce(load.size)
 
-    def _run(
-        self,
-        sources: Sequence[Tensor],
-        weight: Any,
-        out: Tensor,
-        bias: Tensor | None,
-        rows: int | None,
-    ) -> None:
+    def _run(self, *operands: Any) -> None:
+        *sources, weight, out, bias = operands
         result = self.compute(sources, weight)
         out.copy_(result if bias is None else result + bias)

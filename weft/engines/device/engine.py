@@ -25,7 +25,7 @@ from weft.engines.device.fixed import FixedProgram, Geometry
 from weft.engines.device.lanes import Completion, Operands, Step, lane
 from weft.engines.engine import LANES, Dtypes, Engine, Tensors, Timed, Weights
 from weft.errors import PeerTimeout, WeftError
-from weft.kernels.weights import Weight, plain
+from weft.kernels.weights import Weight, as_tensor
 from weft.plan import Compute, Copy, Notify, Plan, Reduce, Region, Wait, accesses
 from weft.world import World
 from weft.world.device_memory import drain
@@ -84,7 +84,8 @@ class DeviceEngine(Engine):
             from weft.engines.device.kernels.all_gather_matmul import check
 
             # contiguous rows, as arrivals are
-            check(x.new_empty(2, x.shape[1]), plain(weight), x.new_empty(1, 1, dtype=out_dtype))
+            rows, out = x.new_empty(2, x.shape[1]), x.new_empty(1, 1, dtype=out_dtype)
+            check(rows, as_tensor(weight), out)
 
     def kind(self, tensors: Tensors, rows: Sequence[int]) -> Hashable:
         return (
@@ -395,10 +396,12 @@ class DeviceProgram(FixedProgram):
             case Copy(src, dst):
                 return partial(rows(dst).copy_, rows(src), non_blocking=True)
             case Compute(kernel, srcs, dst, name):
-                run = kernel.device() if self.world.device.type == "cuda" else kernel.host()
                 weight = operands.weights[name] if name else None
                 bias = operands.bias.get(name) if name else None
-                return partial(run, [rows(src) for src in srcs], weight, rows(dst), bias, None)
+                sources, out = [rows(src) for src in srcs], rows(dst)
+                on_gpu = self.world.device.type == "cuda"
+                run = kernel.device() if on_gpu else kernel.prepare(sources, weight, out, len(out))
+                return partial(run, *sources, weight, out, bias)
             case Reduce(srcs, dst, op):
                 parts, total = [rows(src) for src in srcs], rows(dst)
                 if srcs in self.sums and total.is_contiguous():

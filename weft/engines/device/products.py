@@ -17,7 +17,7 @@ from weft.engines.device.fixed import Geometry
 from weft.engines.device.kernels import symmetric
 from weft.engines.device.kernels.all_gather_matmul import Product, check
 from weft.engines.device.lanes import Operands, Step
-from weft.kernels.weights import plain
+from weft.kernels.weights import as_tensor
 from weft.plan import Compute, Instruction, Signal
 
 
@@ -69,7 +69,7 @@ class Launch:
         own, x, out = (
             operands.tensors[t] if isinstance(t, str) else t for t in (*self.sources, self.out)
         )
-        weight = plain(operands.weights[self.weight])
+        weight = as_tensor(operands.weights[self.weight])
         max_polls = symmetric.max_polls(operands.timeout)
         check(own, weight, out)
         check(x, weight, out)

@@ -1,0 +1,98 @@
+"""The int8 product: rows are quantized when they are multiplied, each with a scale of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.checks import check_tensor
+from weft.kernels.weights import DTYPES, PreparedWeight
+from weft.plan import Kernel
+from weft.plan.kernel import Load, Rates, Run
+
+_LARGEST = 127
+
+
+class Int8Product(Kernel):
+    """The product of quantized rows by an `Int8Weight`.
+
+    Rounding makes it no linear function of its rows, so the proof knows it by the general `value`
+    alone: the product of a sum of rows is not the sum of their products.
+    """
+
+    name = "int8_product"
+
+    def compute(self, sources: Sequence[Tensor], weight: Any) -> Tensor:
+        numbers, scales = quantized(sources[0])
+        wide: Tensor = numbers.double() @ weight.values.double() * scales * weight.scales
+        return wide.to(sources[0].dtype)
+
+    def prepare(self, sources: Sequence[Tensor], weight: Any, out: Tensor, rows: int) -> Run:
+        product: Run = weight.prepare(sources[0], out, rows)
+        return product
+
+    def seconds(self, machine: Rates, load: Load) -> float:
+        """That of reading the weight, or of a product of 16-bit numbers, whichever is longer."""
+        k, n = load.columns
+        return max(machine.reduce(k * n), machine.product(load.rows, k, n, "bfloat16", True))
+
+
+INT8_PRODUCT = Int8Product()
+
+
+class Int8Weight(PreparedWeight):
+    """A weight (K, N) of int8 numbers, `values`, with a float32 scale for each column, `scales`;
+    made by `quantize`.
+    """
+
+    kernel = INT8_PRODUCT
+    words = "int8 with scales"
+    rows_multiple = 16  # rows of a tile of AMX
+
+    def __init__(self, values: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
+        self.values, self.scales = self.tensors = values, scales
+        super().__init__(values.shape, dtype)
+
+    def multiply(self, x: Tensor, out: Tensor, bias: Tensor | None, rows: int) -> None:
+        """Sums in int32, which are exact, times both scales in float32, rounded once to `out`."""
+        if not out.numel():
+            return
+        numbers, scales = quantized(x)
+        product = torch._int_mm(numbers, self.values).float()
+        product.mul_(scales).mul_(self.scales)
+        out.copy_(product if bias is None else product.add_(bias))
+
+
+def quantize(b: Tensor) -> Int8Weight:
+    """Quantize a weight `b` (K, N) to int8, each column by its largest magnitude.
+
+    Operators take the result in place of `b`, for rows of b's dtype. Each row is quantized alike
+    when it is multiplied, so both factors have the relative error of a rounding to 8 bits. Products
+    run at the processor's rate for int8, and the weight takes a byte for each element. There is no
+    gradient: a call that is recorded is a `ValueError`. Later writes to `b` have no effect.
+
+    Raises `ValueError` or `TypeError` if b is no matrix on the CPU of a floating dtype.
+    """
+    check_tensor(b, "b")
+    if b.dim() != 2 or b.dtype not in DTYPES or b.device.type != "cpu":
+        raise ValueError(
+            "b, a weight to quantize, must be a CPU tensor (K, N) of a floating dtype; got "
+            f"{tuple(b.shape)} {b.dtype} on {b.device}"
+        )
+    numbers, scales = quantized(b.detach().t())
+    return Int8Weight(numbers.t(), scales.view(-1), b.dtype)
+
+
+def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows as int8 numbers, contiguous, and a float32 scale (rows, 1) for each: its largest
+    magnitude divided by 127, or 1 for zeros.
+    """
+    wide = rows.float()
+    if not rows.numel():
+        return wide.to(torch.int8), wide.new_ones(len(rows), 1)
+    scales = wide.abs().amax(1, keepdim=True).div_(_LARGEST)
+    scales.masked_fill_(scales == 0, 1.0)
+    return (wide / scales).round_().to(torch.int8).contiguous(), scales

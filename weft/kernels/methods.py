@@ -1,0 +1,177 @@
+"""The methods that torch offers to multiply matrices on a CPU.
+
+`torch.mm` is often not the fastest: oneDNN's linear kernel reaches twice its float32 rate on some
+processors, and multiplying float16 through float32 hundreds of times its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from weft.kernels.weights import Weight, as_tensor, transposed
+
+# rows of a packed product whose result is still in the cache when it is copied to its place
+_BLOCK = 256
+# the same where each product packs the weight anew, which takes as long as some hundred rows
+_REPACKED_BLOCK = 1024
+_MAKING = {4: 1 << 26, 2: 1 << 28}
+"""By the bytes of a number: multiplications that take about as long as making a kernel of oneDNN's,
+which has one for each number of rows, 0.3 to 1 ms.
+"""
+# elements of a weight up to which no kernels are made in advance, and rows up to which they are
+_TINY, _FEW = 1 << 16, 128
+_SMALL_WEIGHT = {True: 1 << 20, False: 1 << 19}
+"""By whether it is packed: elements of a weight that is read again, and packed again, in less time
+than a kernel is made.
+"""
+_LEAST = 16  # rows of a block of several, so that bits do not depend on their number
+# rows that each layout of a weight was multiplied by first; 0 once there were others
+_first: dict[Hashable, int] = {}
+
+
+def _empty(x: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, packed: bool) -> None:
+    out.copy_(bias) if bias is not None else out.zero_()
+
+
+def mm(x: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, packed: bool = False) -> None:
+    if bias is None:
+        torch.mm(x, b, out=out)
+    else:
+        torch.addmm(bias.to(x.dtype), x, b, out=out)
+
+
+def mm_packed(x: Tensor, weight: Any, out: Tensor, bias: Tensor | None) -> None:
+    """`mm` with the source of a packed weight."""
+    if bias is None:
+        torch.mm(x, weight.plain, out=out)
+    else:
+        torch.addmm(bias.to(x.dtype), x, weight.plain, out=out)
+
+
+def _mm_column(x: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, packed: bool) -> None:
+    column = out.contiguous()
+    mm(x, b.contiguous(), column, bias)
+    if column is not out:
+        out.copy_(column)
+
+
+def _mm_float32(x: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, packed: bool) -> None:
+    narrow = out.dtype != torch.float32
+    product = torch.mm(x.float(), b, out=None if narrow else out)
+    if bias is not None:
+        product.add_(bias)
+    if narrow:
+        out.copy_(product)
+
+
+def _onednn(x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, packed: bool) -> None:
+    """oneDNN's linear kernel, which returns a new tensor: block by block, so that it is small and
+    copied from the cache.
+    """
+    dtype = w.dtype
+    x = x.contiguous() if transposed(x) else x
+    b = None if bias is None else bias.to(dtype)
+    rows, size = x.shape[0], w.shape[0] * w.shape[1]
+    _make_kernels(rows, w, b, dtype)
+    blocks = _blocks(rows, _BLOCK if packed else _REPACKED_BLOCK, size <= _SMALL_WEIGHT[packed])
+    if len(blocks) == 1:
+        out.copy_(_kernel(x.to(dtype), w, b))
+        return
+    for block in blocks:
+        out[block].copy_(_kernel(x[block].to(dtype), w, b))
+
+
+class Method(NamedTuple):
+    """A method of multiplying: ``run(x, form(weight), out, bias, packed)``.
+
+    `form` makes the form in which `run` takes a weight, in each product; `packed` makes it once, for
+    a packed weight.
+    """
+
+    form: Callable[[Tensor], Tensor]
+    packed: Callable[[Tensor], Tensor]
+    run: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], None]
+
+
+def _itself(b: Tensor) -> Tensor:
+    return b
+
+
+def _dense(b: Tensor) -> Tensor:
+    """`b` transposed, without gaps between rows and columns, for which oneDNN has no fast kernel."""
+    return (b if b.is_contiguous() or b.t().is_contiguous() else b.contiguous()).t()
+
+
+def _reordered(b: Tensor) -> Tensor:
+    """`b` in a layout of oneDNN's own."""
+    made: Tensor = torch.ops.mkldnn._reorder_linear_weight(b.t().contiguous())
+    return made
+
+
+METHODS: dict[str, Method] = {
+    "empty": Method(_itself, _itself, _empty),
+    "mm": Method(_itself, _itself, mm),
+    "mm column": Method(_itself, _itself, _mm_column),
+    "mm/float32": Method(Tensor.float, Tensor.float, _mm_float32),
+    "onednn": Method(_dense, _reordered, _onednn),
+    "onednn/float32": Method(lambda b: _dense(b).float(), lambda b: _reordered(b.float()), _onednn),
+}
+"""The methods by name; ``/float32`` computes in float32."""
+
+
+@functools.lru_cache(4096)
+def _blocks(rows: int, most: int, small: bool) -> list[slice]:
+    """The blocks of at most `most` rows in which a product is computed: with a `small` weight of
+    few sizes, since each has a kernel.
+    """
+    found, start = list[slice](), 0
+    heights = [h for h in (_REPACKED_BLOCK, 512, _BLOCK, _FEW) if h <= most]
+    while start < rows:
+        left = rows - start
+        height = min(left, most)
+        if small and left > _FEW:
+            height = next((h for h in heights if left == h or left - h >= _LEAST), _FEW - _LEAST)
+        found.append(slice(start, start + height))
+        start += height
+    return found
+
+
+def _make_kernels(rows: int, w: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+    """Have oneDNN make kernels before they are needed.
+
+    When a layout of weights is multiplied by a second number of rows, kernels are made for all
+    numbers for which making one takes longer than using it: numbers of rows will continue to
+    differ, and each call would have to wait for its own kernel.
+    """
+    size, making = w.shape[0] * w.shape[1], _MAKING[dtype.itemsize]
+    if size <= _TINY or min(rows, _FEW) * size > making:
+        return
+    like = dtype, w.shape, w.is_mkldnn, w.is_mkldnn or w.is_contiguous(), bias is None
+    if _first.setdefault(like, rows) not in (rows, 0):
+        _first[like] = 0
+        for other in range(1, min(_FEW, making // size) + 1):
+            _kernel(torch.zeros(other, w.shape[1], dtype=dtype), w, bias)
+
+
+def _kernel(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, bias, "none", [], "")
+    return product
+
+
+def on_device(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None) -> None:
+    """``out = x @ weight (+ bias)`` on a GPU, by torch."""
+    b = as_tensor(weight)
+    if not (x.numel() and b.numel()):
+        _empty(x, b, out, bias, False)
+        return
+    if out.dtype == x.dtype:
+        torch.mm(x, b, out=out)
+    else:
+        torch.mm(x, b, out_dtype=out.dtype, out=out)
+    if bias is not None:
+        out.add_(bias)

@@ -1,0 +1,88 @@
+"""Packed weights: a tensor laid out once for many products."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+import weft._native as _native
+from weft.checks import check_tensor
+from weft.kernels import products
+from weft.kernels.methods import METHODS
+from weft.kernels.weights import DTYPES, PreparedWeight, Product, transposed
+
+_SAMPLED = 64  # elements of a packed weight that are compared to detect a change
+
+
+class PackedWeight(PreparedWeight):
+    """A weight (K, N) laid out for products; made by `pack`.
+
+    Attributes beside those of every `PreparedWeight`: `plain`, the source without its gradient, and
+    `watched`, whether the caller checks for changes before each use, so that operators need not.
+    """
+
+    source: Tensor
+    watched = False
+    words = "packed"
+
+    def __init__(self, b: Tensor) -> None:
+        self.source, self.plain = b, b.detach()
+        self.tensors = (self.plain,)
+        super().__init__(b.shape, b.dtype, b.stride())
+        # torch counts no writes to inference tensors
+        self._watch = _native.Watch(b, not b.is_inference(), _SAMPLED)
+        self._forms: dict[str, Tensor] = {}  # by method
+        self._layout_name = "packed transposed" if transposed(self.plain) else "packed plain"
+
+    def form(self, method: str) -> Tensor:
+        """The weight as a method of `weft.kernels.methods` takes it; made at the first use."""
+        if method not in self._forms:
+            self._forms[method] = METHODS[method].packed(self.plain)
+        return self._forms[method]
+
+    def multiply(self, x: Tensor, out: Tensor, bias: Tensor | None, rows: int) -> None:
+        self.prepare(x, out, rows)(x, self, out, bias)
+
+    def prepare(self, x: Tensor, out: Tensor, rows: int) -> Product:
+        return products.prepare_packed(x, self, out, rows, self._layout_name)
+
+    def changed(self) -> bool:
+        """Whether the source was written to, or its memory replaced, since it was packed."""
+        changed: bool = self._watch.changed()
+        return changed
+
+    def check_unchanged(self) -> None:
+        """Raise `ValueError` if the source was changed."""
+        if not self.watched and self._watch.changed():
+            raise ValueError(
+                "the weight was changed after it was packed; pack it again with weft.pack(b)"
+            )
+
+    def as_tensor(self) -> Tensor:
+        return self.plain
+
+
+def pack(b: Tensor) -> PackedWeight:
+    """Lay out the weight `b` (K, N), of any strides, for use in many products; worth most where
+    these have few rows.
+
+    Operators take the result in place of `b`. It keeps `b`, and at most one copy of it for each
+    dtype of results, made at the first product that is faster with it: of b's dtype, or in float32
+    on processors that do not multiply 16-bit numbers themselves.
+
+    If `b` requires a gradient it gets it: a call that is recorded, or compiled, multiplies by `b`
+    itself, with its current values.
+
+    `b` must not be changed: a changed weight is a `ValueError` when used. Detected are writes that
+    torch counts, other memory (as by `Module.to` or ``b.data = …``, also of the tensor that `b` is
+    a view of), and writes that torch does not count, as through ``b.data``, if they change one of
+    64 elements spread over `b`. Not detected are smaller writes of that kind, nor that a module has
+    another parameter in the place of `b`, as by ``load_state_dict(assign=True)``: products continue
+    to use `b`.
+    """
+    check_tensor(b, "b")
+    if b.dim() != 2 or b.dtype not in DTYPES or b.device.type != "cpu":
+        raise ValueError(
+            "b, a weight to pack, must be a CPU tensor (K, N) of a floating dtype; got "
+            f"{tuple(b.shape)} {b.dtype} on {b.device}"
+        )
+    return PackedWeight(b)
