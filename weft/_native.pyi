@@ -157,9 +157,10 @@ class Compiled:
         self,
         arg0: int,
         arg1: Sequence[int],
-        arg2: Sequence[Sequence[int]],
-        arg3: Sequence[tuple[str, str, int, Role, int, bool, bool, Sequence[int]]],
-        arg4: Sequence[tuple[int, int]],
+        arg2: int,
+        arg3: Sequence[Sequence[int]],
+        arg4: Sequence[tuple[str, str, int, Role, int, bool, bool, Sequence[int]]],
+        arg5: Sequence[tuple[int, int]],
         /,
     ) -> None: ...
     def bind(self, arg: Binding | None, /) -> None: ...

@@ -8,14 +8,20 @@ namespace {
 
 constexpr size_t kPage = 4096;
 
-std::vector<size_t> cut(const std::vector<uint32_t>& pieces, const std::vector<size_t>& rows) {
+// The rows of each block, as `weft.plan.binding.split` gives them.
+std::vector<size_t> cut(const Program& program, const std::vector<size_t>& rows) {
+  const std::vector<uint32_t>& pieces = program.pieces;
   if (rows.size() != pieces.size())
     throw std::invalid_argument("a plan of " + std::to_string(pieces.size()) +
                                 " shards got the rows of " + std::to_string(rows.size()));
   std::vector<size_t> sizes;
-  for (size_t shard = 0; shard < pieces.size(); ++shard)
+  for (size_t shard = 0; shard < pieces.size(); ++shard) {
+    const size_t units = rows[shard] / program.rows_multiple;
     for (size_t piece = 0; piece < pieces[shard]; ++piece)
-      sizes.push_back(rows[shard] / pieces[shard] + (piece < rows[shard] % pieces[shard]));
+      sizes.push_back(program.rows_multiple *
+                      (units / pieces[shard] + (piece < units % pieces[shard])));
+    if (pieces[shard]) sizes.back() += rows[shard] % program.rows_multiple;
+  }
   return sizes;
 }
 
@@ -35,7 +41,7 @@ Binding::Binding(Program& program, const std::vector<size_t>& rows,
       offsets_(program.buffers.size()),
       text_(program.text) {
   const int rank = program.rank;
-  const std::vector<size_t> sizes = cut(program.pieces, rows);
+  const std::vector<size_t> sizes = cut(program, rows);
   const size_t largest = sizes.empty() ? 1 : *std::max_element(sizes.begin(), sizes.end());
   for (const auto& layout : program.layouts) {
     auto& sums = sums_.emplace_back();

@@ -158,6 +158,7 @@ struct Program {
   std::string name, ending;
   // number of blocks of each shard; blocks are numbered over all shards
   std::vector<uint32_t> pieces = {};
+  size_t rows_multiple = 1;  // of blocks, but for the last one of a shard that does not divide
   // numbers of consecutive blocks of buffers; a buffer refers to a layout for each rank
   std::vector<std::vector<int>> layouts = {};
   std::vector<Buffer> buffers = {};

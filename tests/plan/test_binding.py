@@ -34,7 +34,7 @@ def bound_plans(draw: st.DrawFn) -> Plan:
     """Any plan over blocks, some of them without rows, as a plan over rows."""
     plan = draw(plans.any_plan(st.integers(1, 5)))
     rows = draw(st.lists(st.integers(0, 9), min_size=len(plan.pieces), max_size=len(plan.pieces)))
-    return bind(plan, rows)
+    return bind(replace(plan, rows_multiple=draw(st.integers(1, 4))), rows)
 
 
 @settings(max_examples=100, deadline=None)
@@ -45,6 +45,11 @@ def test_every_bound_plan_is_proved(plan):
 
 def test_pieces_differ_by_one_block_at_most():
     assert [split(7, 3), split(2, 4), split(0, 2)] == [[3, 2, 2], [1, 1, 0, 0], [0, 0]]
+    assert [split(70, 3, 16), split(15, 2, 16), split(32, 4, 16)] == [
+        [32, 16, 22],
+        [0, 15],
+        [16, 16, 0, 0],
+    ]
     plan = plans.all_gather(2, 2, "pull")
     assert sizes(plan, (5, 0)) == [3, 2, 0, 0]
     with pytest.raises(PlanError, match="has 2 shards, but 3 sizes were given"):
@@ -118,6 +123,7 @@ def executed(world, seed, mutant):
         numbers = _reversed
     with mock.patch.object(HostProgram, "_lay_out", numbers):
         for plan, _ in every:
+            plan = replace(plan, rows_multiple=choose.randrange(1, 5))
             rows = [choose.randrange(0, 12) * choose.randrange(0, 2) for _ in plan.pieces]
             for _ in range(2):  # the second time with new tensors of the same sizes
                 call = plans.call(bind(plan, rows), choose.randrange(1 << 30))

@@ -129,9 +129,7 @@ def test_weft_run_names_the_first_failed_rank_and_exits_with_its_code(how, code,
     done = run(BIN / "weft", "run", "-n", 2, path, how)
     assert done.returncode == code, done.stderr
     *before, last = done.stderr.splitlines()
-    assert re.fullmatch(rf"weft run: first failure: rank 1 \(pid \d+\) {words}", last), (
-        done.stderr
-    )
+    assert re.fullmatch(rf"weft run: first failure: rank 1 \(pid \d+\) {words}", last), done.stderr
     assert sum("Traceback" in line for line in before) == (code == 1), (
         "of the rank that failed first"
     )

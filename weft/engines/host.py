@@ -272,7 +272,9 @@ class HostProgram(Program):
                 )
             )
         slots = [(rank, numbers[name]) for rank, name in self.slots]
-        self.compiled.lay_out(self.world.rank, plan.pieces, list(layouts), buffers, slots)
+        self.compiled.lay_out(
+            self.world.rank, plan.pieces, plan.rows_multiple, list(layouts), buffers, slots
+        )
 
     def _parts(self, tensor: Tensor) -> tuple[list[int], str]:
         """The addresses of all ranks' parts of a tensor and a text that names them; no addresses

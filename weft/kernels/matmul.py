@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from weft.plan import Compute, Kernel, Region, Term, Value
+from weft.plan import Compute, Instruction, Kernel, Plan, Region, Term, Value
 from weft.plan.kernel import Load, Rates, Run
+from weft.plan.lazy import Deferred, PerRank
 from weft.plan.values import Weight
 
 if TYPE_CHECKING:
@@ -47,6 +49,32 @@ class Matmul(Kernel):
 
 
 MATMUL = Matmul()
+
+
+def with_kernel(plan: Plan, kernel: Kernel) -> Plan:
+    """The plan with another kernel of one source and a weight in place of the matrix product."""
+
+    def instruction(one: Instruction) -> Instruction:
+        if isinstance(one, Compute) and one.kernel is MATMUL:
+            return replace(one, kernel=kernel)
+        return one
+
+    def lanes(rank: int) -> dict[str, tuple[Instruction, ...]]:
+        return {name: tuple(map(instruction, lane)) for name, lane in plan.lanes[rank].items()}
+
+    def value(terms: Value) -> Value:
+        return tuple(
+            kernel.value(((term._replace(weights=None),),), term.weights)[0]
+            if isinstance(term, Term) and term.weights
+            else term
+            for term in terms
+        )
+
+    return replace(
+        plan,
+        lanes=PerRank(plan.ranks, lanes, plan.request and f"{plan.request} by {kernel.name}"),
+        result=Deferred(lambda: {region: value(terms) for region, terms in plan.result.items()}),
+    )
 
 
 def matmul(src: Region, dst: Region) -> Compute:

@@ -14,7 +14,7 @@ from weft.checks import check_timeout
 from weft.kernels.products import multiply
 from weft.kernels.weights import Weight
 from weft.ops import arguments, autograd, dims, float8, fused
-from weft.ops.call import Call, Given, Options, Selection, workload
+from weft.ops.call import Call, Given, Options, Selection, kernel_of, workload
 from weft.ops.operator import FusedOperator, Gradient, Gradients, Pattern, Recorded
 from weft.plan import Plan
 from weft.schedules import all_gather_matmul as schedule
@@ -139,6 +139,10 @@ def check(world: World, given: Given, options: Options) -> Call:
     for b, bias in zip(weights, biases, strict=True):
         arguments.check_weight(a, b, world, sum(shards) if split else None)
         arguments.check_bias(bias, b.shape[1], world)
+    if len(kernels := {kernel_of(b).name for b in weights}) > 1:
+        raise ValueError(
+            f"the weights of one call have one kernel; these have {' and '.join(sorted(kernels))}"
+        )
     check_timeout(options.timeout)
     out_dtype = arguments.check_out_dtype(a.dtype, options.out_dtype)
     shape = dims.resized(a.shape, dim, sum(shards))

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from weft.checks import name
-from weft.kernels.weights import Weight, packed
+from weft.kernels.matmul import MATMUL
+from weft.kernels.weights import Weight, packed, rows_multiple
 from weft.ops import arguments
-from weft.plan import Plan
+from weft.plan import Kernel, Plan
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import (
     FEW_ROWS,
@@ -99,6 +100,16 @@ class Call(ABC):
         self.planner: Callable[[Request], Plan] = self.operator.plan
 
     @property
+    def kernel(self) -> Kernel:
+        """The kernel of its products, which all its weights have."""
+        return next(map(kernel_of, self.weights), MATMUL)
+
+    @property
+    def rows_multiple(self) -> int:
+        """The number of rows of which its products prefer multiples."""
+        return rows_multiple(self.weights)
+
+    @property
     def columns(self) -> int:
         """Columns of the rows that ranks exchange."""
         return self.workload.k if self.operator.exchanges == "a" else self.workload.n
@@ -178,7 +189,7 @@ class Call(ABC):
 
     def variant(self, algorithm: str) -> Variant:
         """An algorithm with the number of pieces that `chunk_rows` asks for, or the operator's."""
-        most = self.options.chunk_rows or max(1, self.chunk_rows(algorithm))
+        most = max(self.options.chunk_rows or self.chunk_rows(algorithm), self.rows_multiple)
         return Variant(algorithm, self.operator.pieces(self.workload.rows, algorithm, most))
 
     def default(self) -> tuple[str, str]:
@@ -225,6 +236,11 @@ class Call(ABC):
         """A variant and the size of its transfers, in words."""
         rows = self.operator.chunk_rows(self.workload.rows, variant)
         return f"{variant}, at most {rows} rows per transfer"
+
+
+def kernel_of(weight: Weight) -> Kernel:
+    """The kernel of products by a weight."""
+    return MATMUL if isinstance(weight, Tensor) else weight.kernel or MATMUL
 
 
 def workload(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -16,10 +17,11 @@ from weft.checks import check_timeout
 from weft.engines import engine
 from weft.engines.engine import Program
 from weft.engines.host import HostProgram
+from weft.kernels.matmul import MATMUL, with_kernel
 from weft.kernels.weights import Weight
 from weft.ops.autotune import report, select
 from weft.ops.call import Call
-from weft.plan import Plan
+from weft.plan import Kernel, Plan
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Request, Variant, Workload
 from weft.world import World
@@ -75,19 +77,25 @@ def prepare(call: Call, variant: Variant) -> Program:
     world, operator, workload = call.world, call.operator, call.workload
     where = {"hosts": world.topology, "remote_reads": world.remote_reads}
     held = workload._replace(rows=(), k=1, n=1, packed=True)  # what plans for all sizes depend on
-    plan, dtypes = _planned(
-        call.planner, held, operator.request(workload, variant, **where, **call.asked)
-    )
+    request = operator.request(workload, variant, **where, **call.asked)
+    plan, dtypes = _planned(call.planner, held, request, call.kernel, call.rows_multiple)
     return engine(world).program(plan, call.tensors, workload.rows, dtypes)
 
 
 @lru_cache(maxsize=1024)
 def _planned(
-    planner: Callable[[Request], Plan], workload: Workload, request: Request
+    planner: Callable[[Request], Plan],
+    workload: Workload,
+    request: Request,
+    kernel: Kernel,
+    rows_multiple: int,
 ) -> tuple[Plan, Mapping[str, torch.dtype]]:
     """A plan, and the dtypes of its buffers."""
     buffers = OPERATORS[workload.operator].buffers(workload)
-    return planner(request), {name: getattr(torch, rows.dtype) for name, rows in buffers.items()}
+    plan = replace(planner(request), rows_multiple=rows_multiple)
+    if kernel is not MATMUL:
+        plan = with_kernel(plan, kernel)
+    return plan, {name: getattr(torch, rows.dtype) for name, rows in buffers.items()}
 
 
 def _execute(call: Call, program: Program) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.kernels.weights import Weight
+from weft.kernels.weights import Weight, rows_multiple
 from weft.ops import arguments, autograd, dims, float8, fused
 from weft.ops.call import Call, Given, Options, workload
 from weft.ops.operator import FusedOperator, Gradient, Gradients, Pattern, Recorded
@@ -104,7 +104,12 @@ class _ReduceCall(SumCall):
     def __init__(self, world: World, options: Options, given: Given, result: Tensor) -> None:
         a, (b,), (bias,), _ = given
         self.result, x = result, dims.to_front(a, 0)
-        sums = workload("matmul_all_reduce", tuple(split(len(x), world.ranks)), given, result.dtype)
+        sums = workload(
+            "matmul_all_reduce",
+            tuple(split(len(x), world.ranks, rows_multiple([b]))),
+            given,
+            result.dtype,
+        )
         super().__init__(world, options, sums, x, b, result.view(len(x), b.shape[1]), bias)
 
     def overlapped(self) -> tuple[str, str]:

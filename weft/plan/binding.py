@@ -27,9 +27,15 @@ from weft.plan.lazy import Deferred, PerRank
 from weft.plan.values import Term, Value, mapped
 
 
-def split(rows: int, pieces: int) -> list[int]:
-    """`rows` in `pieces` even shares; the first ones are a row larger if `rows` does not divide."""
-    return [rows // pieces + (piece < rows % pieces) for piece in range(pieces)]
+def split(rows: int, pieces: int, multiple: int = 1) -> list[int]:
+    """`rows` in `pieces` even shares of a `multiple`; the first ones are one multiple larger, and
+    the last one has the rows that are no multiple, if `rows` does not divide.
+    """
+    units, rest = divmod(rows, multiple)
+    shares = [multiple * (units // pieces + (piece < units % pieces)) for piece in range(pieces)]
+    if rest:
+        shares[-1] += rest
+    return shares
 
 
 def sizes(plan: Plan, rows: Sequence[int]) -> list[int]:
@@ -42,7 +48,7 @@ def sizes(plan: Plan, rows: Sequence[int]) -> list[int]:
     return [
         size
         for count, pieces in zip(rows, plan.pieces, strict=True)
-        for size in split(count, pieces)
+        for size in split(count, pieces, plan.rows_multiple)
     ]
 
 
@@ -80,7 +86,14 @@ class _Binding:
             for name, buffer in plan.buffers.items()
         }
         lanes = PerRank(plan.ranks, self.lanes)
-        return replace(plan, buffers=buffers, lanes=lanes, result=Deferred(self.result), pieces=())
+        return replace(
+            plan,
+            buffers=buffers,
+            lanes=lanes,
+            result=Deferred(self.result),
+            pieces=(),
+            rows_multiple=1,
+        )
 
     def lanes(self, rank: int) -> Mapping[str, tuple[Instruction, ...]]:
         lanes = self.plan.lanes[rank]

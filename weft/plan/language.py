@@ -198,7 +198,8 @@ class Plan:
     `lanes[rank]` maps lane names to instructions. `result` has the values of the outputs at the
     end, by regions that cover all rows of each rank's outputs. `pieces` has the number of blocks
     into which each shard is cut; blocks are numbered over all shards. `synchronizes` promises that
-    no rank ends the plan before all have begun it.
+    no rank ends the plan before all have begun it. Blocks have a multiple of `rows_multiple` rows,
+    but for the last block of a shard that does not divide.
 
     `lanes` and `result` may be computed when they are read (`weft.plan.lazy`).
     """
@@ -210,6 +211,7 @@ class Plan:
     result: Mapping[Region, Value] = field(default_factory=dict)
     pieces: tuple[int, ...] = ()
     synchronizes: bool = False
+    rows_multiple: int = 1
 
     @property
     def request(self) -> str:
@@ -226,7 +228,8 @@ class Plan:
     @property
     def digest(self) -> int:
         """A checksum by which ranks compare their plans."""
-        return zlib.crc32((self.request or repr(self.lanes)).encode())
+        lanes = self.request or repr(self.lanes)
+        return zlib.crc32(f"{lanes} {self.rows_multiple}".encode())
 
     def part(self, ranks: Container[int]) -> Plan:
         """The plan with the lanes of these ranks only, and without a result: it can be executed by a
