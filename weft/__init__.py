@@ -116,9 +116,10 @@ def __getattr__(name: str) -> Any:
     if name == "nn":
         return importlib.import_module("weft.nn")
     if name not in _HOME:
+        # name and obj let Python add "Did you mean"
         raise AttributeError(
             f"module 'weft' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
-        )  # for "Did you mean"
+        )
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value
@@ -132,5 +133,5 @@ if (_stores := os.environ.get("WEFT_STORES") or "adaptive") not in (
 ):
     raise ValueError(f"WEFT_STORES is adaptive, cached or streaming; got {_stores!r}")
 
-if "torch" in sys.modules:  # else torch does this, when it is imported
+if "torch" in sys.modules:  # otherwise torch registers the backend when it is imported
     importlib.import_module("weft.process_group").register()

@@ -102,7 +102,7 @@ class _Harmful:
         (
             lambda path: encode(Announcement(weft.__version__, "", "", "here")),
             WeftError,
-            "cannot read the address that rank 1 sent: 'here' is no list",
+            "cannot read the address that rank 1 sent: 'here' is not of type list",
         ),
         (
             lambda path: encode(Announcement("0.0.9", "", "", None)),

@@ -109,9 +109,9 @@ def all_gather_single(
     if tensor.dtype in ANY and _is_plain(tensor) and _is_plain(out) and _joins(out, tensor, world):
         weft_all_gather(tensor, out=out, world=world, timeout=timeout)
     else:
-        whole = _movable(out)
-        weft_all_gather(_movable(tensor).view(-1), out=whole.view(-1), world=world, timeout=timeout)
-        _put(whole, out)
+        full = _movable(out)
+        weft_all_gather(_movable(tensor).view(-1), out=full.view(-1), world=world, timeout=timeout)
+        _put(full, out)
 
 
 def all_gather(
@@ -126,9 +126,9 @@ def all_gather(
             f"{outs[world.rank].numel()}"
         )
     here, sizes = _movable(tensor).view(-1), _sizes(outs)
-    whole = here.new_empty(sum(sizes))
-    weft_all_gather(here, out=whole, shard_rows=sizes, world=world, timeout=timeout)
-    _put_parts(whole, sizes, outs)
+    full = here.new_empty(sum(sizes))
+    weft_all_gather(here, out=full, shard_rows=sizes, world=world, timeout=timeout)
+    _put_parts(full, sizes, outs)
 
 
 def reduce_scatter_single(
@@ -208,16 +208,16 @@ def all_to_all(
     _check_count(tensors, world)
     _check_count(outs, world)
     here, sizes = _movable(_joined(tensors)).view(-1), _sizes(outs)
-    whole = here.new_empty(sum(sizes))
+    full = here.new_empty(sum(sizes))
     weft_all_to_all(
         here,
-        out=whole,
+        out=full,
         input_split_sizes=_sizes(tensors),
         output_split_sizes=sizes,
         world=world,
         timeout=timeout,
     )
-    _put_parts(whole, sizes, outs)
+    _put_parts(full, sizes, outs)
 
 
 def gather(
@@ -390,9 +390,9 @@ def _put(here: Tensor, tensor: Tensor) -> None:
     place.copy_(here)
 
 
-def _put_parts(whole: Tensor, sizes: list[int], tensors: Sequence[Tensor]) -> None:
-    """Copy to each of the tensors its part of `whole`."""
-    for tensor, part in zip(tensors, whole.split(sizes), strict=True):
+def _put_parts(full: Tensor, sizes: list[int], tensors: Sequence[Tensor]) -> None:
+    """Copy to each of the tensors its part of `full`."""
+    for tensor, part in zip(tensors, full.split(sizes), strict=True):
         _put(part, tensor)
 
 
@@ -410,9 +410,9 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
-def _joins(whole: Tensor, part: Tensor, world: World) -> bool:
-    """Whether `whole` is one `part` for each rank, joined along the first dimension."""
-    return part.dim() > 0 and whole.shape == (world.ranks * len(part), *part.shape[1:])
+def _joins(full: Tensor, part: Tensor, world: World) -> bool:
+    """Whether `full` is one `part` for each rank, joined along the first dimension."""
+    return part.dim() > 0 and full.shape == (world.ranks * len(part), *part.shape[1:])
 
 
 def _check_dtypes(first: Tensor, *others: Tensor) -> None:
@@ -431,8 +431,8 @@ def _check_count(tensors: Sequence[Tensor], world: World) -> None:
         )
 
 
-def _check_split(whole: Tensor, sizes: Sequence[int], side: str, world: World) -> None:
-    rows = len(whole)
+def _check_split(full: Tensor, sizes: Sequence[int], side: str, world: World) -> None:
+    rows = len(full)
     if sizes and (len(sizes) != world.ranks or sum(sizes) != rows):
         raise ValueError(
             f"the {side} needs {world.ranks} split sizes that add up to its {rows} rows; got "

@@ -27,7 +27,7 @@ from weft.checks import check_tensor, check_timeout, name
 from weft.errors import PeerTimeout
 from weft.world import memory
 from weft.world.peers import Peers
-from weft.world.signals import LARGEST, Signals, whole
+from weft.world.signals import LARGEST, Signals, integer
 from weft.world.world import World, by_number
 
 _COMPARISONS = {
@@ -242,7 +242,7 @@ def _prepared(
     """The world of `remote`, and the copy between `peer`'s counterpart of it and `local`, after all
     checks of arguments.
     """
-    rank = peer if type(peer) is int else whole(peer, "peer is the number of a rank")
+    rank = peer if type(peer) is int else integer(peer, "peer is the number of a rank")
     found = _native.one_sided(put, remote, local, rank)
     own = None if found is None else by_number(found[0])
     if found is None or own is None or (world is not None and world is not own):
@@ -304,7 +304,7 @@ def _notification(
 
 
 def _rank(peer: int, world: Peers) -> int:
-    rank = whole(peer, "peer is the number of a rank")
+    rank = integer(peer, "peer is the number of a rank")
     if not 0 <= rank < world.ranks:
         raise ValueError(f"there is no rank {rank} in a world of {world.ranks}")
     if not world.same_host(rank):
@@ -322,7 +322,7 @@ def _comparison(cmp: str) -> _native.Compare:
 
 
 def _value(value: int) -> int:
-    number = whole(value, "a counter holds an integer")
+    number = integer(value, "a counter holds an integer")
     if not 0 <= number <= LARGEST:
         raise ValueError(f"a counter holds 0 to 2**64 - 1; got {number}")
     return number

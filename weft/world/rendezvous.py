@@ -249,10 +249,10 @@ def launcher_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
 
     mpirun and SLURM do not give the address of rank 0. Unless ``MASTER_ADDR`` is set it is the
     first host of a SLURM step and this host otherwise; unless ``MASTER_PORT`` is set the port is a
-    hash of the job's name, which all its ranks have. MPICH names no job: where it has started ranks
-    on several hosts the port is torch's default, 29500.
+    hash of the job's name, which all its ranks have. MPICH names no job: if it has started ranks on
+    several hosts the port is torch's default, 29500.
     """
-    known = {
+    sources = {
         "RANK": ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"),
         "WORLD_SIZE": ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"),
         "LOCAL_RANK": (
@@ -265,7 +265,7 @@ def launcher_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
     }
     found = {
         name: [environment[key] for key in keys if key in environment]
-        for name, keys in known.items()
+        for name, keys in sources.items()
     }
     variables = {name: values[0] for name, values in found.items() if values}
     if not {"RANK", "WORLD_SIZE"} <= {*variables}:
@@ -278,9 +278,8 @@ def launcher_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
         port = 20000 + zlib.crc32(name.encode()) % 12000
     if "RANK" not in environment and name:
         variables[_JOB] = name
-    first = re.findall(r"([^,\[]*)\[?(\d*)", environment.get("SLURM_STEP_NODELIST", "localhost"))[
-        0
-    ]  # node01 of node[01-03]
+    nodes = environment.get("SLURM_STEP_NODELIST", "localhost")
+    first = re.findall(r"([^,\[]*)\[?(\d*)", nodes)[0]  # node01 of node[01-03]
     variables["MASTER_ADDR"] = environment.get("MASTER_ADDR", "".join(first))
     variables["MASTER_PORT"] = environment.get("MASTER_PORT", str(port))
     return variables

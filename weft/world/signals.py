@@ -18,7 +18,7 @@ COUNTER_BYTES = 64  # a cache line each, against false sharing
 LARGEST = 2**64 - 1
 
 
-def whole(number: object, expected: str) -> int:
+def integer(number: object, expected: str) -> int:
     """An integer. Raises `TypeError` with the text `expected` for anything else."""
     try:
         return operator.index(number)  # type: ignore[arg-type]
@@ -61,7 +61,7 @@ class Signals:
         exist.
         """
         if not isinstance(index, slice):
-            at = whole(index, "an index must be an integer or a slice")
+            at = integer(index, "an index must be an integer or a slice")
             if not 0 <= at < self._count:
                 raise ValueError(
                     f"{self.name} has the counters 0 to {self._count - 1}; got index {at}"

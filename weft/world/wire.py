@@ -63,7 +63,7 @@ def convert(kind: Any, value: Any) -> Any:
         return float(value)
     if container in (str, int, float, bool):
         if type(value) is not container or (container is int and not -(2**63) <= value < 2**63):
-            raise ValueError(f"{value!r:.100} is no {container.__name__}")
+            raise ValueError(f"{value!r:.100} is not of type {container.__name__}")
         return value
     if container in (dict, Mapping):
         integers = parts[0] is int  # the keys of JSON are strings
@@ -91,9 +91,9 @@ def _plain(value: object) -> object:
 
 def _checked(kind: type[Kind], value: object) -> Kind:
     if not isinstance(value, kind):
-        raise ValueError(f"{value!r:.100} is no {kind.__name__}")
+        raise ValueError(f"{value!r:.100} is not of type {kind.__name__}")
     return value
 
 
 def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant} is no number")
+    raise ValueError(f"{constant} is not a number")
