@@ -7,7 +7,7 @@ from torch import Tensor
 import weft._native as _native
 from weft.checks import check_tensor
 from weft.kernels import products
-from weft.kernels.methods import METHODS
+from weft.kernels.methods import METHODS, mm, mm_packed
 from weft.kernels.weights import DTYPES, PreparedWeight, Product, transposed
 
 _SAMPLED = 64  # elements of a packed weight that are compared to detect a change
@@ -43,7 +43,11 @@ class PackedWeight(PreparedWeight):
         self.prepare(x, out, rows)(x, self, out, bias)
 
     def prepare(self, x: Tensor, out: Tensor, rows: int) -> Product:
-        return products.prepare_packed(x, self, out, rows, self._layout_name)
+        name = products.select(x, self.shape, out, rows, self._layout_name)
+        run = METHODS[name].run
+        if run is mm:
+            return mm_packed
+        return lambda x, weight, out, bias: run(x, weight.form(name), out, bias, True)
 
     def changed(self) -> bool:
         """Whether the source was written to, or its memory replaced, since it was packed."""

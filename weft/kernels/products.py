@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from weft.kernels import fastest
-from weft.kernels.methods import METHODS, mm, mm_packed
+from weft.kernels.methods import METHODS, mm
 from weft.kernels.weights import Product, Weight, transposed
-
-if TYPE_CHECKING:
-    from weft.kernels.packed import PackedWeight
 
 _SMALL = 1 << 18  # below this many multiply-adds torch.mm's call overhead dominates: use it
 
@@ -39,24 +34,14 @@ def prepare(x: Tensor, weight: Weight, out: Tensor, rows: int | None = None) -> 
     if not isinstance(weight, Tensor):
         return weight.prepare(x, out, rows)
     layout = "transposed" if transposed(weight) else "plain"
-    method = METHODS[_method(x, weight.shape, out, rows, layout)]
+    method = METHODS[select(x, weight.shape, out, rows, layout)]
     if method.run is mm:
         return mm
     form, run = method.form, method.run
     return lambda x, weight, out, bias: run(x, form(weight), out, bias, False)
 
 
-def prepare_packed(x: Tensor, weight: PackedWeight, out: Tensor, rows: int, layout: str) -> Product:
-    """The same for a packed weight."""
-    name = _method(x, weight.shape, out, rows, layout)
-    method = METHODS[name]
-    if method.run is mm:
-        return mm_packed
-    run = method.run
-    return lambda x, weight, out, bias: run(x, weight.form(name), out, bias, True)
-
-
-def _method(x: Tensor, shape: tuple[int, ...], out: Tensor, rows: int, layout: str) -> str:
+def select(x: Tensor, shape: tuple[int, ...], out: Tensor, rows: int, layout: str) -> str:
     """The name of the fastest method; `layout` is that of the weight."""
     (n, k), columns = x.shape, shape[1]
     if not (n and k and columns):
