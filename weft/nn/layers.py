@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,18 @@ from weft.world import World, current
 _LAST = Shard(-1)
 
 
+class _Packed(NamedTuple):
+    """A layer's packed weight.
+
+    `parameter` is the parameter of which it was packed, or None for a DTensor, whose state must be
+    compared in each call; `state` is that of the parameter when it was packed.
+    """
+
+    parameter: nn.Parameter | None
+    state: tuple[object, ...]
+    weight: PackedWeight
+
+
 class ShardedLinear(nn.Linear):
     """A linear layer that is sharded over ranks; `in_features` and `out_features` count the
     features of all ranks.
@@ -36,8 +48,7 @@ class ShardedLinear(nn.Linear):
     """The placement to which inputs of unsupported placements are redistributed."""
     _sharded: ClassVar[Mapping[str, int]]
     """The dimension along which each sharded parameter is sharded."""
-    _packed: tuple[tuple[object, ...], PackedWeight] | None
-    """The state of the weight when it was packed, and the packed weight."""
+    _packed: _Packed | None
     _accepted: dict[int, Placement]
     """The placement of plain inputs that need no redistribution, by their number of dimensions."""
 
@@ -100,8 +111,17 @@ class ShardedLinear(nn.Linear):
         """
         weight_parameter, bias_parameter = self._parameters["weight"], self._parameters["bias"]
         assert weight_parameter is not None
-        weight = local(weight_parameter)
         bias = None if bias_parameter is None else local(bias_parameter)
+        packed = self._packed
+        if (
+            packed is not None
+            and packed.parameter is weight_parameter
+            and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+            and not torch.is_autocast_enabled("cpu")
+            and not packed.weight.changed()
+        ):
+            return x, packed.weight, bias
+        weight = local(weight_parameter)
         if torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")
             return x.to(dtype), weight.to(dtype).t(), None if bias is None else bias.to(dtype)
@@ -116,10 +136,11 @@ class ShardedLinear(nn.Linear):
         # A DTensor has a version counter of its own: writes to it do not raise the counter of its
         # local tensor, whose elements are packed.
         state = id(weight_parameter), weight_parameter._version, weight.data_ptr(), weight.dtype
-        if self._packed is None or self._packed[0] != state or self._packed[1].changed():
-            self._packed = state, pack(weight.t())
-            self._packed[1].watched = True
-        return x, self._packed[1], bias
+        if packed is None or packed.state != state or packed.weight.changed():
+            plain = weight_parameter if weight is weight_parameter else None
+            packed = self._packed = _Packed(plain, state, pack(weight.t()))
+            packed.weight.watched = True
+        return x, packed.weight, bias
 
     def _input(self, x: Tensor) -> tuple[Tensor, Placement]:
         """The local part of x and its placement, after a redistribution by torch if this layer does
