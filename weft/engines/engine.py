@@ -42,12 +42,12 @@ Timed = tuple[str, int, int, int]
 class Engine(ABC):
     """Executes plans for one rank of a world; `weft.engines.engine` selects its class.
 
-    `refused` maps the algorithms that this class of engine cannot execute to the reasons.
+    `shared_memory`: whether ranks can access the memory of all peers, which some algorithms need.
     `products` describes how it computes products, for `weft.explain`; it is empty if the caller's
     thread does.
     """
 
-    refused: Mapping[str, str] = {}
+    shared_memory = True
     products = ""
 
     caches_calls = False  # whether `calls` has repeated calls

@@ -36,7 +36,6 @@ from weft.plan.messages import (
     target,
 )
 from weft.schedules.barrier import barrier
-from weft.schedules.operators import SHARED_MEMORY_ONLY
 from weft.world import World
 from weft.world.transport import Tag
 
@@ -46,7 +45,7 @@ _POLL_SECONDS = 0.1  # between a waiting thread's checks whether the world is op
 class NetworkEngine(HostEngine):
     """Executes plans for one rank of a world on several hosts."""
 
-    refused = SHARED_MEMORY_ONLY
+    shared_memory = False  # ranks of other hosts are sent messages
     caches_calls = False  # the call cache can only repeat calls that are all native
 
     def __init__(self, world: World) -> None:

@@ -4,7 +4,7 @@ anything is sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -123,17 +123,22 @@ def check_chunk_rows(chunk_rows: int | None) -> None:
         raise ValueError(f"chunk_rows must be at least 1; got {chunk_rows}")
 
 
-def check_algorithm(algorithm: str, known: Sequence[str], world: World) -> None:
-    """Raise `ValueError` unless it is ``auto`` or a known algorithm that the engine has."""
+def check_algorithm(
+    algorithm: str, known: Sequence[str], world: World, shared_memory_only: Mapping[str, str]
+) -> None:
+    """Raise `ValueError` unless it is ``auto`` or a known algorithm that the engine has.
+
+    `shared_memory_only` maps the algorithms that need the memory of all peers to the reasons.
+    """
     if algorithm not in (*known, "auto"):
         raise ValueError(
             f"there is no algorithm {algorithm!r}; choose auto or one of {', '.join(known)}"
         )
-    refused = engine(world).refused
-    if algorithm in refused:
-        others = ", ".join(name for name in known if name not in refused)
+    if algorithm in shared_memory_only and not engine(world).shared_memory:
+        others = ", ".join(name for name in known if name not in shared_memory_only)
         raise ValueError(
-            f"{algorithm} is not possible in this world: {refused[algorithm]}; choose {others}"
+            f"{algorithm} is not possible in this world: {shared_memory_only[algorithm]}; choose "
+            f"{others}"
         )
 
 

@@ -40,9 +40,10 @@ from weft.schedules.peers import (
     rail_peer,
 )
 from weft.schedules.staging import Part, Stream, pipeline
-from weft.schedules.workload import Request
+from weft.schedules.workload import READS_PEERS, Request
 
 ALGORITHMS = ("pull", "push", "ring")
+SHARED_MEMORY_ONLY = {"pull": READS_PEERS}
 
 
 class Arrival(NamedTuple):

@@ -14,8 +14,10 @@ from weft.schedules.levels import Levels, send_eagerly
 from weft.schedules.peers import Hosts, after, before
 from weft.schedules.reduce_scatter import put_sums, reduce_published, sum_of, sum_plan
 from weft.schedules.staging import Part, Stream, one_for_each, pipeline
+from weft.schedules.workload import READS_PEERS
 
 ALGORITHMS = ("one_shot", "two_shot", "ring")
+SHARED_MEMORY_ONLY = {"one_shot": READS_PEERS}
 
 
 def all_reduce(

@@ -1,4 +1,4 @@
-"""The fused operators by name, and the algorithms that need shared memory.
+"""The fused operators by name.
 
 A module of this package that defines an `OPERATOR` is the planner of a fused operator.
 """
@@ -22,13 +22,3 @@ def _found() -> Iterator[Operator]:
 
 OPERATORS: Mapping[str, Operator] = {operator.name: operator for operator in _found()}
 """The fused operators."""
-
-_READS = "it reads rows of other hosts in place, and hosts can only send each other rows"
-_WRITES = "it multiplies into the memory of other hosts, and hosts can only send each other rows"
-
-SHARED_MEMORY_ONLY: Mapping[str, str] = {
-    "pull": _READS,  # of collectives
-    **{name: _READS for operator in OPERATORS.values() for name in operator.reads_peers},
-    **{name: _WRITES for operator in OPERATORS.values() for name in operator.writes_products},
-}
-"""Algorithms that ranks on several hosts cannot use, each with the reason."""

@@ -14,8 +14,10 @@ from weft.schedules.lanes import one_lane, publish, wait_all
 from weft.schedules.levels import Levels, send_eagerly
 from weft.schedules.peers import Hosts, after, before, one_rank_per_host
 from weft.schedules.staging import Arrival, Stream, one_for_each, pipeline
+from weft.schedules.workload import READS_PEERS
 
 ALGORITHMS = ("direct", "push", "ring")
+SHARED_MEMORY_ONLY = {"direct": READS_PEERS}
 
 
 def put(pieces: int, hosts: Hosts, algorithm: str, op: str = "sum") -> Plan:

@@ -23,6 +23,14 @@ the second …
 """
 
 
+READS_PEERS = "it reads rows of other hosts in place, and hosts can only send each other rows"
+"""Why ranks on several hosts cannot use an algorithm that reads peers' rows."""
+WRITES_PEERS = (
+    "it multiplies into the memory of other hosts, and hosts can only send each other rows"
+)
+"""Why they cannot use an algorithm whose products are made in peers' memory."""
+
+
 class Workload(NamedTuple):
     """The sizes of a call: `operator` on ranks with these `rows`, each product by (K, N).
 
@@ -185,9 +193,12 @@ class Operator:
         return Request(workload.ranks, pieces, algorithm, workload.symmetric, order, **more)
 
     @property
-    def shared_memory_only(self) -> tuple[str, ...]:
-        """Algorithms that ranks on several hosts cannot use."""
-        return (*self.reads_peers, *self.writes_products)
+    def shared_memory_only(self) -> Mapping[str, str]:
+        """Algorithms that ranks on several hosts cannot use, each with the reason."""
+        return {
+            **dict.fromkeys(self.reads_peers, READS_PEERS),
+            **dict.fromkeys(self.writes_products, WRITES_PEERS),
+        }
 
     @property
     def predicted(self) -> tuple[str, ...]:
