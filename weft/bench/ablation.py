@@ -9,6 +9,7 @@ from functools import partial
 
 from weft.plan import Compute, Instruction, Plan, Region, Signal, Wait
 from weft.plan.lazy import PerRank
+from weft.schedules.operators import OPERATORS
 
 Lane = list[Instruction]
 
@@ -32,8 +33,8 @@ STEPS: dict[str, Callable[[Plan], Plan]] = {
 
 
 def _rewritten(plan: Plan, rewrite: Callable[[Sequence[Instruction]], Lane]) -> Plan:
-    """The plan with its compute lanes rewritten; ``sequential`` stays, as it has no overlap."""
-    if plan.algorithm == "sequential":
+    """The plan with its compute lanes rewritten; the baseline stays, as it has no overlap."""
+    if plan.algorithm == OPERATORS[plan.operator].baseline:
         return plan
 
     def lanes(rank: int) -> dict[str, tuple[Instruction, ...]]:

@@ -131,7 +131,7 @@ class Tune:
     ] = False
     staged: Annotated[
         bool,
-        typer.Option("--staged", help="The input of all-gather-matmul is not in symmetric memory."),
+        typer.Option("--staged", help="Inputs that ranks exchange are not in symmetric memory."),
     ] = False
     link_gbps: Annotated[float | None, typer.Option(help="Gbit/s of an emulated link.")] = None
     link_latency_us: Annotated[float, typer.Option(min=0, help="Latency of the emulated link.")] = (
@@ -149,8 +149,8 @@ def tune(settings: Tune) -> None:
 
     if options.world_size(None)[0] is not None:
         refuse("tune", "it starts its own ranks, on one host: run it without a launcher")
-    if settings.staged and settings.operator != "all-gather-matmul":
-        refuse("--staged", "only the input of all-gather-matmul can be in symmetric memory")
+    if settings.staged and predict.OPERATORS[settings.operator.replace("-", "_")].exchanges != "a":
+        refuse("--staged", f"{settings.operator} exchanges no inputs, so it stages none")
     on, link = (
         options.load_machine(""),
         (settings.link_gbps, settings.link_latency_us) if settings.link_gbps else None,

@@ -260,11 +260,12 @@ def _operators(
 
 
 def _draw(question: Question, cases: list[tuple[Any, ...]], results: list[dict[str, Any]]) -> None:
-    """Write the traces of the sequential and of the fastest algorithm of every operator."""
+    """Write the traces of the baseline and of the fastest algorithm of every operator."""
     traces = []
     for (case, on), result in zip(cases, results, strict=True):
         fastest = answers.variant(result)
-        for variant in dict.fromkeys([*candidates(case, on, "sequential"), fastest]):
+        baseline = OPERATORS[case.operator].baseline
+        for variant in dict.fromkeys([*candidates(case, on, baseline), fastest]):
             title = f"{result['predicted']}, {variant}, predicted"
             traces.append(trace(case, variant, on, title))
     title = f"{question.operator} on {results[0]['machine']}"

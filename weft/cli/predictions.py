@@ -13,7 +13,7 @@ from rich.text import Text
 from weft.bench import tables
 from weft.pictures import COLOURS, DASHED, picture
 from weft.predict import figures
-from weft.predict.answers import RESOURCES, ms, variant, words
+from weft.predict.answers import RESOURCES, baseline, ms, variant, words
 
 
 def show(result: dict[str, Any], console: Console) -> None:
@@ -29,7 +29,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     for entry in result["ways"]:
         speedup = f"{times['sequential'] / entry['ms']:.2f}x"
         table.add_row(str(variant(entry)), ms(entry["ms"]), speedup, str(entry["chunk_rows"]))
-    if all(entry["algorithm"] != "sequential" for entry in result["ways"]):
+    if all(entry["algorithm"] != baseline(result) for entry in result["ways"]):
         table.add_row("sequential", ms(times["sequential"]), "1.00x", "")
     console.print(table)
     percent = result["overlap_percent"]

@@ -60,6 +60,11 @@ def variant(entry: dict[str, Any]) -> Variant:
     return Variant(entry["algorithm"], entry["pieces"], entry["order"])
 
 
+def baseline(result: dict[str, Any]) -> str:
+    """The algorithm without overlap of an answer's operator."""
+    return OPERATORS[result["predicted"].replace("-", "_")].baseline
+
+
 def to_json(case: Workload, variant: Variant) -> dict[str, Any]:
     """A variant as a JSON object, with the largest number of rows in one of its transfers."""
     rows = OPERATORS[case.operator].chunk_rows(case.rows, variant)
@@ -84,7 +89,7 @@ def words(result: dict[str, Any]) -> list[str]:
     """An answer as sentences: the gain of overlap, the bottleneck, and its remedies."""
     best = variant(result)
     sequential, pipelined = (ms(result["times_ms"][name]) for name in ("sequential", "pipelined"))
-    if best.algorithm == "sequential":
+    if best.algorithm == baseline(result):
         line = (
             f"Overlap would not help: one after the other takes {sequential} ms, and no "
             "overlapping algorithm is faster."
@@ -94,7 +99,7 @@ def words(result: dict[str, Any]) -> list[str]:
     else:
         gain = f"{result['speedup']:.2f} times as fast"
         line = f"Overlap helps: {best} takes {pipelined} ms instead of {sequential}, {gain}."
-    others = [entry for entry in result["ways"][1:] if entry["algorithm"] != "sequential"]
+    others = [entry for entry in result["ways"][1:] if entry["algorithm"] != baseline(result)]
     if others:
         name = str(variant(others[0]))
         line += f" {name[0].upper()}{name[1:]} would take {ms(others[0]['ms'])} ms."

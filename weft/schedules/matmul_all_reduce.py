@@ -46,7 +46,7 @@ def matmul_all_reduce(request: Request) -> Plan:
     if request.algorithm == "sequential":
         request = request._replace(pieces=1)
     make = {"one_shot": _one_shot, "two_shot": _two_shot, "put": _put, "sequential": _one_shot}
-    return sum_of_products("matmul_all_reduce", request, make)
+    return sum_of_products("matmul_all_reduce", request, make, everywhere=True)
 
 
 def _one_shot(request: Request, rank: int) -> Lanes:

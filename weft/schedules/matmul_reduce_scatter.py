@@ -45,18 +45,22 @@ def matmul_reduce_scatter(request: Request) -> Plan:
     its products before it puts them to another (push and sequential).
     """
     make = {"direct": _direct, "push": _push, "put": _put_products, "sequential": _sequential}
-    return sum_of_products("matmul_reduce_scatter", request, make)
+    return sum_of_products("matmul_reduce_scatter", request, make, everywhere=False)
 
 
 def sum_of_products(
-    operator: str, request: Request, make: Mapping[str, Callable[[Request, int], Lanes]]
+    operator: str,
+    request: Request,
+    make: Mapping[str, Callable[[Request, int], Lanes]],
+    *,
+    everywhere: bool,
 ) -> Plan:
-    """The plan of a matmul + reduce-scatter or all-reduce. `make` has the function that makes a
-    rank's lanes for each algorithm but ``ring``, if all ranks share a host.
+    """The plan of a matmul + reduce-scatter or, if the sums are kept `everywhere`, all-reduce.
+    `make` has the function that makes a rank's lanes for each algorithm but ``ring``, if all ranks
+    share a host.
     """
     ranks, pieces, algorithm = request.ranks, request.pieces, request.algorithm
     every, hosts = everything(ranks, pieces), request.hosts or range(ranks)
-    everywhere = operator == "matmul_all_reduce"
     owned = every if everywhere else shards(ranks, pieces)
 
     def lanes(rank: int) -> Lanes:
