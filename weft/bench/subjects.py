@@ -1,8 +1,8 @@
 """The subjects of benchmarks: the tensors of each fused operator, and the steps from the cascade to
 all-gather + matmul.
 
-Operators that replace a collective of torch have data and a baseline for this collective; any other
-operator is compared with its definition, and has no baseline.
+The record of an operator names its subject; by default it is compared with its definition, and has
+no baseline.
 """
 
 from __future__ import annotations
@@ -191,15 +191,7 @@ class Defined(Subject):
         self.x.copy_(self.a)
 
 
-_SUBJECTS: dict[str, type[Subject]] = {
-    "all_gather_into_tensor": GatheredRows,
-    "reduce_scatter_tensor": ScatteredProducts,
-    "all_reduce": SummedProducts,
-}
-"""Subjects by the functional collective of torch that an operator replaces."""
-
-
 def subject(operator: str) -> type[Subject]:
-    """The subject of a fused operator."""
-    pattern = find(operator).pattern
-    return _SUBJECTS.get(pattern.collective, Defined) if pattern else Defined
+    """The subject of a fused operator, which its record names."""
+    found: type[Subject] = globals()[find(operator).subject]
+    return found

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 from weft.errors import WeftError
 from weft.ops import fused, operator
 from weft.ops.call import Given, Options
-from weft.ops.operator import FusedOperator, Recorded
+from weft.ops.operator import FusedOperator, Pattern, Recorded
 from weft.process_group import worlds
 from weft.schedules.operators import OPERATORS
 
@@ -81,12 +81,13 @@ def _run(fused_operator: FusedOperator, name: str, given: Given, options: Option
     return results
 
 
-COLLECTIVES: dict[Any, FusedOperator] = {
-    getattr(torch.ops._c10d_functional, found.pattern.collective).default: found
-    for found in map(operator.find, OPERATORS)
-    if found.pattern is not None
-}
-"""The functional collectives of torch, each with the operator that can replace it."""
-OVERLOADS: Mapping[str, Any] = {found.name: _overload(found) for found in COLLECTIVES.values()}
+COLLECTIVES: dict[Any, list[tuple[str, Pattern]]] = {}
+"""The functional collectives of torch, each with the operators that can replace it."""
+OVERLOADS: dict[str, Any] = {}
 """The overloads by the names of their operators."""
+for found in map(operator.find, OPERATORS):
+    if found.pattern is not None:
+        collective = getattr(torch.ops._c10d_functional, found.pattern.collective).default
+        COLLECTIVES.setdefault(collective, []).append((found.name, found.pattern))
+        OVERLOADS[found.name] = _overload(found)
 NAMES: Mapping[Any, str] = {overload: name for name, overload in OVERLOADS.items()}

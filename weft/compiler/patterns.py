@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from weft.compiler.operators import COLLECTIVES
 from weft.kernels.weights import DTYPES
+from weft.ops.operator import Exchange
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -80,27 +81,30 @@ class Sum(NamedTuple):
 
 def found(node: Node) -> Gather | Sum | None:
     """The pattern of this collective and its products, if a fused operator can replace them."""
-    fused = COLLECTIVES.get(node.target)
-    if fused is None or fused.pattern is None or group_of(node) is None or len(waits(node)) != 1:
+    operators = COLLECTIVES.get(node.target, ())
+    if not operators or group_of(node) is None or len(waits(node)) != 1:
         return None
-    find = _gather if fused.pattern.product == "after" else _sum
-    return find(node, fused.name)
+    for name, pattern in operators:
+        exchange = pattern.exchange(*_args(node))
+        find = _gather if pattern.product == "after" else _sum
+        if exchange is not None and (fused := find(node, name, exchange)) is not None:
+            return fused
+    return None
 
 
 def is_gather(node: Node) -> bool:
     """Whether a node is a collective whose result a fused operator multiplies."""
-    fused = COLLECTIVES.get(node.target)
-    return fused is not None and fused.pattern is not None and fused.pattern.product == "after"
+    return any(pattern.product == "after" for _, pattern in COLLECTIVES.get(node.target, ()))
 
 
-def _gather(node: Node, name: str) -> Gather | None:
+def _gather(node: Node, name: str, exchange: Exchange) -> Gather | None:
     """The pattern of this all-gather, if its result is multiplied."""
-    shard, ranks, group = _args(node)
+    shard, group, ranks, _ = exchange
     if value(shard).dim() < 2:
         return None
     (wait,) = waits(node)
     nodes, gathered, dim = [node, wait], wait, 0
-    if len(node.users) == 1 and (joined := _joined(wait, ranks)) is not None:
+    if ranks and len(node.users) == 1 and (joined := _joined(wait, ranks)) is not None:
         nodes, gathered, dim = [*nodes, *_between(wait, joined), joined], joined, _dim(joined)
     sizes = [
         user
@@ -116,11 +120,11 @@ def _gather(node: Node, name: str) -> Gather | None:
     )
 
 
-def _sum(node: Node, name: str) -> Sum | None:
+def _sum(node: Node, name: str, exchange: Exchange) -> Sum | None:
     """The pattern of this reduce-scatter or all-reduce, if it sums a product that has no other use."""
-    source, op, *ranks, group = _args(node)
-    nodes, dim, scatters = [node], 0, bool(ranks)  # an all-reduce has no argument `ranks`
-    if scatters and (parts := _parts(source, ranks[0])) is not None and _dim(source) == 0:
+    source, group, ranks, op = exchange
+    nodes, dim, scatters = [node], 0, ranks is not None
+    if scatters and (parts := _parts(source, ranks)) is not None and _dim(source) == 0:
         nodes = [*_between(parts[0], source), source, node]
         source, dim = parts
     summed = source
@@ -128,17 +132,13 @@ def _sum(node: Node, name: str) -> Sum | None:
         nodes, source = [source, *nodes], source.args[0]
     product = _product(source)
     between = {product.node, *nodes[:-1]} if product else set()
-    if (
-        product is None
-        or op not in ("sum", "avg")
-        or not all({*each.users} <= {*nodes} for each in between)
-    ):
+    if product is None or not all({*each.users} <= {*nodes} for each in between):
         return None
     if product.added is not None or value(summed).dim() < 2:
         return None
     if product.bias is not None and scatters and dim == value(summed).dim() - 1:
         return None  # each rank would need its part of all ranks' biases
-    return Sum(name, product, summed, op, dim, ranks[0] if ranks else None, group, nodes)
+    return Sum(name, product, summed, op, dim, ranks, group, nodes)
 
 
 def group_of(collective: Node) -> str | None:

@@ -133,7 +133,7 @@ def _sum_of(result: Node) -> Any:
     """The operator that returns `result` as the sum of its only product, if that is its only use."""
     made: Any = result.args[0] if result.target is operator.getitem else None
     fused = None if made is None else OPERATORS.get(operators.NAMES.get(made.target, ""))
-    is_sum = fused is not None and fused.exchanges == "out"
+    is_sum = fused is not None and fused.exchanges == "out" and made.args[3] in ("sum", "avg")
     return made if is_sum and made.args[2] == [None] and len(result.users) == 1 else None
 
 

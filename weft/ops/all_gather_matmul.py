@@ -15,7 +15,7 @@ from weft.kernels.products import multiply
 from weft.kernels.weights import Weight
 from weft.ops import arguments, autograd, dims, float8, fused
 from weft.ops.call import Call, Given, Options, Selection, kernel_of, workload
-from weft.ops.operator import FusedOperator, Gradient, Gradients, Pattern, Recorded
+from weft.ops.operator import Exchange, FusedOperator, Gradient, Gradients, Pattern, Recorded
 from weft.plan import Plan
 from weft.schedules import all_gather_matmul as schedule
 from weft.schedules.all_gather import all_gather
@@ -352,5 +352,8 @@ OPERATOR = FusedOperator(
     reference,
     fake=_fake,
     gradient=Gradient(_save, _backward),
-    pattern=Pattern("all_gather_into_tensor", "after"),
+    pattern=Pattern(
+        "all_gather_into_tensor", "after", lambda rows, ranks, group: Exchange(rows, group, ranks)
+    ),
+    subject="GatheredRows",
 )

@@ -19,6 +19,7 @@ from weft.ops.partial_sums import (
     SumCall,
     bias_gradients,
     check_sum,
+    exchange_of_sum,
     save_factors,
     summed_products,
 )
@@ -177,5 +178,6 @@ OPERATOR = FusedOperator(
     reference,
     fake=_fake,
     gradient=Gradient(save_factors, _backward),
-    pattern=Pattern("all_reduce", "before"),
+    pattern=Pattern("all_reduce", "before", exchange_of_sum),
+    subject="SummedProducts",
 )

@@ -20,6 +20,7 @@ from weft.ops.partial_sums import (
     accumulator,
     bias_gradients,
     check_sum,
+    exchange_of_sum,
     save_factors,
     summed_products,
 )
@@ -236,5 +237,6 @@ OPERATOR = FusedOperator(
     reference,
     fake=_fake,
     gradient=Gradient(save_factors, _backward),
-    pattern=Pattern("reduce_scatter_tensor", "before"),
+    pattern=Pattern("reduce_scatter_tensor", "before", exchange_of_sum),
+    subject="ScatteredProducts",
 )

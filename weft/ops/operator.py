@@ -47,13 +47,28 @@ class Gradient(NamedTuple):
     backward: Callable[[Any, Sequence[Tensor | None]], Gradients]
 
 
+class Exchange(NamedTuple):
+    """The arguments of a functional collective of torch: its rows, the name of its process group,
+    the number of ranks if rows are gathered or divided, and the reduction of a sum.
+    """
+
+    rows: Any
+    group: str
+    ranks: Any = None
+    op: str = "sum"
+
+
 class Pattern(NamedTuple):
     """The nodes of a compiled graph that an operator replaces: a functional collective of torch,
     and the products of its result (``after``) or of its operand (``before``).
+
+    `exchange` reads the arguments of the collective; it returns None for arguments with which the
+    operator cannot replace it. Several operators may have patterns of one collective.
     """
 
     collective: str
     product: Literal["before", "after"]
+    exchange: Callable[..., Exchange | None]
 
 
 @dataclass(frozen=True)
@@ -63,7 +78,7 @@ class FusedOperator:
     `check` returns a checked call. `reference` is the definition: it computes each rank's result
     from each rank's input and weight, and the numbers of rows of the results. `fake` returns the
     results of a recorded call without data; an operator without it can neither be differentiated
-    nor compiled.
+    nor compiled. `subject` is the class of `weft.bench.subjects` by which benchmarks measure it.
     """
 
     schedule: Operator
@@ -72,6 +87,12 @@ class FusedOperator:
     fake: Callable[[Recorded], list[Tensor]] | None = None
     gradient: Gradient | None = None
     pattern: Pattern | None = None
+    subject: str = "Defined"
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for a record that compiles an operator without `fake`."""
+        if self.fake is None and (self.gradient or self.pattern):
+            raise ValueError(f"{self.name}: a gradient or a pattern needs fake")
 
     @property
     def name(self) -> str:

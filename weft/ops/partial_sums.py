@@ -14,7 +14,7 @@ from weft.checks import check_timeout, name
 from weft.kernels.weights import Weight
 from weft.ops import arguments, dims
 from weft.ops.call import Call, Given, Options
-from weft.ops.operator import Recorded
+from weft.ops.operator import Exchange, Recorded
 from weft.schedules import workload as pure
 from weft.schedules.workload import Workload
 from weft.world import World
@@ -31,13 +31,23 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return found
 
 
+OPS = ("sum", "avg")
+"""The reductions of products."""
+
+
+def exchange_of_sum(rows: Any, op: str, *divided: Any) -> Exchange | None:
+    """The arguments of torch's functional reduce-scatter or, without a number of ranks, all-reduce."""
+    *ranks, group = divided
+    return Exchange(rows, group, ranks[0] if ranks else None, op) if op in OPS else None
+
+
 def check_sum(world: World, given: Given, options: Options) -> torch.dtype:
     """Check the arguments that both operators have; returns the dtype of the result."""
     a, (b,), (bias,), _ = given
     arguments.check_matrix(a, world)
     arguments.check_weight(a, b, world)
     arguments.check_bias(bias, b.shape[1], world)
-    if options.op not in ("sum", "avg"):
+    if options.op not in OPS:
         raise ValueError(f"op must be sum or avg; got {options.op!r}")
     check_timeout(options.timeout)
     return arguments.check_out_dtype(a.dtype, options.out_dtype)
