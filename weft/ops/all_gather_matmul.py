@@ -160,12 +160,6 @@ def check(world: World, given: Given, options: Options) -> Call:
 class _GatherCall(Call):
     """The common part of gathers of rows and of columns."""
 
-    outputs: list[Tensor]
-
-    @property
-    def results(self) -> list[Tensor]:
-        return self.outputs
-
     @property
     def shared(self) -> Workload:
         workload = self.workload
@@ -201,11 +195,11 @@ class _RowsCall(_GatherCall):
         )
         self.weights, self.biases = weights, biases
         self.asked = {"gathered": options.keep, "weights": len(weights)}
-        names, self.outputs = [*outputs(len(weights))], [*results]
+        names, self.results = [*outputs(len(weights))], [*results]
         if options.keep:
             names.append("gathered")
-            self.outputs.append(a.new_empty(dims.resized(a.shape, dim, sum(shards))))
-        self.fronts = [dims.front(output, dim) for output in self.outputs]
+            self.results.append(a.new_empty(dims.resized(a.shape, dim, sum(shards))))
+        self.fronts = [dims.front(output, dim) for output in self.results]
         written = {
             name: front.view(sum(rows), front.shape[-1])
             for name, front in zip(names, self.fronts, strict=True)
@@ -228,9 +222,9 @@ class _RowsCall(_GatherCall):
         return "direct", "peers' rows can be read in place at the speed of own memory"
 
     def finish(self) -> list[Tensor]:
-        for front, output in zip(self.fronts, self.outputs, strict=True):
+        for front, output in zip(self.fronts, self.results, strict=True):
             dims.back(front, self.options.dim, output)
-        return self.outputs
+        return self.results
 
 
 class _ColumnsCall(_GatherCall):
@@ -253,7 +247,7 @@ class _ColumnsCall(_GatherCall):
             options,
             workload("all_gather_matmul", tuple(shards), given, results[0].dtype, symmetric=False),
         )
-        self.planner, self.given, self.outputs = _gather_columns, given, results
+        self.planner, self.given, self.results = _gather_columns, given, results
         own = given.a.flatten(0, -2).t().contiguous()
         self.tensors = {"a": own, "gathered": own.new_empty(sum(shards), own.shape[1])}
 
@@ -275,10 +269,10 @@ class _ColumnsCall(_GatherCall):
     def finish(self) -> list[Tensor]:
         a, weights, biases, _ = self.given
         columns = self.tensors["gathered"].t().contiguous()
-        for result, b, bias in zip(self.outputs, weights, biases, strict=True):
+        for result, b, bias in zip(self.results, weights, biases, strict=True):
             multiply(columns, b, result.view(len(columns), b.shape[1]), bias)
         gathered = [columns.view(*a.shape[:-1], columns.shape[1])] if self.options.keep else []
-        return [*self.outputs, *gathered]
+        return [*self.results, *gathered]
 
 
 def _gather_columns(request: Request) -> Plan:

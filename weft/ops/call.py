@@ -85,11 +85,13 @@ class Selection(NamedTuple):
 class Call(ABC):
     """A call that was checked on this rank, and the rules of its operator.
 
-    `tensors` are the matrices of the plan's buffers, `weights` and `biases` the operands of its
-    products in order. `asked` are the fields of its `Request` that no other operator has.
+    `tensors` are the matrices of the plan's buffers: ``a``, then those that `results` are made of,
+    in order. `weights` and `biases` are the operands of its products in order. `asked` are the
+    fields of its `Request` that no other operator has.
     """
 
     tensors: Mapping[str, Tensor]
+    results: list[Tensor]
     weights: Sequence[Weight] = ()
     biases: Sequence[Tensor | None] = ()
     asked: Mapping[str, object] = MappingProxyType({})
@@ -221,14 +223,9 @@ class Call(ABC):
     def chunk_rows(self, algorithm: str) -> int:
         """Rows of a piece, by default."""
 
-    @property
-    @abstractmethod
-    def results(self) -> list[Tensor]:
-        """The results, in the order of the buffers that they fill."""
-
-    @abstractmethod
     def finish(self) -> list[Tensor]:
         """The results, once the plan was executed."""
+        return self.results
 
     def describe(self, variant: Variant) -> str:
         """More words about a variant, for `explain`."""

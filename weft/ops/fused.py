@@ -114,6 +114,8 @@ def _keep(call: Call, program: HostProgram, key: Key) -> None:
     own, added = engine(call.world), bool(call.biases)
     if not own.caches_calls or not _same(call.weights, weights):
         return
+    if len(call.tensors) != 1 + len(call.results):  # it has tensors of its own
+        return
     if added and not _same(call.biases, biases):
         return
     binding = program.bind(call.tensors, call.workload.rows)

@@ -140,9 +140,6 @@ class _ReduceCall(SumCall):
         # of a rank costs nothing.
         return min(rows, ADDED_ROWS[self.workload.packed and algorithm == "two_shot"])
 
-    def finish(self) -> list[Tensor]:
-        return [self.result]
-
 
 def reference(
     inputs: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[int]

@@ -63,10 +63,6 @@ class SumCall(Call):
     result: Tensor
 
     @property
-    def results(self) -> list[Tensor]:
-        return [self.result]
-
-    @property
     def shared(self) -> Workload:
         workload = self.workload
         return workload._replace(k=0, out_dtype=workload.dtype, packed=True, symmetric=True)
@@ -82,6 +78,7 @@ class SumCall(Call):
         bias: Tensor | None,
     ) -> None:
         super().__init__(world, options, sums)
+        self.results = [self.result]
         self.tensors, self.weights, self.asked = {"a": x, "out": out}, (weight,), {"op": options.op}
         if bias is not None and options.own_bias:
             self.biases = (bias,)
