@@ -205,15 +205,14 @@ def world_of_group():
         yield made.world
 
 
-def leaves_before_it_sends(world):
-    """Messages sent by a rank before it left arrive; its missing sends and receives end the peers'
-    waits.
+def leaves_after_it_sent(world, fails):
+    """A message that was sent by a rank before it left arrives, also if the world has failed since;
+    missing sends and receives of that rank end the waits of its peers.
     """
     if world.rank == 1:
         dist.send(torch.full((3,), 7.0), 2)
-        return
-    if world.rank == 2:
-        while not world.mesh.left(1):
+    elif world.rank == 2:
+        while not (world.mesh.left(1) and bool(world.mesh.failure()[0]) == fails):
             time.sleep(0.001)
         dist.recv(x := torch.zeros(3), 1)
         assert x.tolist() == [7.0] * 3
@@ -222,10 +221,38 @@ def leaves_before_it_sends(world):
             match=r"rank 1 .* closed its world while rank 2 waited for a message from rank 1 \(tag 0\)",
         ):
             dist.recv(x, 1)
-    else:
+    elif fails:
         with pytest.raises(weft.PeerLost, match=r"rank (1|2) "):
             dist.send(torch.zeros(1 << 22), 1)
 
 
-def test_a_peer_that_leaves_is_not_waited_for():
-    on_ranks(leaves_before_it_sends, 3, context=world_of_group)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_peer_that_leaves_is_not_waited_for(fails):
+    on_ranks(leaves_after_it_sent, 3, fails, context=world_of_group)
+
+
+def leaves_during_progress(world):
+    """The loss of a peer ends a receive that the progress thread moves, whether a thread waits for
+    it or all peers have left, and names the message.
+    """
+    if world.rank == 0:
+        work = dist.irecv(torch.zeros(3), 1, tag=3)
+        while not (world.mesh.left(1) and (work.progress.mover or work.is_completed())):
+            time.sleep(0.001)
+        start = time.monotonic()
+        while world.ranks == 2 and not work.is_completed():
+            assert time.monotonic() < start + 10
+        with pytest.raises(
+            weft.PeerLost,
+            match=r"rank 1 .* closed its world while rank 0 waited for a message from rank 1 \(tag 3\)",
+        ):
+            work.wait()
+        assert time.monotonic() < start + 10
+    elif world.rank == 2:
+        while not world.mesh.failure()[0]:
+            time.sleep(0.001)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_peer_that_leaves_ends_the_progress_of_its_messages(ranks):
+    on_ranks(leaves_during_progress, ranks, context=world_of_group)

@@ -14,23 +14,22 @@ thread does if none waits soon.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import NamedTuple, cast
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+import weft._native as _native
 from weft.errors import PeerTimeout, WeftError
 from weft.process_group.collectives import as_bytes
 from weft.process_group.work_queue import Progress, Work
 from weft.world import World
-from weft.world.onesided import notify, wait
 
 SLOTS = 4  # of a mailbox
 _MAILBOX_BYTES = 2 << 20  # of all mailboxes of a rank, about
@@ -92,7 +91,8 @@ class Messages(Progress):
         size = _MAILBOX_BYTES // (SLOTS * world.ranks) // _HEADER * _HEADER
         self.piece = max(_MIN_SLOT, min(_MAX_SLOT, size))  # bytes
         mailboxes = world.empty(world.ranks, SLOTS, self.piece + _HEADER, dtype=torch.uint8)
-        self.signals = world.signals(2 * world.ranks + 1, "messages")
+        # called directly: by `weft.world.onesided` a short message takes a quarter longer
+        self.counters = world.signals(2 * world.ranks + 1, "messages").array
         self.doorbell = 2 * world.ranks  # raised after the counter of a piece
         peers = world.others
         self.inbox = {peer: [_slot(part) for part in mailboxes[peer]] for peer in peers}
@@ -110,6 +110,7 @@ class Messages(Progress):
         self.unexpected: dict[int, list[_Incoming]] = {peer: [] for peer in peers}  # complete
         self.changed = threading.Condition()  # guards all state
         self.mover: int | None = None  # the thread that moves messages
+        self.awaited: list[Work] = []  # by threads
         self.closed = self.pending = False
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
@@ -151,14 +152,13 @@ class Messages(Progress):
         with self.changed:
             self.closed = True
             self.changed.notify_all()
-        with contextlib.suppress(WeftError):
-            notify(self.signals, self.doorbell, self.world.rank)
+        self._wake_mover()
         super().close()
 
     def _start_moving(self) -> None:
         """Move messages as far as possible without waiting."""
         if self.mover is not None:
-            notify(self.signals, self.doorbell, self.world.rank)  # wake the moving thread
+            self._wake_mover()
         else:
             self._move()
         self._update_pending()
@@ -169,17 +169,22 @@ class Messages(Progress):
         limit = self.world.timeout if seconds is None else seconds
         deadline = time.monotonic() + limit
         with self.changed:
-            while not work.done and (left := deadline - time.monotonic()) > 0:
-                if self.closed:
-                    self._end_all(
-                        WeftError(
-                            f"rank {self.world.rank} left the group before the message was complete"
+            self.awaited.append(work)
+            try:
+                while not work.done and (left := deadline - time.monotonic()) > 0:
+                    if self.closed:
+                        self._end_all(
+                            WeftError(
+                                f"rank {self.world.rank} left the group before the message was "
+                                "complete"
+                            )
                         )
-                    )
-                elif self.mover is not None:
-                    self.changed.wait(left)
-                else:
-                    self._move_until(lambda: work.done, left, work)
+                    elif self.mover is not None:
+                        self.changed.wait(left)
+                    else:
+                        self._move_until(lambda: work.done, left)
+            finally:
+                self.awaited.remove(work)
             if not work.done and seconds is None:
                 self._time_out(work, limit)
                 self._update_pending()
@@ -208,30 +213,34 @@ class Messages(Progress):
     def _is_pending(self) -> bool:
         return bool(self.incoming) or any(self.outstanding)
 
-    def _move_until(
-        self, enough: Callable[[], bool], seconds: float, work: Work | None = None
-    ) -> None:
+    def _move_until(self, enough: Callable[[], bool], seconds: float) -> None:
         """Move messages until `enough` is true, for at most `seconds`. An error ends all works; so
-        does a `work` for a peer that has left.
+        does an awaited work for a peer that has left.
         """
         self.mover = threading.get_ident()
         deadline = time.monotonic() + seconds
+        status = _native.WaitStatus.none
         try:
             while True:
-                rung = self.signals[self.doorbell]
+                rung = self._counter(self.doorbell)
                 # read before moving: a peer puts its messages before it leaves
                 left = {peer for peer in self.inbox if self.world.mesh.left(peer)}
                 if self._move():
                     self.changed.notify_all()
                 if self.closed or enough() or (remaining := deadline - time.monotonic()) <= 0:
                     return
-                if left and work is not None and not work.done:
-                    self._check_peer(work, left)
+                if left:
+                    self._check_peers(left)
+                # after a move: messages that arrived before a failure are complete
+                if status == _native.WaitStatus.failed:
+                    raise self.world.failure(f"for {next(self._events())[-1]}")
+                self.world.check()
                 self.changed.release()
                 try:
-                    with contextlib.suppress(PeerTimeout):
-                        limit = min(remaining, _LIVENESS)
-                        wait(self.signals, self.doorbell, ">", cast(int, rung), limit)
+                    limit = min(remaining, _LIVENESS)
+                    status, _, _ = self.counters.wait(
+                        self.doorbell, 1, 1, _native.Compare.greater, rung, limit
+                    )
                 finally:
                     self.changed.acquire()
         except WeftError as error:
@@ -259,15 +268,16 @@ class Messages(Progress):
         full.
         """
         (work, _, tag, data), offset = queue[0], self.sent[peer]
-        if self.put[peer] - cast(int, self.signals[self.world.ranks + peer]) == SLOTS:
+        if self.put[peer] - self._counter(self.world.ranks + peer) == SLOTS:
             return False
         header, slot = self.outbox[peer][self.put[peer] % SLOTS]
         if offset == 0:
             header[:] = tag, len(data)
         piece = data[offset : offset + self.piece]
         slot[: len(piece)] = piece
+        if not self._raise_counter(peer, self.world.rank):
+            return False
         self.put[peer] += 1
-        self._raise_counter(peer, self.world.rank)
         self.sent[peer] = offset + len(piece)
         if self.sent[peer] == len(data):
             self.sent[peer] = 0
@@ -280,7 +290,7 @@ class Messages(Progress):
         message = self.incoming.get(peer)
         if message is None and not any(each.peer in (peer, None) for each in self.receiving):
             return False
-        if self.signals[peer] == self.taken[peer]:
+        if self._counter(peer) == self.taken[peer]:
             return False
         header, slot = self.inbox[peer][self.taken[peer] % SLOTS]
         if message is None:
@@ -289,6 +299,7 @@ class Messages(Progress):
             message = self.incoming[peer] = _Incoming(tag, size, self._match(peer, tag))
         message.add(slot)
         self.taken[peer] += 1
+        # no error if it fails: a message that arrived before a failure is delivered
         self._raise_counter(peer, self.world.ranks + self.world.rank)
         if message.arrived == message.size:
             del self.incoming[peer]
@@ -304,9 +315,17 @@ class Messages(Progress):
         """Give the other peers priority in the next receive from any source."""
         self.inbox[peer] = self.inbox.pop(peer)
 
-    def _raise_counter(self, peer: int, counter: int) -> None:
-        """Raise a counter of `peer`, then its doorbell."""
-        notify(self.signals, slice(counter, self.doorbell + 1, self.doorbell - counter), peer)
+    def _counter(self, index: int) -> int:
+        """The value of a counter of this rank."""
+        return self.counters.values(index, 1, 1)[0]
+
+    def _raise_counter(self, peer: int, counter: int) -> bool:
+        """Raise a counter of `peer`, then its doorbell; false if the world has failed."""
+        return self.counters.add(peer, counter, 2, self.doorbell - counter, 1)
+
+    def _wake_mover(self) -> None:
+        """Wake the moving thread. It detects a failure of the world itself."""
+        self.counters.add(self.world.rank, self.doorbell, 1, 1, 1)
 
     def _match(self, peer: int, tag: int) -> _Operation | None:
         """Remove and return the first receive that matches a message of this tag from `peer`."""
@@ -329,14 +348,14 @@ class Messages(Progress):
             next(queue for queue in self.outstanding if operation in queue).remove(operation)
             work.end(error)
 
-    def _check_peer(self, work: Work, left: set[int]) -> None:
-        """Raise `PeerLost` if the peer of a work has left, or all peers if it may be any."""
-        operation = self._operation(work)
-        peer = operation.peer
-        if peer is None and left.issuperset(self.inbox):
-            peer = min(left)
-        if peer in left:
-            raise self.world.lost(peer, "closed its world", f"for {self._describe(operation)}")
+    def _check_peers(self, left: set[int]) -> None:
+        """Raise `PeerLost` if the peer of an awaited work has left, or all peers have."""
+        all_left = left.issuperset(self.inbox)
+        for awaited, peer, event in self._events():
+            if peer is None and all_left:
+                peer = min(left)
+            if peer in left and (awaited or all_left):
+                raise self.world.lost(peer, "closed its world", f"for {event}")
 
     def _moved(self) -> list[_Operation]:
         """The operations of messages that were moved in part."""
@@ -357,6 +376,15 @@ class Messages(Progress):
         if peer is not None and operation in self.sending[peer]:
             return f"rank {peer} to take a message (tag {tag})"
         return f"a message from {'any rank' if peer is None else f'rank {peer}'} (tag {tag})"
+
+    def _events(self) -> Iterator[tuple[bool, int | None, str]]:
+        """The events that this rank waits for: whether a thread waits, the peer, and a phrase."""
+        awaited = [self._operation(work) for work in self.awaited if not work.done]
+        others = (*self._moved(), *(each for queue in self.outstanding for each in queue))
+        for operation in (*awaited, *others):
+            yield operation.work in self.awaited, operation.peer, self._describe(operation)
+        for peer, message in self.incoming.items():
+            yield False, peer, f"the rest of a message from rank {peer} (tag {message.tag})"
 
     def _end_all(self, error: BaseException) -> None:
         works = [operation.work for queue in self.outstanding for operation in queue]
