@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weft.plan import Compute, Instruction, Kernel, Plan, Region, Term, Value
 from weft.plan.kernel import Load, Rates, Run
 from weft.plan.lazy import Deferred, PerRank
-from weft.plan.values import Weight
+from weft.plan.values import Applied, Weight
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,12 +63,17 @@ def with_kernel(plan: Plan, kernel: Kernel) -> Plan:
         return {name: tuple(map(instruction, lane)) for name, lane in plan.lanes[rank].items()}
 
     def value(terms: Value) -> Value:
-        return tuple(
-            kernel.value(((term._replace(weights=None),),), term.weights)[0]
-            if isinstance(term, Term) and term.weights
-            else term
-            for term in terms
-        )
+        return tuple(map(symbol, terms))
+
+    def symbol(one: Term | Applied) -> Term | Applied:
+        if isinstance(one, Applied):
+            sources = tuple(map(value, one.sources))
+            if one.kernel == MATMUL.name:
+                return kernel.value(sources, one.weight)[0]
+            return one._replace(sources=sources)
+        if one.weights is None:
+            return one
+        return kernel.value(((one._replace(weights=None),),), one.weights)[0]
 
     return replace(
         plan,

@@ -44,7 +44,7 @@ class Options(NamedTuple):
     """The options of a call, as in the operators' docstrings.
 
     `keep`: the gathered a is a result too. `own_bias`: each rank adds a bias of its own to its
-    product, so all are summed.
+    product, so all are summed. `extra`: integers that only one operator takes, such as a rank.
     """
 
     dim: int = 0
@@ -56,6 +56,7 @@ class Options(NamedTuple):
     chunk_rows: int | None = None
     timeout: float | None = None
     own_bias: bool = False
+    extra: Sequence[int] = ()
 
 
 class Given(NamedTuple):
