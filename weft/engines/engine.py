@@ -28,6 +28,7 @@ LANES = ("compute", "comm")
 OUTSTANDING = 16
 _STOP_SECONDS = 1.0  # enough for any instruction that does not wait
 _CACHED = 256  # compiled plans; a program is small, and its workspace is shared
+_LEAST_WORKSPACE = 1 << 20
 
 Tensors = Mapping[str, Tensor]
 """Tensors by buffer."""
@@ -408,10 +409,10 @@ def _workspace_size(size: int) -> int:
     """`size` bytes rounded up, by less than an eighth from 8 MiB on, so that the workspace seldom
     grows.
 
-    The minimum, 1 MiB, is enough for most calls of few rows: growing takes all ranks as long as
-    several such calls.
+    The minimum, `_LEAST_WORKSPACE`, is enough for most calls of few rows: growing takes all ranks as
+    long as several such calls.
     """
-    step = 1 << max(20, size.bit_length() - 4)
+    step = max(_LEAST_WORKSPACE, 1 << max(0, size.bit_length() - 4))
     return -(-size // step) * step
 
 

@@ -28,6 +28,8 @@ from weft.world import peer_memory
 from weft.world.relay import Relay
 from weft.world.rendezvous import RankInfo
 
+_SPINS = 200  # tests of a counter before a wait yields: some microseconds
+
 
 class Backend(NamedTuple):
     """Where a rank's tensors are and how they are worked on: each attribute as in `World`."""
@@ -137,8 +139,8 @@ class Peers:
         here = [info for info in infos if info.host == infos[rank].host]
         cores = _all_cores(here)
         _native.allow_teams(sum(info.threads for info in here) <= cores)
-        # some microseconds; the scheduler may put two ranks on one core
-        self.spins = 200 if len(here) <= cores else 0
+        # the scheduler may put two ranks on one core
+        self.spins = _SPINS if len(here) <= cores else 0
         try:
             control = self._control_segment()
         except BaseException as error:
