@@ -56,7 +56,7 @@ class Options(NamedTuple):
     chunk_rows: int | None = None
     timeout: float | None = None
     own_bias: bool = False
-    extra: Sequence[int] = ()
+    extra: Sequence[int] | None = None
 
 
 class Given(NamedTuple):
