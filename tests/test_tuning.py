@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 import typer
 
+from weft.bench.settings import parse_sizes
 from weft.cli import app
 
 ROOT = Path(__file__).parent.parent
@@ -355,7 +356,8 @@ def test_the_commands_of_the_table_exist(command):
     while hasattr(found, "commands"):
         context = type(found).context_class(found, parent=context, info_name=found.name)
         found, words = found.commands[words[0]], words[1:]
-    found.make_context(found.name, words, parent=context)
+    options = found.make_context(found.name, words, parent=context).params
+    assert parse_sizes(options.get("sizes") or "8")
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
