@@ -106,6 +106,7 @@ def int8(world, dtype):
     assert all(torch.equal(first, other) for other in others)
     total = sum(a.double() @ w.double() for a, w in zip(inputs, weights, strict=True))
     assert (first - total).norm() < 0.02 * total.norm()
+    assert torch.equal(torch.cat(inputs), whole), "inputs are only read"
     with pytest.raises(ValueError, match="the weights of one call have one kernel"):
         weft.all_gather_matmul(inputs[world.rank], [b, weights[0]])
 

@@ -61,8 +61,9 @@ class Int8Weight(PreparedWeight):
         """Sums in int32, which are exact, times both scales in float32, rounded once to `out`."""
         if not out.numel():
             return
-        for rows, part in zip(x.split(_BLOCK), out.split(_BLOCK), strict=True):
-            numbers, scales = quantized(rows)
+        for start in range(0, len(x), _BLOCK):
+            part = out[start : start + _BLOCK]
+            numbers, scales = quantized(x[start : start + _BLOCK])
             product = torch._int_mm(numbers, self.values).float().mul_(scales).mul_(self.scales)
             part.copy_(product if bias is None else product.add_(bias))
 
