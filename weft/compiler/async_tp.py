@@ -4,6 +4,7 @@ the function that enables it.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from torch.distributed import distributed_c10d
 from torch.fx import Graph
 
 from weft.compiler import operators, patterns, rewrite
+from weft.ops import operator
 from weft.process_group import worlds
+from weft.schedules.operators import OPERATORS
 
 _log = logging.getLogger("weft")
 _Pass: Any = getattr(
@@ -64,14 +67,14 @@ class AsyncTensorParallel(_Pass):  # type: ignore[misc]
 
     def __init__(self, earlier: Any = None) -> None:
         self.earlier = earlier
-        self.source = custom_graph_pass.get_hash_for_files(
-            tuple(map(str, sorted(Path(__file__).parent.glob("*.py"))))
-        )
+        records = (inspect.getfile(operator.find(name).check) for name in OPERATORS)
+        files = sorted([*map(str, Path(__file__).parent.glob("*.py")), *records])
+        self.source = custom_graph_pass.get_hash_for_files(tuple(files))
         self.warned: set[str] = set()
 
     def uuid(self) -> Any:
-        """The part of the key of compiled graphs that is due to the pass: its source code, the
-        groups that have a world, and the earlier passes.
+        """The part of the key of compiled graphs that is due to the pass: its source code and that
+        of the operators, the groups that have a world, and the earlier passes.
         """
         names = sorted(
             name

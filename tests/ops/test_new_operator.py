@@ -1,0 +1,91 @@
+"""An operator is one record: the two files of docs/new-operator.md, and no other line of weft, make
+an operator that everything else knows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import weft
+from weft import _native
+
+DOCUMENT = Path(__file__).parents[2] / "docs/new-operator.md"
+FILES = dict(re.findall(r"```py\n# (weft/\S+)\n+(.*?)```", DOCUMENT.read_text(), re.S))
+ONLY_ON_PATH = """import sys
+sys.meta_path = [each for each in sys.meta_path if not type(each).__module__.startswith("_editable")]
+"""
+"""An editable installation comes before the path; this removes it."""
+
+
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory):
+    """The findings of `support.new_operator` with a copy of weft that has the two files."""
+    folder = tmp_path_factory.mktemp("weft_with_a_new_operator")
+    shutil.copytree(Path(weft.__file__).parent, folder / "weft")
+    shutil.copy(_native.__file__, folder / "weft")
+    for path, text in FILES.items():
+        assert not (folder / path).exists()
+        (folder / path).write_text(text)
+    (folder / "sitecustomize.py").write_text(ONLY_ON_PATH)
+    paths = os.pathsep.join([str(folder), os.environ["PYTHONPATH"]])
+    variables = {
+        "PYTHONPATH": paths,
+        "WEFT_CACHE": str(folder / "cache"),
+        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",  # ranks count the graphs that they compile
+    }
+
+    def run(program):
+        code = f"from support.new_operator import {program}; {program}()"
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | variables,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run("print_findings") | {"run": run}
+
+
+def test_it_is_two_files():
+    assert [*FILES] == ["weft/schedules/matmul_max.py", "weft/ops/matmul_max.py"]
+
+
+def test_it_is_public_and_ranks_compute_it(findings):
+    """The ranks compare their results with the definition, and repeat calls from the call cache."""
+    assert findings["public"]
+    for ranks, text in findings["explained"].items():
+        assert text.startswith(f"matmul_max over {ranks} ranks: ")
+        assert "the fastest in the first calls of its class" in text
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("plan", ["matmul_max / streamed on 3 ranks", "verified: no race, no deadlock"]),
+        ("predict", ["matmul-max on cpu, PREDICTED: 4 ranks", "streamed", "sequential"]),
+        ("bench", ["matmul-max: 2 ranks, 256x32x16", "pipelined", "Verified on every rank"]),
+        ("tune", ["matmul-max 256x32x16", "streamed", "Stored: "]),
+    ],
+)
+def test_commands_know_it(findings, command, shown):
+    code, printed = findings["printed"][command]
+    assert code == 0, printed
+    assert [text for text in shown if text not in printed] == []
+
+
+@pytest.mark.slow
+def test_compiled_graphs_have_it(findings):
+    """It replaces the all-reduces that its record accepts, and leaves those of matmul_all_reduce."""
+    assert findings["run"]("print_graphs") == [{"matmul_max": 1, "matmul_all_reduce": 1}] * 2
