@@ -10,6 +10,9 @@ which is at once for short messages.
 
 A thread that waits for a message moves all messages of the rank, for all threads; the progress
 thread does if none waits soon.
+
+On two bound ranks messages are 1.2 to 30 times as fast as gloo's, 8 bytes there and back in 55 us,
+1 MiB in 0.34 ms (``python benchmarks/messages.py``; figures are in docs/performance.md).
 """
 
 from __future__ import annotations

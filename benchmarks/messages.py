@@ -1,0 +1,130 @@
+"""Messages of torch.distributed on weft and on gloo: two ranks of one thread each, with a process
+group of either backend.
+
+``python benchmarks/messages.py [ROUNDS]``: by default 15. Every round runs both backends, in
+alternating order; the script prints the median and the best of the rounds, and the median of the
+ratios within a round. It runs twice: each rank on a core of its own, and without binding, so that
+gloo's threads may use other cores.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft import launch
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = (8, 4 * KIB, 64 * KIB, MIB, 16 * MIB)
+WINDOW = 16  # messages under way
+SECONDS = 0.02  # of one measurement, about
+BACKENDS = ("gloo", "weft")
+
+Exchange = Callable[[Any, list[torch.Tensor]], object]
+
+
+def round_trip(group: Any, tensors: list[torch.Tensor]) -> None:
+    """A message to the peer, which sends one of equal size back."""
+    if dist.get_rank():
+        dist.recv(tensors[0], 0, group)
+        dist.send(tensors[0], 0, group)
+    else:
+        dist.send(tensors[0], 1, group)
+        dist.recv(tensors[1], 1, group)
+
+
+def one_way(group: Any, tensors: list[torch.Tensor]) -> None:
+    """Messages to the peer, one after another, and a short answer to the last."""
+    if dist.get_rank():
+        for tensor in tensors:
+            dist.recv(tensor, 0, group)
+    else:
+        for tensor in tensors:
+            dist.send(tensor, 1, group)
+    answer(group, tensors[0])
+
+
+def outstanding(group: Any, tensors: list[torch.Tensor]) -> None:
+    """As `one_way`, by asynchronous calls that are all made before the first is waited for."""
+    if dist.get_rank():
+        works: list[Any] = [dist.irecv(tensor, 0, group) for tensor in tensors]
+    else:
+        works = [dist.isend(tensor, 1, group) for tensor in tensors]
+    for work in works:
+        work.wait()
+    answer(group, tensors[0])
+
+
+def answer(group: Any, tensor: torch.Tensor) -> None:
+    """A short message to rank 0."""
+    if dist.get_rank():
+        dist.send(tensor[:8], 0, group)
+    else:
+        dist.recv(tensor[:8], 1, group)
+
+
+def ring(group: Any, tensors: list[torch.Tensor]) -> None:
+    """A message to the next rank and one from the previous rank, as a batch."""
+    peer = 1 - dist.get_rank()
+    send = dist.P2POp(dist.isend, tensors[0], peer, group)
+    for work in dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, tensors[1], peer, group)]):
+        work.wait()
+
+
+CASES: dict[str, tuple[Exchange, int]] = {
+    "there and back": (round_trip, 2),
+    f"{WINDOW} one way": (one_way, WINDOW),
+    f"{WINDOW} isend, irecv": (outstanding, WINDOW),
+    "ring, batched": (ring, 2),
+}
+
+
+def seconds(call: Callable[[], object], group: Any, calls: int) -> float:
+    dist.barrier(group)
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls
+
+
+def measure(rounds: int) -> list[str]:
+    """The lines of the table."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    groups = {backend: dist.new_group(backend=backend) for backend in BACKENDS}
+    rows = []
+    for name, (exchange, count) in CASES.items():
+        for size in SIZES:
+            tensors = [torch.ones(size, dtype=torch.uint8) for _ in range(count)]
+            by_backend = {
+                backend: partial(exchange, group, tensors) for backend, group in groups.items()
+            }
+            first = torch.tensor(
+                [seconds(call, groups[backend], 3) for backend, call in by_backend.items()]
+            ).max()
+            dist.all_reduce(first, dist.ReduceOp.MAX)
+            calls = max(1, min(500, int(SECONDS / first.item())))
+            times: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
+            for number in range(rounds):
+                for backend in BACKENDS[:: -1 if number % 2 else 1]:
+                    took = seconds(by_backend[backend], groups[backend], calls)
+                    times[backend].append(took)
+            ratio = median(a / b for a, b in zip(*times.values(), strict=True))
+            microseconds = "".join(
+                f"  {backend} {1e6 * median(each):9.1f} us, at best {1e6 * min(each):9.1f}"
+                for backend, each in times.items()
+            )
+            rows.append(f"{name:16s} {size:9d} B{microseconds}  {ratio:6.2f}x")
+    dist.destroy_process_group()
+    return rows
+
+
+if __name__ == "__main__":
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 15
+    for title, bind in (("each rank on a core of its own", True), ("not bound", False)):
+        print(title, *launch(measure, 2, rounds, threads=1, bind=bind)[0], sep="\n")
