@@ -59,24 +59,24 @@ def findings(tmp_path_factory):
 
 
 def test_it_is_two_files():
-    assert [*FILES] == ["weft/schedules/matmul_max.py", "weft/ops/matmul_max.py"]
+    assert [*FILES] == ["weft/schedules/matmul_all_to_all.py", "weft/ops/matmul_all_to_all.py"]
 
 
 def test_it_is_public_and_ranks_compute_it(findings):
     """The ranks compare their results with the definition, and repeat calls from the call cache."""
     assert findings["public"]
     for ranks, text in findings["explained"].items():
-        assert text.startswith(f"matmul_max over {ranks} ranks: ")
+        assert text.startswith(f"matmul_all_to_all over {ranks} ranks: ")
         assert "the fastest in the first calls of its class" in text
 
 
 @pytest.mark.parametrize(
     ("command", "shown"),
     [
-        ("plan", ["matmul_max / streamed on 3 ranks", "verified: no race, no deadlock"]),
-        ("predict", ["matmul-max on cpu, PREDICTED: 4 ranks", "streamed", "sequential"]),
-        ("bench", ["matmul-max: 2 ranks, 256x32x16", "pipelined", "Verified on every rank"]),
-        ("tune", ["matmul-max 256x32x16", "streamed", "Stored: "]),
+        ("plan", ["matmul_all_to_all / streamed on 3 ranks", "verified: no race, no deadlock"]),
+        ("predict", ["matmul-all-to-all on cpu, PREDICTED: 4 ranks", "streamed", "sequential"]),
+        ("bench", ["matmul-all-to-all: 2 ranks, 256x32x16", "pipelined", "Verified on every rank"]),
+        ("tune", ["matmul-all-to-all 256x32x16", "streamed", "Stored: "]),
     ],
 )
 def test_commands_know_it(findings, command, shown):
@@ -87,5 +87,5 @@ def test_commands_know_it(findings, command, shown):
 
 @pytest.mark.slow
 def test_compiled_graphs_have_it(findings):
-    """It replaces the all-reduces that its record accepts, and leaves those of matmul_all_reduce."""
-    assert findings["run"]("print_graphs") == [{"matmul_max": 1, "matmul_all_reduce": 1}] * 2
+    """It replaces the all-to-alls that its record accepts, those of equal parts along dimension 0."""
+    assert findings["run"]("print_graphs") == [{"matmul_all_to_all": 1}] * 2

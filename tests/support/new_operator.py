@@ -19,12 +19,12 @@ from weft.plan.proof import verify
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Request
 
-NAME = "matmul_max"
+NAME = "matmul_all_to_all"
 COMMANDS = (
-    "plan show matmul-max --rows 4,4,3",
-    "predict matmul-max --ranks 4 --shape 8192x4096x512",
-    "bench matmul-max --shape 256x32x16 --iterations 2 --warmup 1 --threads 1",
-    "tune matmul-max --shape 256x32x16 --iterations 1 --threads 1",
+    "plan show matmul-all-to-all --rows 4,4,3",
+    "predict matmul-all-to-all --ranks 4 --shape 8192x4096x512",
+    "bench matmul-all-to-all --shape 256x32x16 --iterations 2 --warmup 1 --threads 1",
+    "tune matmul-all-to-all --shape 256x32x16 --iterations 1 --threads 1",
 )
 
 
@@ -36,30 +36,36 @@ def compute(ranks):
     with weft.init(timeout=20) as world:
         rank = world.rank
 
-        def max_of(rows, **options):
-            inputs = [torch.randn(rows, 8, generator=each) for each in drawn]
-            found = weft.matmul_max(inputs[rank], weights[rank], **options)
-            torch.testing.assert_close(found, record.reference(inputs, weights, ())[rank])
+        def compare(rows, **options):
+            """Each rank sends `rows` rows to each rank, and one more to rank 0."""
+            parts = [rows + 1, *[rows] * (ranks - 1)]
+            inputs = [torch.randn(sum(parts), 8, generator=each) for each in drawn]
+            found = weft.matmul_all_to_all(inputs[rank], weights[rank], shard_rows=parts, **options)
+            kept = [part * ranks for part in parts]
+            torch.testing.assert_close(found, record.reference(inputs, weights, kept)[rank])
 
-        max_of(0)
+        compare(0)
         for rows, algorithm in product((1, 7, 600), record.schedule.algorithms):
-            max_of(rows, algorithm=algorithm)
+            compare(rows, algorithm=algorithm)
             with patch.object(fused, "run", side_effect=AssertionError("it was not cached")):
-                max_of(rows, algorithm=algorithm)
+                compare(rows, algorithm=algorithm)
         for _ in range(8):  # the first calls measure the candidates
-            max_of(600)
-        explained = weft.explain(torch.ones(600, 8), weights[rank], operator=NAME)
+            compare(600)
+        rows = [601, *[600] * (ranks - 1)]
+        a = torch.ones(sum(rows), 8)
+        explained = weft.explain(a, weights[rank], operator=NAME, shard_rows=rows)
         if ranks == 2:
             double = torch.compile(
-                lambda a, b: 2 * weft.matmul_max(a, b), fullgraph=True, backend="aot_eager"
+                lambda a, b: 2 * weft.matmul_all_to_all(a, b), fullgraph=True, backend="aot_eager"
             )
             a, b = torch.full((64, 8), rank + 1.0), torch.ones(8, 4)
-            torch.testing.assert_close(double(a, b), torch.full((64, 4), 32.0))
+            expected = torch.tensor([16.0, 32.0]).repeat_interleave(32)[:, None].expand(64, 4)
+            torch.testing.assert_close(double(a, b), expected)
     return explained
 
 
 def replace_in_graphs():
-    """Compile sums and maxima of products as torch writes them; the operators of weft in the graphs."""
+    """Compile all-to-alls of products as torch writes them; the operators of weft in the graphs."""
     # loading the compiler takes seconds, also in processes that compile nothing
     from torch._dynamo.utils import counters
     from torch.distributed import _functional_collectives as funcol
@@ -70,13 +76,18 @@ def replace_in_graphs():
     rank, everyone = dist.get_rank(), dist.group.WORLD
     weft.enable_async_tp()
 
-    def program(a, b, op):
-        return funcol.all_reduce(a @ b, op, everyone)
+    def program(a, b):
+        """All-to-alls of equal parts, of other parts, and along another dimension than the first."""
+        columns = torch.cat((a @ (b + 2)).chunk(2, 1))
+        return [
+            funcol.all_to_all_single(a @ b, None, None, everyone),
+            funcol.all_to_all_single(a @ (b + 1), [2 + 2 * rank] * 2, [2, 4], everyone),
+            funcol.all_to_all_single(columns, None, None, everyone),
+        ]
 
     a, b = torch.randn(6, 8) + rank, torch.randn(8, 4)
-    for op in ("max", "sum", "min"):
-        found = torch.compile(program, fullgraph=True, options=QUICK)(a, b, op)
-        torch.testing.assert_close(found, program(a, b, op))
+    found = torch.compile(program, fullgraph=True, options=QUICK)(a, b)
+    torch.testing.assert_close(found, program(a, b))
     dist.destroy_process_group()
     return dict(counters["weft"])
 

@@ -87,7 +87,8 @@ def found(node: Node) -> Gather | Sum | None:
     for name, pattern in operators:
         exchange = pattern.exchange(*_args(node))
         find = _gather if pattern.product == "after" else _sum
-        if exchange is not None and (fused := find(node, name, exchange)) is not None:
+        fused = None if exchange is None else find(node, name, exchange)
+        if fused is not None and (pattern.any_dim or fused.dim == 0):
             return fused
     return None
 

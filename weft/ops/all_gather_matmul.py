@@ -347,7 +347,10 @@ OPERATOR = FusedOperator(
     fake=_fake,
     gradient=Gradient(_save, _backward),
     pattern=Pattern(
-        "all_gather_into_tensor", "after", lambda rows, ranks, group: Exchange(rows, group, ranks)
+        "all_gather_into_tensor",
+        "after",
+        lambda rows, ranks, group: Exchange(rows, group, ranks),
+        any_dim=True,
     ),
     subject="GatheredRows",
 )

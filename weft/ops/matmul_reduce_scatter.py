@@ -237,6 +237,6 @@ OPERATOR = FusedOperator(
     reference,
     fake=_fake,
     gradient=Gradient(save_factors, _backward),
-    pattern=Pattern("reduce_scatter_tensor", "before", exchange_of_sum),
+    pattern=Pattern("reduce_scatter_tensor", "before", exchange_of_sum, any_dim=True),
     subject="ScatteredProducts",
 )

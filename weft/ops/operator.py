@@ -63,12 +63,14 @@ class Pattern(NamedTuple):
     and the products of its result (``after``) or of its operand (``before``).
 
     `exchange` reads the arguments of the collective; it returns None for arguments with which the
-    operator cannot replace it. Several operators may have patterns of one collective.
+    operator cannot replace it. Several operators may have patterns of one collective. `any_dim`:
+    rows may be gathered or divided along any dimension, the operator's ``dim``.
     """
 
     collective: str
     product: Literal["before", "after"]
     exchange: Callable[..., Exchange | None]
+    any_dim: bool = False
 
 
 @dataclass(frozen=True)
