@@ -230,13 +230,15 @@ class Messages(Progress):
                 left = {peer for peer in self.inbox if self.world.mesh.left(peer)}
                 if self._move():
                     self.changed.notify_all()
-                if self.closed or enough() or (remaining := deadline - time.monotonic()) <= 0:
+                if enough():
                     return
-                if left:
-                    self._check_peers(left)
                 # after a move: messages that arrived before a failure are complete
                 if status == _native.WaitStatus.failed:
                     raise self.world.failure(f"for {next(self._events())[-1]}")
+                if self.closed or (remaining := deadline - time.monotonic()) <= 0:
+                    return
+                if left:
+                    self._check_peers(left)
                 self.world.check()
                 self.changed.release()
                 try:
