@@ -11,7 +11,7 @@ from weft.cli.options import refuse
 from weft.errors import PlanError
 from weft.plan.binding import bind
 from weft.plan.proof import verify
-from weft.predict.planners import PLANNERS, planned
+from weft.predict.planners import PLANNERS
 from weft.schedules.workload import Request, pieces
 
 app = typer.Typer(
@@ -36,7 +36,7 @@ def show(
         ),
     ] = None,
     algorithm: Annotated[
-        str | None, typer.Option(help="Default: push, or the operator's first algorithm.")
+        str | None, typer.Option(help="Default: the first that ranks on several hosts can use.")
     ] = None,
     rows: Annotated[
         str | None,
@@ -56,14 +56,14 @@ def show(
     computes its result.
     """
     planner = PLANNERS[operator.name]
-    chosen = algorithm or ("push" if "push" in planner.algorithms else planner.algorithms[0])
+    chosen = algorithm or planner.first
     if chosen not in planner.algorithms:
         names = f"{operator.value} is planned with {', '.join(planner.algorithms)}"
         refuse("--algorithm", f"{names}; got {chosen!r}")
     parts = None if rows is None else _rows(rows, ranks)
     cut = pieces(max(parts) if parts else 4, chunk_rows)
     count = len(parts) if parts else ranks or 2
-    made = planned(operator.name, Request(count, cut, chosen, symmetric))
+    made = planner.plan(Request(count, cut, chosen, symmetric))
     typer.echo(made if parts is None else bind(made, planner.shards(parts)))
     try:
         verify(made)

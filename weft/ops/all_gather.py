@@ -67,7 +67,7 @@ def _check(
 ) -> CollectiveCall:
     collective.check_input(a, world)
     dim = dims.normal(dim, a.dim())
-    arguments.check_algorithm(algorithm, schedule.ALGORITHMS, world, schedule.SHARED_MEMORY_ONLY)
+    arguments.check_algorithm(algorithm, schedule.COLLECTIVE, world)
     arguments.check_chunk_rows(chunk_rows)
     sizes = arguments.check_shard_rows(a.shape[dim], shard_rows, world)
     lead = math.prod(a.shape[:dim])

@@ -53,7 +53,7 @@ def all_reduce_async(
 
 def _check(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: str) -> CollectiveCall:
     collective.check_reduction(a, op, world)
-    arguments.check_algorithm(algorithm, schedule.ALGORITHMS, world, schedule.SHARED_MEMORY_ONLY)
+    arguments.check_algorithm(algorithm, schedule.COLLECTIVE, world)
     result = arguments.result(out, a.shape, a.dtype, [a], world, partial(same_place, a))
     in_place = out is not None and same_place(a, out)
     flat, rows = a.reshape(-1, 1).contiguous(), split(a.numel(), world.ranks)

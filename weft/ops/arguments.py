@@ -4,7 +4,7 @@ anything is sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ import weft.checks as checks
 from weft.checks import name
 from weft.engines import engine
 from weft.kernels.weights import DTYPES, FLOAT8, PreparedWeight, Weight, source
+from weft.schedules.workload import Collective, Operator
 from weft.world import World, memory
 
 FACTORS = (*DTYPES, *FLOAT8)
@@ -123,13 +124,9 @@ def check_chunk_rows(chunk_rows: int | None) -> None:
         raise ValueError(f"chunk_rows must be at least 1; got {chunk_rows}")
 
 
-def check_algorithm(
-    algorithm: str, known: Sequence[str], world: World, shared_memory_only: Mapping[str, str]
-) -> None:
-    """Raise `ValueError` unless it is ``auto`` or a known algorithm that the engine has.
-
-    `shared_memory_only` maps the algorithms that need the memory of all peers to the reasons.
-    """
+def check_algorithm(algorithm: str, operator: Operator | Collective, world: World) -> None:
+    """Raise `ValueError` unless it is ``auto`` or an algorithm of the operator that the engine has."""
+    known, shared_memory_only = operator.algorithms, operator.shared_memory_only
     if algorithm not in (*known, "auto"):
         raise ValueError(
             f"there is no algorithm {algorithm!r}; choose auto or one of {', '.join(known)}"

@@ -55,7 +55,7 @@ def _check(
     world: World, tensor: Tensor, out: Tensor, source: int, algorithm: str
 ) -> CollectiveCall:
     arguments.check_input(tensor, "tensor", world, ANY)
-    arguments.check_algorithm(algorithm, schedule.ALGORITHMS, world, schedule.SHARED_MEMORY_ONLY)
+    arguments.check_algorithm(algorithm, schedule.COLLECTIVE, world)
     if not 0 <= source < world.ranks:
         raise ValueError(f"there is no rank {source} in a world of {world.ranks}")
     if not tensor.is_contiguous():

@@ -162,9 +162,7 @@ class Call(ABC):
     def check_algorithm(self, algorithm: str) -> None:
         """Raise `ValueError` for an algorithm that is not possible here."""
         operator, world = self.operator, self.world
-        arguments.check_algorithm(
-            algorithm, operator.algorithms, world, operator.shared_memory_only
-        )
+        arguments.check_algorithm(algorithm, operator, world)
         arguments.check_chunk_rows(self.options.chunk_rows)
         if algorithm in operator.moves_nothing and world.emulated_link:
             others = ", ".join(

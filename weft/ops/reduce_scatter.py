@@ -75,7 +75,7 @@ def _check(
     algorithm: str,
 ) -> CollectiveCall:
     collective.check_reduction(a, op, world)
-    arguments.check_algorithm(algorithm, schedule.ALGORITHMS, world, schedule.SHARED_MEMORY_ONLY)
+    arguments.check_algorithm(algorithm, schedule.COLLECTIVE, world)
     dim = dims.normal(dim, a.dim())
     sizes = arguments.check_parts(a.shape[dim], shard_rows, world)
     lead = math.prod(a.shape[:dim])

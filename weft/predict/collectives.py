@@ -4,19 +4,17 @@ otherwise one plan for each algorithm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from weft.plan import Plan
-from weft.plan.binding import bind, split
+from weft.plan.binding import bind
 from weft.predict.machine import Machine
-from weft.predict.planners import EAGER_PLANS
 from weft.predict.simulator import seconds
-from weft.schedules import all_gather, all_reduce, broadcast
+from weft.schedules import operators
 from weft.schedules.levels import flat, nested
 from weft.schedules.thresholds import EAGER_BUFFER_BYTES
-from weft.schedules.workload import Rows
+from weft.schedules.workload import Collective, Request, Rows
 
 
 class Candidate(NamedTuple):
@@ -27,15 +25,12 @@ class Candidate(NamedTuple):
     notifies: int
 
 
-_STAGED: Mapping[str, Mapping[str, Callable[[int], Plan]]] = {
-    "all_gather": {"pull": partial(all_gather.all_gather, pieces=1)},
-    "all_reduce": {
-        name: partial(all_reduce.all_reduce, pieces=1, algorithm=name)
-        for name in all_reduce.ALGORITHMS
-    },
-    "broadcast": {"pull": partial(broadcast.broadcast, pieces=1, source=0)},
+COLLECTIVES: Mapping[str, Collective] = {
+    name: collective
+    for name, collective in operators.COLLECTIVES.items()
+    if collective.predicted or not collective.algorithms
 }
-COLLECTIVES = ("barrier", *_STAGED)
+"""The collectives whose times are predicted; those without algorithms have one plan for all rows."""
 
 
 def collective_candidates(
@@ -50,29 +45,29 @@ def collective_candidates(
         raise ValueError(
             f"{machine.name} has no signal latency (notify_us), most of the time of this collective"
         )
-    if collective == "barrier" or size <= (
-        EAGER_BUFFER_BYTES if collective == "all_gather" else machine.thresholds.eager_bytes
-    ):
+    record, rows = COLLECTIVES[collective], -(-size // 4)
+    most = machine.thresholds.eager_bytes if record.reduces else EAGER_BUFFER_BYTES
+    if not record.algorithms or size <= most:
         levels_of = {
             "flat": flat(ranks),
             "levels": nested(ranks, machine.groups(ranks)),
         }
         plans = {
-            name: EAGER_PLANS[collective](levels)
+            name: record.few_rows(levels)
             for name, levels in levels_of.items()
             if name == "flat" or len(levels) > 1
         }
     else:
-        plans = {name: plan(ranks) for name, plan in _STAGED[collective].items()}
-    rows = split(-(-size // 4), ranks) if collective == "all_reduce" else [-(-size // 4)] * ranks
+        plans = {name: record.plan(Request(ranks, 1, name)) for name in record.predicted}
+    shards = record.default_shards(rows, ranks)
     return sorted(
-        (_predicted(name, plan, rows, machine) for name, plan in plans.items()),
+        (_predicted(name, plan, shards, machine) for name, plan in plans.items()),
         key=lambda candidate: candidate.seconds,
     )
 
 
-def _predicted(name: str, plan: Plan, rows: Sequence[int], machine: Machine) -> Candidate:
-    """The prediction for shards with these numbers of `rows`, each row one number of 4 bytes."""
-    bound = bind(plan, rows[: len(plan.pieces)])
+def _predicted(name: str, plan: Plan, shards: Sequence[int], machine: Machine) -> Candidate:
+    """The prediction for shards with these numbers of rows, each row one number of 4 bytes."""
+    bound = bind(plan, shards)
     columns = dict.fromkeys(plan.buffers, Rows(1, "float32"))
     return Candidate(name, seconds(bound, machine, columns), max(plan.notifies()))

@@ -2,96 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from weft.plan import Plan
-from weft.plan.binding import split
-from weft.schedules import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
-from weft.schedules.barrier import barrier
-from weft.schedules.levels import Levels, nested
-from weft.schedules.operators import OPERATORS
-from weft.schedules.workload import Operator, Request
-
-EAGER = "eager"
-"""The algorithm for few rows, which operators choose by size."""
-
-EAGER_PLANS: Mapping[str, Callable[[Levels], Plan]] = {
-    "barrier": barrier,
-    "all_gather": all_gather.eager,
-    "reduce_scatter": reduce_scatter.eager,
-    "all_reduce": all_reduce.eager,
-    "broadcast": partial(broadcast.eager, 0),
-    "all_to_all": all_to_all.eager,
-}
-"""The planners of eager plans, from the levels by which ranks synchronize."""
+from weft.schedules.levels import nested
+from weft.schedules.operators import COLLECTIVES, OPERATORS
+from weft.schedules.workload import Collective, Operator, Request
 
 
 class Planner(NamedTuple):
-    """An operator's algorithms, its plan for a request, and the rows of each shard by the rows of
-    each rank.
+    """An operator's algorithms, the first to show, its plan for a request, and the rows of each
+    shard by the rows of each rank.
     """
 
     algorithms: tuple[str, ...]
+    first: str
     plan: Callable[[Request], Plan]
-    shards: Callable[[list[int]], list[int]] = list
+    shards: Callable[[Sequence[int]], Sequence[int]] = list
 
 
-def _fused(operator: Operator, r: Request) -> Plan:
-    return operator.plan(r._replace(pieces=1) if r.algorithm in operator.uncut else r)
+def _fused(operator: Operator) -> Planner:
+    def plan(request: Request) -> Plan:
+        uncut = request.algorithm in operator.uncut
+        return operator.plan(request._replace(pieces=1) if uncut else request)
+
+    return Planner(operator.algorithms, _first(operator, operator.algorithms), plan)
 
 
-def _all_gather(r: Request) -> Plan:
-    symmetric = r.symmetric
-    return all_gather.all_gather(
-        r.ranks, r.pieces, r.algorithm, symmetric_a=symmetric, symmetric_gathered=symmetric
-    )
+def _collective(collective: Collective) -> Planner:
+    """The planner of a collective; few rows are planned for ranks of one host."""
+    few_rows = collective.few_rows_algorithm
+
+    def plan(request: Request) -> Plan:
+        if request.algorithm == few_rows:
+            return collective.few_rows(nested(request.ranks))
+        return collective.plan(request)
+
+    names = (*collective.algorithms, few_rows)
+    return Planner(names, _first(collective, names), plan, collective.shards)
 
 
-def _reduce_scatter(r: Request) -> Plan:
-    if r.algorithm == "direct":
-        return reduce_scatter.reduce_scatter(r.ranks, r.pieces, symmetric_a=r.symmetric)
-    return reduce_scatter.put(r.pieces, range(r.ranks), r.algorithm)
-
-
-def _all_reduce(r: Request) -> Plan:
-    symmetric = r.symmetric
-    return all_reduce.all_reduce(
-        r.ranks, r.pieces, r.algorithm, symmetric_a=symmetric, symmetric_out=symmetric
-    )
-
-
-def _broadcast(r: Request) -> Plan:
-    if r.algorithm == "pull":
-        return broadcast.broadcast(r.ranks, r.pieces, 0, symmetric_a=r.symmetric)
-    if r.algorithm == "push":
-        return broadcast.push(0, range(r.ranks))
-    return broadcast.ring(r.pieces, 0, range(r.ranks))
-
-
-def _all_to_all(r: Request) -> Plan:
-    return all_to_all.all_to_all(r.ranks, r.pieces, symmetric_a=r.symmetric)
+def _first(operator: Operator | Collective, names: Sequence[str]) -> str:
+    """The first algorithm that ranks in any world can use."""
+    return next(name for name in names if name not in operator.shared_memory_only)
 
 
 PLANNERS: Mapping[str, Planner] = {
-    **{
-        name: Planner(operator.algorithms, partial(_fused, operator))
-        for name, operator in OPERATORS.items()
-    },
-    "all_gather": Planner((*all_gather.ALGORITHMS, EAGER), _all_gather),
-    "reduce_scatter": Planner((*reduce_scatter.ALGORITHMS, EAGER), _reduce_scatter),
-    "all_reduce": Planner(
-        (*all_reduce.ALGORITHMS, EAGER), _all_reduce, lambda rows: split(sum(rows), len(rows))
-    ),
-    "broadcast": Planner((*broadcast.ALGORITHMS, EAGER), _broadcast, lambda rows: [sum(rows)]),
-    "barrier": Planner(("levels",), lambda r: barrier(nested(r.ranks)), lambda rows: []),
-    "all_to_all": Planner(("pull", EAGER), _all_to_all, lambda rows: rows * len(rows)),
+    **{name: _fused(operator) for name, operator in OPERATORS.items()},
+    **{name: _collective(collective) for name, collective in COLLECTIVES.items()},
 }
-
-
-def planned(operator: str, request: Request) -> Plan:
-    """The plan of an operator for a request; an eager one for ranks of one host."""
-    if request.algorithm == EAGER:
-        return EAGER_PLANS[operator](nested(request.ranks))
-    return PLANNERS[operator].plan(request)

@@ -40,10 +40,9 @@ from weft.schedules.peers import (
     rail_peer,
 )
 from weft.schedules.staging import Part, Stream, pipeline
-from weft.schedules.workload import READS_PEERS, Request
+from weft.schedules.workload import Collective, Request
 
 ALGORITHMS = ("pull", "push", "ring")
-SHARED_MEMORY_ONLY = {"pull": READS_PEERS}
 
 
 class Arrival(NamedTuple):
@@ -362,3 +361,20 @@ def gather_plan(
         }
 
     return buffers | {name: Buffer.of("output", every) for name in outputs}, Deferred(result)
+
+
+COLLECTIVE = Collective(
+    "all_gather",
+    ALGORITHMS,
+    lambda request: all_gather(
+        request.ranks,
+        request.pieces,
+        request.algorithm,
+        symmetric_a=request.symmetric,
+        symmetric_gathered=request.symmetric,
+    ),
+    eager,
+    default_shards=lambda rows, ranks: [rows] * ranks,
+    reads_peers=("pull",),
+    predicted=("pull",),
+)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from functools import cache
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Wait
+from weft.plan.binding import split
 from weft.schedules.blocks import block, everything, shard
 from weft.schedules.host_sums import part_of
 from weft.schedules.lanes import enter, leave, notify_all, wait_all
@@ -14,10 +15,9 @@ from weft.schedules.levels import Levels, send_eagerly
 from weft.schedules.peers import Hosts, after, before
 from weft.schedules.reduce_scatter import put_sums, reduce_published, sum_of, sum_plan
 from weft.schedules.staging import Part, Stream, one_for_each, pipeline
-from weft.schedules.workload import READS_PEERS
+from weft.schedules.workload import Collective
 
 ALGORITHMS = ("one_shot", "two_shot", "ring")
-SHARED_MEMORY_ONLY = {"one_shot": READS_PEERS}
 
 
 def all_reduce(
@@ -167,3 +167,22 @@ def _ring(rank: int, ranks: int, pieces: int, op: str, symmetric: bool) -> list[
         lane += [Copy(out, out._replace(rank=following, buffer="reduced")), sent]
         lane += [Wait(previous, ranks + step), Copy(arriving._replace(buffer="reduced"), arriving)]
     return lane + leave(rank, ranks)
+
+
+COLLECTIVE = Collective(
+    "all_reduce",
+    ALGORITHMS,
+    lambda request: all_reduce(
+        request.ranks,
+        request.pieces,
+        request.algorithm,
+        symmetric_a=request.symmetric,
+        symmetric_out=request.symmetric,
+    ),
+    eager,
+    default_shards=split,
+    shards=lambda parts: split(sum(parts), len(parts)),
+    reduces=True,
+    reads_peers=("one_shot",),
+    predicted=ALGORITHMS,
+)

@@ -7,11 +7,13 @@ from functools import cache
 from itertools import chain, product
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
+from weft.plan.binding import split
 from weft.schedules.blocks import around, block, shard, shards
 from weft.schedules.lanes import Published, notify_all, one_lane, publish, wait_all
 from weft.schedules.levels import Levels, send_eagerly
 from weft.schedules.peers import Hosts, after, local_peers
 from weft.schedules.staging import one_for_each, pipeline
+from weft.schedules.workload import Collective
 
 
 def all_to_all(
@@ -140,3 +142,13 @@ def _plan(
         (pieces,) * ranks**2,
         synchronizes=synchronizes,
     )
+
+
+COLLECTIVE = Collective(
+    "all_to_all",
+    ("pull",),
+    lambda request: all_to_all(request.ranks, request.pieces, symmetric_a=request.symmetric),
+    eager,
+    default_shards=lambda rows, ranks: split(rows, ranks) * ranks,
+    shards=lambda parts: [*parts] * len(parts),
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
 from weft.schedules.blocks import block
@@ -19,10 +19,9 @@ from weft.schedules.peers import (
     rail_peer,
 )
 from weft.schedules.staging import Part, Stream, pipeline
-from weft.schedules.workload import READS_PEERS
+from weft.schedules.workload import Collective, Request
 
 ALGORITHMS = ("pull", "push", "ring")
-SHARED_MEMORY_ONLY = {"pull": READS_PEERS}
 
 
 def broadcast(
@@ -197,3 +196,23 @@ def ring(pieces: int, source: int, hosts: Hosts, *, staged: bool = False) -> Pla
             lane += leave(r, ranks)
         lanes.append(lane)
     return _plan("ring", ranks, pieces, source, lanes)
+
+
+def _planned(request: Request) -> Plan:
+    """The plan of a broadcast from rank 0."""
+    hosts = range(request.ranks)
+    if request.algorithm == "pull":
+        return broadcast(request.ranks, request.pieces, 0, symmetric_a=request.symmetric)
+    return push(0, hosts) if request.algorithm == "push" else ring(request.pieces, 0, hosts)
+
+
+COLLECTIVE = Collective(
+    "broadcast",
+    ALGORITHMS,
+    _planned,
+    partial(eager, 0),
+    default_shards=lambda rows, ranks: [rows],
+    shards=lambda parts: [sum(parts)],
+    reads_peers=("pull",),
+    predicted=("pull",),
+)

@@ -7,6 +7,7 @@ from functools import cache
 from itertools import chain
 
 from weft.plan import Buffer, Copy, Instruction, Plan, Reduce, Region
+from weft.plan.binding import split
 from weft.schedules.blocks import around, block, everything, shards, sum_result
 from weft.schedules.host_rings import HostRing
 from weft.schedules.host_sums import HostSums, spaces
@@ -14,10 +15,9 @@ from weft.schedules.lanes import one_lane, publish, wait_all
 from weft.schedules.levels import Levels, send_eagerly
 from weft.schedules.peers import Hosts, after, before, one_rank_per_host
 from weft.schedules.staging import Arrival, Stream, one_for_each, pipeline
-from weft.schedules.workload import READS_PEERS
+from weft.schedules.workload import Collective, Request
 
 ALGORITHMS = ("direct", "push", "ring")
-SHARED_MEMORY_ONLY = {"direct": READS_PEERS}
 
 
 def put(pieces: int, hosts: Hosts, algorithm: str, op: str = "sum") -> Plan:
@@ -155,3 +155,20 @@ def sum_of(
         *copies,
         *chain(*(a.acknowledge for a in arrivals)),
     ]
+
+
+def _planned(request: Request) -> Plan:
+    if request.algorithm == "direct":
+        return reduce_scatter(request.ranks, request.pieces, symmetric_a=request.symmetric)
+    return put(request.pieces, range(request.ranks), request.algorithm)
+
+
+COLLECTIVE = Collective(
+    "reduce_scatter",
+    ALGORITHMS,
+    _planned,
+    eager,
+    default_shards=split,
+    reduces=True,
+    reads_peers=("direct",),
+)

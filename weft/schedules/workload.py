@@ -1,8 +1,8 @@
-"""Workloads, variants and requests of fused operators, and the record of an operator without its
-tensors.
+"""Workloads, variants and requests of fused operators, and the records of operators and collectives
+without their tensors.
 
-Each operator's planner has its `Operator`, a record, in the same file; `weft.schedules.operators`
-lists them.
+Each planner has its record, an `Operator` or a `Collective`, in the same file;
+`weft.schedules.operators` lists them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 from weft.plan import Plan
+from weft.schedules.levels import Levels
 from weft.schedules.peers import Hosts
 
 PIECES = 16
@@ -206,3 +207,34 @@ class Operator:
     def predicted(self) -> tuple[str, ...]:
         """Algorithms whose time can be predicted."""
         return tuple(name for name in self.algorithms if name not in self.writes_products)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective without its tensors.
+
+    `algorithms` are those that its callers choose from. `plan` makes the plan of a request for ranks
+    of one host, `few_rows` the plan for few rows, from the levels by which ranks synchronize.
+    """
+
+    name: str
+    algorithms: tuple[str, ...]
+    plan: Callable[[Request], Plan]
+    few_rows: Callable[[Levels], Plan]
+    default_shards: Callable[[int, int], Sequence[int]]
+    """From the rows of a rank's input and the number of ranks to the default rows of each shard."""
+    shards: Callable[[Sequence[int]], Sequence[int]] = list
+    """From the rows of each rank's part to the rows of each shard."""
+    reduces: bool = False
+    """Whether rows are reduced, not only moved."""
+    reads_peers: tuple[str, ...] = ()
+    """Algorithms that read peers' rows in place."""
+    predicted: tuple[str, ...] = ()
+    """Algorithms whose time is predicted, besides that for few rows."""
+    few_rows_algorithm: str = "eager"
+    """The name of the algorithm for few rows."""
+
+    @property
+    def shared_memory_only(self) -> Mapping[str, str]:
+        """Algorithms that ranks on several hosts cannot use, each with the reason."""
+        return dict.fromkeys(self.reads_peers, READS_PEERS)
