@@ -157,7 +157,8 @@ class Defined(Subject):
         )
         request = operator.request(workload, Variant(operator.baseline), hosts=world.topology)
         plan = bind(operator.plan(request), self.rows)
-        input_rows, result_rows = plan.buffers["a"].rows, plan.buffers["out"].rows
+        input_rows = plan.buffers["a"].rows
+        result_rows = [operator.result_rows(self.rows, rank) for rank in range(world.ranks)]
         self.problem = Definition(
             record.reference,
             input_rows,
