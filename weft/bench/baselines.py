@@ -118,5 +118,7 @@ def gloo_collective(operation: str, a: Tensor, out: Tensor, op: str) -> Callable
             return lambda: dist.all_reduce(out.copy_(a), op=_OPS[op])
         case "broadcast":
             return partial(dist.broadcast, out, 0)
-        case _:
+        case "all_to_all":
             return partial(dist.all_to_all_single, out, a)
+        case _:
+            raise ValueError(f"gloo is no baseline of {operation}")

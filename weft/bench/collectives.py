@@ -32,6 +32,7 @@ class Collective(NamedTuple):
         bus_factor: bus bandwidth divided by algorithm bandwidth, from the number of ranks.
         cut: whether inputs have one part for each rank.
         reduces: whether it takes a reduction.
+        from_rank: whether it sends the rows of one rank, its second argument.
     """
 
     places: tuple[bool, ...]
@@ -40,6 +41,7 @@ class Collective(NamedTuple):
     bus_factor: Callable[[int], float]
     cut: bool = False
     reduces: bool = False
+    from_rank: bool = False
 
 
 def _gathered(sources: Sequence[Tensor], _: Reduction) -> Tensor:
@@ -71,7 +73,9 @@ COLLECTIVES = {
     "all_reduce": Collective(
         (False, True), _reduced, _same, lambda ranks: 2 * _others(ranks), reduces=True
     ),
-    "broadcast": Collective((True,), lambda sources, _: sources[0], _same, lambda ranks: 1.0),
+    "broadcast": Collective(
+        (True,), lambda sources, _: sources[0], _same, lambda ranks: 1.0, from_rank=True
+    ),
     "all_to_all": Collective((False,), _gathered, _same, _others, cut=True),
 }
 
@@ -134,11 +138,11 @@ class Data:
 def weft_collective(
     settings: SweepSettings, a: Tensor, out: Tensor, world: World
 ) -> Callable[[], object]:
-    """The call of weft on these tensors; broadcasts are from rank 0."""
-    call = getattr(weft, settings.operation)
-    if settings.operation == "broadcast":
+    """The call of weft on these tensors; one rank's rows are those of rank 0."""
+    call, collective = getattr(weft, settings.operation), COLLECTIVES[settings.operation]
+    if collective.from_rank:
         return functools.partial(call, out, 0, world=world)
-    options = {"op": settings.op} if COLLECTIVES[settings.operation].reduces else {}
+    options = {"op": settings.op} if collective.reduces else {}
     if settings.algorithm != "auto":
         options["algorithm"] = settings.algorithm
     return functools.partial(call, a, out=out, world=world, **options)

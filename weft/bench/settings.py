@@ -324,3 +324,8 @@ class AllToAll(SweepSettings):
     """All-to-all of equal parts over message size, out of place."""
 
     operation: str = "all_to_all"
+
+
+def sweeps() -> dict[str, type[SweepSettings]]:
+    """The settings of the benchmarks of collectives, by the name of the operation."""
+    return {getattr(kind, "operation", ""): kind for kind in SweepSettings.__subclasses__()}

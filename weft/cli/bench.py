@@ -134,11 +134,7 @@ _COMMANDS: dict[str, tuple[type[Any], Any]] = {
         name.replace("_", "-"): (kinds.fused(operator), _fused)
         for name, operator in OPERATORS.items()
     },
-    "all-gather": (kinds.AllGather, _sweep),
-    "reduce-scatter": (kinds.ReduceScatter, _sweep),
-    "all-reduce": (kinds.AllReduce, _sweep),
-    "broadcast": (kinds.Broadcast, _sweep),
-    "all-to-all": (kinds.AllToAll, _sweep),
+    **{name.replace("_", "-"): (kind, _sweep) for name, kind in kinds.sweeps().items()},
 }
 if repository.available():
     _COMMANDS |= repository.module("commands").COMMANDS

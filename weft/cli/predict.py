@@ -207,7 +207,8 @@ def _collective(settings: Question, machine: Any, console: Console) -> dict[str,
         why = "collectives have no --sweep, --plot, --trace or --timeline"
         refuse("--sweep", f"{why}: use --bytes for several sizes, and --json")
     name = settings.operator.replace("-", "_")
-    sizes = [0] if name == "barrier" else parse_sizes(settings.bytes)
+    moves_nothing = not COLLECTIVES[name].algorithms
+    sizes = [0] if moves_nothing else parse_sizes(settings.bytes)
     with options.refusing("--machine"):
         found = answers.collective(name, sizes, settings.ranks, settings.linked(machine))
     show_collective(found, console)

@@ -49,7 +49,7 @@ def all_reduce(
         spaces = dict.fromkeys(
             ("staged", "reduced", "inbox"), Buffer.of("workspace", everything(ranks, pieces))
         )
-    return sum_plan("all_reduce", algorithm, ranks, pieces, lanes, spaces)
+    return sum_plan("all_reduce", algorithm, ranks, pieces, lanes, spaces, everywhere=True)
 
 
 @cache
@@ -64,7 +64,8 @@ def eager(levels: Levels, op: str = "sum") -> Plan:
             [*send_eagerly([everyone[r]], levels), Reduce(everyone, Region(r, "out", 0, ranks), op)]
         )
     sent = Buffer.of("eager", everything(ranks, 1))
-    return sum_plan("all_reduce", "eager", ranks, 1, lanes, {"eager": sent})
+    spaces = {"eager": sent}
+    return sum_plan("all_reduce", "eager", ranks, 1, lanes, spaces, everywhere=True)
 
 
 def put(pieces: int, hosts: Hosts, algorithm: str, op: str = "sum") -> Plan:
@@ -74,7 +75,7 @@ def put(pieces: int, hosts: Hosts, algorithm: str, op: str = "sum") -> Plan:
     total to all hosts. ``ring``: it puts the sum to the next host, which adds its own, and complete
     sums go round once more.
     """
-    return put_sums("all_reduce", pieces, hosts, algorithm, op)
+    return put_sums("all_reduce", pieces, hosts, algorithm, op, everywhere=True)
 
 
 def _one_shot(rank: int, ranks: int, pieces: int, op: str, symmetric: bool) -> list[Instruction]:

@@ -26,18 +26,21 @@ def put(pieces: int, hosts: Hosts, algorithm: str, op: str = "sum") -> Plan:
     ``push``: each host puts its sums to the owners; ``ring``: to the next host, which adds its own
     rows.
     """
-    return put_sums("reduce_scatter", pieces, hosts, algorithm, op)
+    return put_sums("reduce_scatter", pieces, hosts, algorithm, op, everywhere=False)
 
 
-def put_sums(operator: str, pieces: int, hosts: Hosts, algorithm: str, op: str) -> Plan:
-    """Sums over several hosts: an all-reduce, or a reduce-scatter."""
+def put_sums(
+    operator: str, pieces: int, hosts: Hosts, algorithm: str, op: str, *, everywhere: bool
+) -> Plan:
+    """Sums over several hosts: a reduce-scatter or, if sums are kept `everywhere`, an all-reduce."""
     ranks, kind = len(hosts), HostRing if algorithm == "ring" else HostSums
-    everywhere, source = operator == "all_reduce", "a" if one_rank_per_host(hosts) else "partial"
+    source = "a" if one_rank_per_host(hosts) else "partial"
     lanes = (
         kind(r, pieces, hosts, op, everywhere, at_once=True, source=source).of_rows(stage)
         for r in range(ranks)
     )
-    return sum_plan(operator, algorithm, ranks, pieces, lanes, spaces(pieces, hosts))
+    workspaces = spaces(pieces, hosts)
+    return sum_plan(operator, algorithm, ranks, pieces, lanes, workspaces, everywhere=everywhere)
 
 
 def sum_plan(
@@ -47,10 +50,14 @@ def sum_plan(
     pieces: int,
     lanes: Iterable[Sequence[Instruction]],
     workspaces: Mapping[str, Buffer],
+    *,
+    everywhere: bool,
 ) -> Plan:
-    """An all-reduce or a reduce-scatter through these workspaces; ``eager`` synchronizes."""
+    """A reduce-scatter or, if sums are kept `everywhere`, an all-reduce through these workspaces;
+    ``eager`` synchronizes.
+    """
     every = everything(ranks, pieces)
-    owned = every if operator == "all_reduce" else shards(ranks, pieces)
+    owned = every if everywhere else shards(ranks, pieces)
     buffers = {"a": Buffer.of("input", every), "out": Buffer.of("output", owned), **workspaces}
     synchronizes = algorithm == "eager"
     return Plan(
@@ -90,9 +97,8 @@ def reduce_scatter(ranks: int, pieces: int, op: str = "sum", *, symmetric_a: boo
             )
         ]
 
-    return sum_plan(
-        "reduce_scatter", "direct", ranks, pieces, map(lane, range(ranks)), {"staged": stream.slots}
-    )
+    lanes, spaces = map(lane, range(ranks)), {"staged": stream.slots}
+    return sum_plan("reduce_scatter", "direct", ranks, pieces, lanes, spaces, everywhere=False)
 
 
 def reduce_published(
@@ -130,7 +136,8 @@ def eager(levels: Levels, op: str = "sum") -> Plan:
         sent = send_eagerly([Region(r, "a", *part) for part in around(r, r + 1, ranks)], levels)
         lanes.append([*sent, Reduce(terms, block(r, "out", 0), op)])
     eager_blocks = Buffer.of("eager", [[p for p in range(ranks) if p != r] for r in range(ranks)])
-    return sum_plan("reduce_scatter", "eager", ranks, 1, lanes, {"eager": eager_blocks})
+    spaces = {"eager": eager_blocks}
+    return sum_plan("reduce_scatter", "eager", ranks, 1, lanes, spaces, everywhere=False)
 
 
 def _through_slots(rank: int, op: str, stream: Stream) -> list[Instruction]:
