@@ -28,7 +28,7 @@ from weft.measure.timing import Statistics, Stopwatch, session
 from weft.measure.verification import Check, Problem
 from weft.ops import fused
 from weft.ops.autotune import select
-from weft.ops.call import Given, Options, Selection
+from weft.ops.call import Operands, Options, Selection
 from weft.ops.operator import find
 from weft.plan import Copy, Plan
 from weft.plan.binding import bind, split
@@ -162,7 +162,7 @@ class Subject(Views):
             chunk_rows=settings.chunk_rows,
             **self.shares,
         )
-        operands = Given(self.a, [self.weight], [None], [self.out])
+        operands = Operands(self.a, [self.weight], [None], [self.out])
         self.call = find(settings.operator).check(world, operands, options)
         self.choice = self.call.rule(settings.algorithm)
         if settings.link_gbps == "auto":

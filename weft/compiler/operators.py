@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 
 from weft.errors import WeftError
 from weft.ops import fused, operator
-from weft.ops.call import Given, Options
+from weft.ops.call import Operands, Options
 from weft.ops.operator import FusedOperator, Pattern, Recorded
 from weft.process_group import worlds
 from weft.schedules.operators import OPERATORS
@@ -39,9 +39,9 @@ def _overload(fused_operator: FusedOperator) -> Any:
 
     def run(*inputs: Any) -> list[Tensor]:
         a, weights, biases, op, dim, keep, _, group, _ = inputs
-        given = Given(a, weights, biases, [None] * len(weights))
+        operands = Operands(a, weights, biases, [None] * len(weights))
         options = Options(dim, op, keep=keep, own_bias=True)
-        return [*_run(fused_operator, group, given, options), a.new_empty(0)]
+        return [*_run(fused_operator, group, operands, options), a.new_empty(0)]
 
     def shapes(*inputs: Any) -> list[Tensor]:
         a, weights, _, op, dim, keep, ranks, *_ = inputs
@@ -64,7 +64,9 @@ def group_of(name: str) -> dist.ProcessGroup | None:
     return found
 
 
-def _run(fused_operator: FusedOperator, name: str, given: Given, options: Options) -> list[Tensor]:
+def _run(
+    fused_operator: FusedOperator, name: str, operands: Operands, options: Options
+) -> list[Tensor]:
     group = group_of(name)
     world = None if group is None else worlds.find(group)
     if group is None or world is None:
@@ -75,7 +77,7 @@ def _run(fused_operator: FusedOperator, name: str, given: Given, options: Option
 
     def call() -> Any:
         with torch.no_grad():  # a setting of each thread; this may be another one
-            return fused.run(fused_operator.check(world, given, options))
+            return fused.run(fused_operator.check(world, operands, options))
 
     results: list[Tensor] = worlds.run_in_order(group, call)
     return results

@@ -1,1 +1,1 @@
-"""Kernels: one file for each, with what it means, how it runs, and how long it takes."""
+"""Kernels, one file for each, with its meaning, its execution and its predicted time; and weights."""

@@ -44,8 +44,8 @@ def weight(
 
     Args:
         product: ``product(rows, out)`` writes the products of `rows` (n, K) of `dtype` to `out`
-            (n, N), of the result's dtype or of the dtype in which it is summed (float32); what it
-            returns is ignored. It gets some of a's rows at a time, n ≥ 1, so each row of `out` must
+            (n, N), of the result's dtype or of the dtype in which it is summed (float32); its
+            result is ignored. It gets some of a's rows at a time, n ≥ 1, so each row of `out` must
             depend on the same row of `rows` alone. The columns of a row are contiguous, rows may
             have gaps between them. It is called on the caller's thread, in the middle of a
             collective: an exception closes the world. A bias of the call is added to `out`.

@@ -13,7 +13,7 @@ from weft.engines import engine
 from weft.kernels.packed import pack
 from weft.measure.timing import Stopwatch, session
 from weft.ops import fused
-from weft.ops.call import Call, Given, Options
+from weft.ops.call import Call, Operands, Options
 from weft.ops.operator import find
 from weft.plan.binding import bind
 from weft.predict import tuned
@@ -92,5 +92,5 @@ def _prepare(workload: Workload, world: World) -> Call:
     if workload.symmetric and operator.exchanges == "a":
         a = world.empty(max(rows), workload.k, dtype=dtype)[: rows[rank]].copy_(a)
     options = Options(out_dtype=getattr(torch, workload.out_dtype), shard_rows=workload.rows)
-    operands = Given(a, [pack(b) if workload.packed else b], [None], [None])
+    operands = Operands(a, [pack(b) if workload.packed else b], [None], [None])
     return find(workload.operator).check(world, operands, options)

@@ -14,7 +14,7 @@ from weft.checks import check_timeout
 from weft.kernels.products import multiply
 from weft.kernels.weights import Weight
 from weft.ops import arguments, autograd, dims, float8, fused
-from weft.ops.call import Call, Given, Options, Selection, kernel_of, workload
+from weft.ops.call import Call, Operands, Options, Selection, kernel_of, workload
 from weft.ops.operator import Exchange, FusedOperator, Gradient, Gradients, Pattern, Recorded
 from weft.plan import Plan
 from weft.schedules import all_gather_matmul as schedule
@@ -117,7 +117,7 @@ def all_gather_matmul(
         made = autograd.call(operator, a, weights, biases, out, options, world)
     else:
         with torch.no_grad():
-            call = check(world, Given(rows, weights, biases, outs), options)
+            call = check(world, Operands(rows, weights, biases, outs), options)
             made = fused.run(call, key)
     results, gathered = made[: len(weights)], made[-1]
     scales = rows.shape[-1] - a.shape[-1]  # columns of float8 rows that hold the scale
@@ -127,9 +127,9 @@ def all_gather_matmul(
     return (y, gathered) if return_gathered else y
 
 
-def check(world: World, given: Given, options: Options) -> Call:
+def check(world: World, operands: Operands, options: Options) -> Call:
     """A checked call, which computes the results, and the gathered a if `options.keep`."""
-    a, weights, biases, outs = given
+    a, weights, biases, outs = operands
     arguments.check_matrix(a, world)
     dim = dims.normal(options.dim, a.dim())
     split = dim == a.dim() - 1
@@ -154,7 +154,7 @@ def check(world: World, given: Given, options: Options) -> Call:
             )
         )
     options = options if dim == options.dim else options._replace(dim=dim)
-    return (_ColumnsCall if split else _RowsCall)(world, options, given, shards, results)
+    return (_ColumnsCall if split else _RowsCall)(world, options, operands, shards, results)
 
 
 class _GatherCall(Call):
@@ -182,19 +182,21 @@ class _RowsCall(_GatherCall):
         self,
         world: World,
         options: Options,
-        given: Given,
+        operands: Operands,
         shards: Sequence[int],
         results: list[Tensor],
     ) -> None:
-        a, weights, biases, _ = given
+        a, weights, biases, _ = operands
         dim, inner = options.dim, dims.inner(a.shape, options.dim)
         matrix, rows = dims.to_front(a, dim), tuple(shard * inner for shard in shards)
         symmetric = world.is_symmetric(matrix)
         super().__init__(
-            world, options, workload("all_gather_matmul", rows, given, results[0].dtype, symmetric)
+            world,
+            options,
+            workload("all_gather_matmul", rows, operands, results[0].dtype, symmetric),
         )
         self.weights, self.biases = weights, biases
-        self.asked = {"gathered": options.keep, "weights": len(weights)}
+        self.request_fields = {"gathered": options.keep, "weights": len(weights)}
         names, self.results = [*outputs(len(weights))], [*results]
         if options.keep:
             names.append("gathered")
@@ -238,17 +240,19 @@ class _ColumnsCall(_GatherCall):
         self,
         world: World,
         options: Options,
-        given: Given,
+        operands: Operands,
         shards: Sequence[int],
         results: list[Tensor],
     ) -> None:
         super().__init__(
             world,
             options,
-            workload("all_gather_matmul", tuple(shards), given, results[0].dtype, symmetric=False),
+            workload(
+                "all_gather_matmul", tuple(shards), operands, results[0].dtype, symmetric=False
+            ),
         )
-        self.planner, self.given, self.results = _gather_columns, given, results
-        own = given.a.flatten(0, -2).t().contiguous()
+        self.planner, self.operands, self.results = _gather_columns, operands, results
+        own = operands.a.flatten(0, -2).t().contiguous()
         self.tensors = {"a": own, "gathered": own.new_empty(sum(shards), own.shape[1])}
 
     def rule(self, algorithm: str) -> Selection:
@@ -267,7 +271,7 @@ class _ColumnsCall(_GatherCall):
         return "push" if self.world.multi_host else "pull", why
 
     def finish(self) -> list[Tensor]:
-        a, weights, biases, _ = self.given
+        a, weights, biases, _ = self.operands
         columns = self.tensors["gathered"].t().contiguous()
         for result, b, bias in zip(self.results, weights, biases, strict=True):
             multiply(columns, b, result.view(len(columns), b.shape[1]), bias)

@@ -1,5 +1,5 @@
-"""Checks that operators share: what was given, and what would do. Everything here is raised before
-anything is sent.
+"""Checks of arguments that operators share. Their errors state the argument and a remedy, and are
+raised before anything is sent.
 """
 
 from __future__ import annotations
@@ -17,39 +17,44 @@ from weft.schedules.workload import Collective, Operator
 from weft.world import World, memory
 
 FACTORS = (*DTYPES, *FLOAT8)
-"""The dtypes of what is multiplied."""
+"""The dtypes of factors of products."""
 
 
-def check_place(tensor: Tensor, what: str, world: World) -> None:
-    """A plain tensor on the world's device outside another world's symmetric memory."""
-    checks.check_tensor(tensor, what)
+def check_place(tensor: Tensor, argument: str, world: World) -> None:
+    """Raise an error unless `tensor` is a plain tensor on the world's device, and outside another
+    world's symmetric memory.
+    """
+    checks.check_tensor(tensor, argument)
     if tensor.device != world.device:
-        remedy = "one with data" if tensor.is_meta else f"{what}.to({str(world.device)!r})"
+        remedy = "one with data" if tensor.is_meta else f"{argument}.to({str(world.device)!r})"
         raise ValueError(
-            f"{what} is on {tensor.device}; this world's ranks work on {world.device}: pass "
+            f"{argument} is on {tensor.device}; this world's ranks work on {world.device}: pass "
             f"{remedy}"
         )
     segment = memory.find(tensor)
     if segment is not None and segment.world != world.number:
         raise ValueError(
-            f"{what} is symmetric in another world; pass a plain tensor or one made by this "
+            f"{argument} is symmetric in another world; pass a plain tensor or one made by this "
             "world's empty(...)"
         )
 
 
 def check_input(
-    tensor: Tensor, what: str, world: World, dtypes: Sequence[torch.dtype] = DTYPES
+    tensor: Tensor, argument: str, world: World, dtypes: Sequence[torch.dtype] = DTYPES
 ) -> None:
-    """The same, of a supported dtype."""
-    check_place(tensor, what, world)
+    """Raise an error unless `tensor` passes `check_place` and has a supported dtype."""
+    check_place(tensor, argument, world)
     if tensor.dtype not in dtypes:
         raise TypeError(
-            f"{what} has dtype {name(tensor.dtype)}; supported are {', '.join(map(name, dtypes))}"
+            f"{argument} has dtype {name(tensor.dtype)}; supported are "
+            f"{', '.join(map(name, dtypes))}"
         )
 
 
 def check_weight(a: Tensor, b: Weight, world: World, k: int | None = None) -> None:
-    """`b` is (K, N) of a's dtype; K is a's, or `k` where a is a part of the factor."""
+    """Raise an error unless `b` is (K, N) of a's dtype; K is the columns of a, or `k` if a is a part
+    of the factor.
+    """
     k = a.shape[-1] if k is None else k
     if isinstance(b, PreparedWeight):
         b.check(k)
@@ -119,7 +124,7 @@ def check_shard_rows(rows: int, shard_rows: Sequence[int] | None, world: World) 
 
 
 def check_chunk_rows(chunk_rows: int | None) -> None:
-    """At least one row."""
+    """Raise `ValueError` for less than one row."""
     if chunk_rows is not None and chunk_rows <= 0:
         raise ValueError(f"chunk_rows must be at least 1; got {chunk_rows}")
 
@@ -149,7 +154,7 @@ def check_matrix(a: Tensor, world: World, dtypes: Sequence[torch.dtype] = FACTOR
 
 
 def check_bias(bias: Tensor | None, columns: int, world: World) -> None:
-    """(N,)."""
+    """Raise an error unless `bias` is None or has the shape (`columns`,)."""
     if bias is not None:
         check_input(bias, "bias", world)
         if bias.shape != (columns,):
@@ -157,7 +162,7 @@ def check_bias(bias: Tensor | None, columns: int, world: World) -> None:
 
 
 def listed(
-    value: object, weights: Sequence[Weight], several: bool, what: str
+    value: object, weights: Sequence[Weight], several: bool, argument: str
 ) -> list[Tensor | None]:
     """An optional operand of each weight."""
     if not several:
@@ -166,7 +171,8 @@ def listed(
         return [None] * len(weights)
     if not isinstance(value, (list, tuple)) or len(value) != len(weights):
         raise ValueError(
-            f"b is a list of {len(weights)} weights, so {what} must be a list of {len(weights)} too"
+            f"b is a list of {len(weights)} weights, so {argument} must be a list "
+            f"of {len(weights)} too"
         )
     return [*value]
 
@@ -191,9 +197,7 @@ def result(
         raise ValueError(
             f"out must be contiguous, as torch.empty{tuple(shape)} is; got strides {out.stride()}"
         )
-    if any(overlap(out, tensor) for given in inputs for tensor in _read(given)) and not in_place(
-        out
-    ):
+    if any(overlap(out, tensor) for each in inputs for tensor in _read(each)) and not in_place(out):
         raise ValueError("out must not overlap an input or another out: pass memory of its own")
     if out.requires_grad and torch.is_grad_enabled():
         raise ValueError(
@@ -203,11 +207,11 @@ def result(
     return out
 
 
-def _read(given: Weight | None) -> Sequence[Tensor]:
+def _read(operand: Weight | None) -> Sequence[Tensor]:
     """The tensors that an input is read from."""
-    if given is None:
+    if operand is None:
         return ()
-    return given.tensors if isinstance(given, PreparedWeight) else (given,)
+    return operand.tensors if isinstance(operand, PreparedWeight) else (operand,)
 
 
 def recorded(tensors: Sequence[object]) -> bool:

@@ -22,7 +22,7 @@ from weft.errors import WeftError
 from weft.kernels.products import multiply
 from weft.kernels.weights import Weight, source, transposed
 from weft.ops import arguments, dims, fused
-from weft.ops.call import Given, Options
+from weft.ops.call import Operands, Options
 from weft.ops.operator import FusedOperator, Recorded
 from weft.world import World, by_number, current
 
@@ -45,9 +45,9 @@ def register(operator: FusedOperator) -> None:
     def run(*inputs: Any) -> list[Tensor]:
         a, weights, biases, options, world = _recorded(inputs)
         none = [None] * len(weights)
-        given = Given(a, weights, [x if x.numel() else None for x in biases] or none, none)
+        operands = Operands(a, weights, [x if x.numel() else None for x in biases] or none, none)
         with torch.no_grad():
-            results: list[Tensor] = fused.run(operator.check(_world(world), given, options))
+            results: list[Tensor] = fused.run(operator.check(_world(world), operands, options))
         return results
 
     made = torch.library.custom_op(f"weft::{operator.name}", run, mutates_args=(), schema=_SCHEMA)

@@ -210,7 +210,7 @@ def _agreed(call: Call, key: Class) -> list[Selection]:
         numbers[3 * at : 3 * at + 3, 0] = torch.tensor(encoded)
     tensors = {"a": numbers, "out": numbers[:0]} if own else {"a": numbers[:0], "out": numbers}
     plan = _from_rank_0(world.levels, world.topology)
-    _untraced(call, f"{call.words}\n{key}", plan, tensors, (len(numbers),))
+    _untraced(call, f"{call.description}\n{key}", plan, tensors, (len(numbers),))
     return own or [
         Selection(Variant(_ALGORITHMS[name], pieces, ORDERS[order]), "as rank 0 decided")
         for name, pieces, order in numbers.view(-1, 3).tolist()
@@ -223,7 +223,7 @@ def _exchanged(call: Call, trial: Trial) -> Tensor:
     world, own = call.world, torch.tensor(trial.calls).view(1, -1)
     every = own.new_empty(world.ranks, own.shape[1])
     plan = _to_all(call.operator.name, world.levels, world.topology)
-    name = f"{call.words}\n{trial.key} took {own.shape[1]}"
+    name = f"{call.description}\n{trial.key} took {own.shape[1]}"
     _untraced(call, name, plan, {"a": own, "gathered": every}, (1,) * world.ranks)
     return every
 

@@ -59,7 +59,7 @@ class Options(NamedTuple):
     extra: Sequence[int] | None = None
 
 
-class Given(NamedTuple):
+class Operands(NamedTuple):
     """The tensors of a call: this rank's rows, the weights, and for each weight its bias and its
     output, or None.
     """
@@ -87,15 +87,15 @@ class Call(ABC):
     """A call that was checked on this rank, and the rules of its operator.
 
     `tensors` are the matrices of the plan's buffers: ``a``, then those that `results` are made of,
-    in order. `weights` and `biases` are the operands of its products in order. `asked` are the
-    fields of its `Request` that no other operator has.
+    in order. `weights` and `biases` are the operands of its products in order. `request_fields` are
+    the fields of its `Request` that no other operator has.
     """
 
     tensors: Mapping[str, Tensor]
     results: list[Tensor]
     weights: Sequence[Weight] = ()
     biases: Sequence[Tensor | None] = ()
-    asked: Mapping[str, object] = MappingProxyType({})
+    request_fields: Mapping[str, object] = MappingProxyType({})
 
     def __init__(self, world: World, options: Options, workload: Workload) -> None:
         self.world, self.options, self.workload = world, options, workload
@@ -150,7 +150,7 @@ class Call(ABC):
         return self.options.algorithm == "auto"
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The call as errors show it, with the rows that ranks exchange: all know their numbers."""
         rows, operator = self.workload.rows, self.workload.operator
         of = self.operator.exchanges
@@ -216,7 +216,7 @@ class Call(ABC):
 
     @abstractmethod
     def overlapped(self) -> tuple[str, str]:
-        """The same for enough rows to move some of them while others are multiplied."""
+        """The algorithm and the reason for enough rows to move some while others are multiplied."""
 
     @abstractmethod
     def chunk_rows(self, algorithm: str) -> int:
@@ -244,11 +244,11 @@ def kernel_of(weight: Weight) -> Kernel:
 def workload(
     operator: str,
     rows: tuple[int, ...],
-    given: Given,
+    operands: Operands,
     out_dtype: torch.dtype,
     symmetric: bool = True,
 ) -> Workload:
     """The workload of a call; several weights count as one of all their columns."""
-    a, weights, _, _ = given
+    a, weights, _, _ = operands
     columns, dtypes = sum([b.shape[1] for b in weights]), (name(a.dtype), name(out_dtype))
     return Workload(operator, rows, a.shape[-1], columns, *dtypes, packed(weights), symmetric)

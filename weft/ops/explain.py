@@ -12,7 +12,7 @@ from weft.kernels.weights import Weight, words
 from weft.ops import float8
 from weft.ops.arguments import listed
 from weft.ops.autotune import expected
-from weft.ops.call import Call, Given, Options
+from weft.ops.call import Call, Operands, Options
 from weft.ops.operator import find
 from weft.predict import machine, rank
 from weft.schedules.operators import OPERATORS
@@ -62,8 +62,8 @@ def explain(
     with torch.no_grad():
         rows, weights = float8.scaled(a, weights, scale_a, scales, world)
         options = Options(dim, op, out_dtype, return_gathered, shard_rows, algorithm, chunk_rows)
-        given = Given(rows, weights, biases, [None] * len(weights))
-        call = find(operator).check(world, given, options)
+        operands = Operands(rows, weights, biases, [None] * len(weights))
+        call = find(operator).check(world, operands, options)
         selection, own = expected(call), engine(world)
     for weight in call.weights:
         own.check_product(call.tensors["a"], weight, getattr(torch, call.workload.out_dtype))

@@ -1,5 +1,5 @@
-"""Float8 inputs: each row of `a` carries its scale behind its columns, so that whatever moves rows
-moves scales with them.
+"""Float8 inputs: each row of `a` carries its scale after its columns, so that plans move both
+together.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ def scaled(
     scales_b: Sequence[Tensor | None],
     world: World,
 ) -> tuple[Tensor, list[Weight]]:
-    """`a` with its scales behind its columns, and the weights with theirs; as they are given where
-    no scale is.
+    """`a` with its scales after its columns, and the weights with theirs; unchanged without scales.
 
     Scales are float32: one for a whole tensor, or one for each row of a (…, 1) and each column of b
     (1, N), as ``torch._scaled_mm`` takes them. Raises `ValueError` or `TypeError` for anything
@@ -58,14 +57,14 @@ def scaled(
     return carried.view(a.dtype), made
 
 
-def _spread(scale: Tensor | None, shape: tuple[int, ...], what: str, world: World) -> Tensor:
+def _spread(scale: Tensor | None, shape: tuple[int, ...], argument: str, world: World) -> Tensor:
     """One scale for each row or column."""
     if scale is None:
-        raise ValueError(f"float8 inputs need scales: give {what}")
-    arguments.check_place(scale, what, world)
+        raise ValueError(f"float8 inputs need scales: give {argument}")
+    arguments.check_place(scale, argument, world)
     if scale.dtype != torch.float32 or (scale.numel() != 1 and scale.shape != torch.Size(shape)):
         raise ValueError(
-            f"{what} must be float32, a single one or of shape {shape}; got {scale.dtype}, "
+            f"{argument} must be float32, a single one or of shape {shape}; got {scale.dtype}, "
             f"{tuple(scale.shape)}"
         )
     return (

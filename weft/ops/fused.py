@@ -76,9 +76,10 @@ def prepare(call: Call, variant: Variant) -> Program:
     """The program of a call in a variant."""
     world, operator, workload = call.world, call.operator, call.workload
     where = {"hosts": world.topology, "remote_reads": world.remote_reads}
-    held = workload._replace(rows=(), k=1, n=1, packed=True)  # what plans for all sizes depend on
-    request = operator.request(workload, variant, **where, **call.asked)
-    plan, dtypes = _planned(call.planner, held, request, call.kernel, call.rows_multiple)
+    # plans depend on the operator and dtypes, not on sizes
+    sizeless = workload._replace(rows=(), k=1, n=1, packed=True)
+    request = operator.request(workload, variant, **where, **call.request_fields)
+    plan, dtypes = _planned(call.planner, sizeless, request, call.kernel, call.rows_multiple)
     return engine(world).program(plan, call.tensors, workload.rows, dtypes)
 
 
@@ -131,6 +132,6 @@ def _keep(call: Call, program: HostProgram, key: Key) -> None:
     own.calls.add(*key, program, binding, dict(call.tensors), call.results, computes.prepare)
 
 
-def _same(ours: Sequence[object], given: Sequence[object]) -> bool:
+def _same(ours: Sequence[object], operands: Sequence[object]) -> bool:
     """Whether these are the caller's own objects."""
-    return [*map(id, ours)] == [*map(id, given)]
+    return [*map(id, ours)] == [*map(id, operands)]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weft.kernels.weights import Weight, rows_multiple
 from weft.ops import arguments, autograd, dims, float8, fused
-from weft.ops.call import Call, Given, Options, workload
+from weft.ops.call import Call, Operands, Options, workload
 from weft.ops.operator import FusedOperator, Gradient, Gradients, Pattern, Recorded
 from weft.ops.partial_sums import (
     ADDED_ROWS,
@@ -86,29 +86,29 @@ def matmul_all_reduce(
         operator = torch.ops.weft.matmul_all_reduce.default
         return autograd.call(operator, a, [b], [bias], out, options, world)[0]
     with torch.no_grad():
-        call = check(world, Given(a, [b], [bias], [out]), options)
+        call = check(world, Operands(a, [b], [bias], [out]), options)
         results = fused.run(call, key)
     return results[0]
 
 
-def check(world: World, given: Given, options: Options) -> Call:
+def check(world: World, operands: Operands, options: Options) -> Call:
     """A checked call, which computes the sum."""
-    out_dtype = check_sum(world, given, options)
-    a, (b,), (bias,), (out,) = given
+    out_dtype = check_sum(world, operands, options)
+    a, (b,), (bias,), (out,) = operands
     result = arguments.result(out, (*a.shape[:-1], b.shape[1]), out_dtype, (a, b, bias), world)
-    return _ReduceCall(world, options, given, result)
+    return _ReduceCall(world, options, operands, result)
 
 
 class _ReduceCall(SumCall):
     """Each rank adds up a share of the rows, or all."""
 
-    def __init__(self, world: World, options: Options, given: Given, result: Tensor) -> None:
-        a, (b,), (bias,), _ = given
+    def __init__(self, world: World, options: Options, operands: Operands, result: Tensor) -> None:
+        a, (b,), (bias,), _ = operands
         self.result, x = result, dims.to_front(a, 0)
         sums = workload(
             "matmul_all_reduce",
             tuple(split(len(x), world.ranks, rows_multiple([b]))),
-            given,
+            operands,
             result.dtype,
         )
         super().__init__(world, options, sums, x, b, result.view(len(x), b.shape[1]), bias)

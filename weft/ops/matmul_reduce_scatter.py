@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weft.kernels.weights import Weight, as_tensor
 from weft.ops import arguments, autograd, dims, float8, fused
-from weft.ops.call import Call, Given, Options, workload
+from weft.ops.call import Call, Operands, Options, workload
 from weft.ops.operator import FusedOperator, Gradient, Gradients, Pattern, Recorded
 from weft.ops.partial_sums import (
     ADDED_ROWS,
@@ -107,15 +107,15 @@ def matmul_reduce_scatter(
         operator = torch.ops.weft.matmul_reduce_scatter.default
         return autograd.call(operator, a, [b], [bias], out, options, world)[0]
     with torch.no_grad():
-        call = check(world, Given(a, [b], [bias], [out]), options)
+        call = check(world, Operands(a, [b], [bias], [out]), options)
         results = fused.run(call, key)
     return results[0]
 
 
-def check(world: World, given: Given, options: Options) -> Call:
+def check(world: World, operands: Operands, options: Options) -> Call:
     """A checked call, which computes this rank's part of the sum."""
-    out_dtype = check_sum(world, given, options)
-    a, (b,), (bias,), (out,) = given
+    out_dtype = check_sum(world, operands, options)
+    a, (b,), (bias,), (out,) = operands
     dim = dims.normal(options.dim, a.dim())
     shape = (*a.shape[:-1], b.shape[1])
     parts = arguments.check_parts(shape[dim], options.shard_rows, world)
@@ -126,7 +126,7 @@ def check(world: World, given: Given, options: Options) -> Call:
         out, dims.resized(shape, dim, parts[world.rank]), out_dtype, (a, b, bias), world
     )
     options = options if dim == options.dim else options._replace(dim=dim)
-    return (_ColumnsCall if transposed else _RowsCall)(world, options, given, parts, result)
+    return (_ColumnsCall if transposed else _RowsCall)(world, options, operands, parts, result)
 
 
 class _ScatterCall(SumCall):
@@ -158,14 +158,19 @@ class _RowsCall(_ScatterCall):
     """Any dimension but the last is scattered."""
 
     def __init__(
-        self, world: World, options: Options, given: Given, parts: Sequence[int], result: Tensor
+        self,
+        world: World,
+        options: Options,
+        operands: Operands,
+        parts: Sequence[int],
+        result: Tensor,
     ) -> None:
-        a, (b,), (bias,), _ = given
+        a, (b,), (bias,), _ = operands
         dim, inner = options.dim, dims.inner(a.shape, options.dim)
         rows = tuple(part * inner for part in parts)
         self.result, self.front = result, dims.front(result, dim)
         kept = self.front.view(rows[world.rank], b.shape[1])
-        sums = workload("matmul_reduce_scatter", rows, given, result.dtype)
+        sums = workload("matmul_reduce_scatter", rows, operands, result.dtype)
         super().__init__(world, options, sums, dims.to_front(a, dim), b, kept, bias)
 
     def finish(self) -> list[Tensor]:
@@ -178,13 +183,18 @@ class _ColumnsCall(_ScatterCall):
     """
 
     def __init__(
-        self, world: World, options: Options, given: Given, parts: Sequence[int], result: Tensor
+        self,
+        world: World,
+        options: Options,
+        operands: Operands,
+        parts: Sequence[int],
+        result: Tensor,
     ) -> None:
-        a, (b,), (self.bias,), _ = given
+        a, (b,), (self.bias,), _ = operands
         self.result, matrix = result, dims.to_front(a, 0)
         dtype = result.dtype if self.bias is None else accumulator(result.dtype)
         self.summed = matrix.new_empty(parts[world.rank], len(matrix), dtype=dtype)
-        sums = workload("matmul_reduce_scatter", tuple(parts), given, dtype)._replace(
+        sums = workload("matmul_reduce_scatter", tuple(parts), operands, dtype)._replace(
             n=len(matrix), packed=False
         )
         super().__init__(

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from weft.ops.call import Call, Given, Options
+from weft.ops.call import Call, Operands, Options
 from weft.schedules.workload import Operator
 from weft.world import World
 
@@ -84,7 +84,7 @@ class FusedOperator:
     """
 
     schedule: Operator
-    check: Callable[[World, Given, Options], Call]
+    check: Callable[[World, Operands, Options], Call]
     reference: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[int]], Sequence[Tensor]]
     fake: Callable[[Recorded], list[Tensor]] | None = None
     gradient: Gradient | None = None

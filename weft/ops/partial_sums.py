@@ -13,7 +13,7 @@ from torch import Tensor
 from weft.checks import check_timeout, name
 from weft.kernels.weights import Weight
 from weft.ops import arguments, dims
-from weft.ops.call import Call, Given, Options
+from weft.ops.call import Call, Operands, Options
 from weft.ops.operator import Exchange, Recorded
 from weft.schedules import workload as pure
 from weft.schedules.workload import Workload
@@ -41,9 +41,9 @@ def exchange_of_sum(rows: Any, op: str, *divided: Any) -> Exchange | None:
     return Exchange(rows, group, ranks[0] if ranks else None, op) if op in OPS else None
 
 
-def check_sum(world: World, given: Given, options: Options) -> torch.dtype:
+def check_sum(world: World, operands: Operands, options: Options) -> torch.dtype:
     """Check the arguments that both operators have; returns the dtype of the result."""
-    a, (b,), (bias,), _ = given
+    a, (b,), (bias,), _ = operands
     arguments.check_matrix(a, world)
     arguments.check_weight(a, b, world)
     arguments.check_bias(bias, b.shape[1], world)
@@ -79,7 +79,11 @@ class SumCall(Call):
     ) -> None:
         super().__init__(world, options, sums)
         self.results = [self.result]
-        self.tensors, self.weights, self.asked = {"a": x, "out": out}, (weight,), {"op": options.op}
+        self.tensors, self.weights, self.request_fields = (
+            {"a": x, "out": out},
+            (weight,),
+            {"op": options.op},
+        )
         if bias is not None and options.own_bias:
             self.biases = (bias,)
         elif bias is not None and world.rank == 0:
