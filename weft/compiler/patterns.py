@@ -18,7 +18,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from weft.compiler.operators import COLLECTIVES
 from weft.kernels.weights import DTYPES
-from weft.ops.operator import Exchange
+from weft.ops.operator import Exchange, Pattern
+from weft.schedules.operators import OPERATORS
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -88,9 +89,19 @@ def found(node: Node) -> Gather | Sum | None:
         exchange = pattern.exchange(*_args(node))
         find = _gather if pattern.product == "after" else _sum
         fused = None if exchange is None else find(node, name, exchange)
-        if fused is not None and (pattern.any_dim or fused.dim == 0):
+        if fused is not None and _supports(pattern, fused):
             return fused
     return None
+
+
+def _supports(pattern: Pattern, fused: Gather | Sum) -> bool:
+    """Whether an operator has the options that a pattern needs."""
+    if fused.dim and not pattern.any_dim:
+        return False
+    if isinstance(fused, Sum):
+        return True
+    several = OPERATORS[fused.operator].several_weights
+    return (pattern.keeps or not fused.kept) and (several or len(fused.products) == 1)
 
 
 def is_gather(node: Node) -> bool:

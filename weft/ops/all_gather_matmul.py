@@ -355,6 +355,7 @@ OPERATOR = FusedOperator(
         "after",
         lambda rows, ranks, group: Exchange(rows, group, ranks),
         any_dim=True,
+        keeps=True,
     ),
     subject="GatheredRows",
 )

@@ -64,13 +64,15 @@ class Pattern(NamedTuple):
 
     `exchange` reads the arguments of the collective; it returns None for arguments with which the
     operator cannot replace it. Several operators may have patterns of one collective. `any_dim`:
-    rows may be gathered or divided along any dimension, the operator's ``dim``.
+    rows may be gathered or divided along any dimension, the operator's ``dim``. `keeps`: the
+    collective's result can be a result of the operator, too, by ``keep``.
     """
 
     collective: str
     product: Literal["before", "after"]
     exchange: Callable[..., Exchange | None]
     any_dim: bool = False
+    keeps: bool = False
 
 
 @dataclass(frozen=True)
