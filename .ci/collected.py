@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[1]
 COLLECT = """
 import sys, pytest
 ballast = [[object()] * size for size in range(1, 64) for _ in range(int(sys.argv[1]))]
-sys.exit(pytest.main(["--collect-only", "--override-ini=addopts=", "-q", "-p", "no:cacheprovider", "--numprocesses=0"]))
+options = ["--collect-only", "--override-ini=addopts=", "-q", "-p", "no:cacheprovider"]
+sys.exit(pytest.main([*options, "--numprocesses=0"]))
 """
 
 

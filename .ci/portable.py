@@ -60,7 +60,9 @@ Command = list[str | Path]
 
 @dataclass(frozen=True, eq=False)
 class Build:
-    """A cell of the table: its row and column, the commands that must succeed, and its text then."""
+    """A cell of the table: its row and column, the commands that must succeed, and its text
+    then.
+    """
 
     compiler: str
     column: str

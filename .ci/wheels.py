@@ -60,8 +60,8 @@ def build(target: str) -> None:
     [wheel] = folder.glob("*.whl")
     if (
         library == "musl"
-        # musl has two names for itself; zig takes the one that its distributions, and auditwheel, do
-        # not
+        # musl has two names for itself; zig takes the one that its distributions, and auditwheel,
+        # do not
     ):
         run("wheel", "unpack", "--dest", folder / "unpacked", wheel)
         [unpacked] = (folder / "unpacked").iterdir()

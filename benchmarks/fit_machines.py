@@ -126,7 +126,8 @@ def streaming() -> System:
             **ASCEND,
             communicate_slowdown=p["communicate_slowdown"],
             lanes=15,
-            source=f"published times of a chunk-streaming all-gather + matmul on Ascend 910B1. {ASSUMED}",
+            source="published times of a chunk-streaming all-gather + matmul on Ascend 910B1. "
+            f"{ASSUMED}",
         )
 
     begin = {"tflops": 350.0, "gbs": 16.0, "fixed_us": 1.0, "communicate_slowdown": 1.5}
@@ -250,7 +251,8 @@ def streams() -> System:
                 "nccl.compute_slowdown" if variant == "nccl" else "compute_slowdown"
             ],
             ranks=8,
-            source="published times of a product concurrent with an all-gather, and of matmul + all-reduce, on H100 with NVLink; nccl: "
+            source="published times of a product concurrent with an all-gather, and of matmul "
+            "+ all-reduce, on H100 with NVLink; nccl: "
             "communication by kernels, otherwise by copy engines over symmetric memory. "
             f"{ASSUMED}, as is the link between groups of 8: 400 Gbit/s for each rank",
         )

@@ -106,7 +106,8 @@ def measure(rows: list[dict[str, Any]]) -> None:
 def summary(rows: list[dict[str, Any]]) -> str:
     """The configurations as a Markdown table, and their errors."""
     lines = [
-        "| configuration | variant | predicted | measured (median) | error | predicted best / best |",
+        "| configuration | variant | predicted | measured (median) | error | predicted best / "
+        "best |",
         "|---|---|---|---|---|---|",
     ]
     errors, misses = [], []
@@ -129,7 +130,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
         variant = f"{Variant(*row['way'])}, {row['way'][1]} pieces"
         times = f"{row['predicted_ms']:.3f} ms | {row['measured_ms']:.3f} ({row['median_ms']:.3f})"
         lines.append(
-            f"| {description}, {where} | {variant} | {times} | {errors[-1]:+.0f} % | {misses[-1]:+.0f} % |"
+            f"| {description}, {where} | {variant} | {times} | {errors[-1]:+.0f} % | "
+            f"{misses[-1]:+.0f} % |"
         )
     mean, worst = sum(map(abs, errors)) / len(errors), max(map(abs, errors))
     right = sum(miss <= 5 for miss in misses)

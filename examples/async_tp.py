@@ -144,7 +144,8 @@ def main(
         raise typer.BadParameter("heads divide dim, ranks divide heads and length")
     times, operators = weft.launch(measure, ranks, dim, layers, heads, batch, length, runs)[0]
     table = Table(
-        title=f"{layers} layers of width {dim}, {batch} x {length} tokens, {ranks} ranks; median of {runs} runs"
+        title=f"{layers} layers of width {dim}, {batch} x {length} tokens, {ranks} ranks; "
+        f"median of {runs} runs"
     )
     for column in ("", "ms", "ratio"):
         table.add_column(column, justify="right" if column else "left")

@@ -161,7 +161,8 @@ def main(
         }
     first, *_ = found.values()
     table = Table(
-        title=f"Llama, {layers} layers of width {hidden}, {dtype}; {ranks} ranks; medians of {runs} runs"
+        title=f"Llama, {layers} layers of width {hidden}, {dtype}; {ranks} ranks; medians of "
+        f"{runs} runs"
     )
     for column in ("", f"prefill of {prompt}, ms", "decode, ms a token", "the same tokens"):
         table.add_column(column, justify="right" if column else "left", no_wrap=not column)

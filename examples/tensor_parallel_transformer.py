@@ -328,7 +328,8 @@ def main(
     console = Console()
     result = weft.launch(measure, ranks, sizes, iterations, Console(stderr=True).is_terminal)[0]
     table = Table(
-        title=f"{layers} layers of width {dim}, {dtype}, {ranks} ranks; medians of {iterations} runs"
+        title=f"{layers} layers of width {dim}, {dtype}, {ranks} ranks; medians of "
+        f"{iterations} runs"
     )
     for column in ("", "torch ms", "weft ms", "torch tokens/s", "weft tokens/s", "ratio"):
         table.add_column(column, justify="right" if column else "left", no_wrap=not column)

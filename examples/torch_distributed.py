@@ -199,7 +199,8 @@ def main(
         )
     found = weft.launch(measure, ranks, dim, layers, heads, batch, length, steps)[0]
     table = Table(
-        title=f"{layers} layers of width {dim}, {batch} x {length} tokens, {ranks} ranks; median of {steps} steps"
+        title=f"{layers} layers of width {dim}, {batch} x {length} tokens, {ranks} ranks; "
+        f"median of {steps} steps"
     )
     for column in ("", "gloo ms", "weft ms", "ratio"):
         table.add_column(column, justify="right" if column else "left")

@@ -33,7 +33,8 @@ def check_tensor(tensor: object, argument: str) -> None:
         raise TypeError(_of_another_type(tensor, argument))
     if tensor.is_nested:
         raise ValueError(
-            f"{argument} is a nested tensor: pass {argument}.to_padded_tensor(0.0), or each part separately"
+            f"{argument} is a nested tensor: pass {argument}.to_padded_tensor(0.0), or each "
+            "part separately"
         )
     if tensor.layout is not torch.strided:
         raise ValueError(f"{argument} has the layout {tensor.layout}: pass {argument}.to_dense()")

@@ -82,7 +82,9 @@ class Mpi:
 
 
 class MpiCalls:
-    """Calls of an MPI, which rank 0 requests while the other ranks sleep in a collective of gloo."""
+    """Calls of an MPI, which rank 0 requests while the other ranks sleep in a collective of
+    gloo.
+    """
 
     def __init__(self, name: str, in_place: bool, ranks: MpiRanks | None, world: World) -> None:
         self.implementation, self.in_place, self.ranks, self.world = name, in_place, ranks, world

@@ -1,4 +1,6 @@
-"""The commands of ``weft bench`` that are part of the repository. Importing it does not load torch."""
+"""The commands of ``weft bench`` that are part of the repository. Importing it does not load
+torch.
+"""
 
 from __future__ import annotations
 

@@ -218,7 +218,10 @@ def measure(settings: ServingSettings) -> dict[str, Any]:
     `steps`, each on the slowest rank; `tokens_per_s` is the tokens of all steps over their total
     time.
     """
-    alone = "one process cannot have the cores of several: run weft bench serving without a launcher there"
+    alone = (
+        "one process cannot have the cores of several: run weft bench serving without a "
+        "launcher there"
+    )
     with session(settings.threads, alone) as world:
         serving = Serving(settings, world)
         seconds, checks = verified(IMPLEMENTATIONS, serving.verify, serving.race)
@@ -276,7 +279,8 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
         f"rank 0 with {alone} threads.",
         tables.verdict(
             result,
-            "float64 before and after timing, and every step one implementation against another; at most "
+            "float64 before and after timing, and every step one implementation against "
+            "another; at most "
             f"{result['tolerance']:g} of the "
             "largest element off.",
         ),
@@ -305,7 +309,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 def title(result: dict[str, Any]) -> str:
     """The ranks, the sizes of the block and the dtype."""
-    return f"serving: {result['ranks']} ranks, a block of {result['hidden']} and {result['intermediate']}, {result['dtype']}"
+    return (
+        f"serving: {result['ranks']} ranks, a block of {result['hidden']} and "
+        f"{result['intermediate']}, {result['dtype']}"
+    )
 
 
 def _tokens(result: dict[str, Any]) -> list[int]:

@@ -32,8 +32,8 @@ MOVES = (_WAIT, *_SPLITS, operator.getitem, _aten.slice.Tensor, _aten.cat.defaul
 
 
 class Product(NamedTuple):
-    """``a @ b (+ bias) (+ added)`` of matrices, with a bias for each column, or a summand `added` of
-    any other shape.
+    """``a @ b (+ bias) (+ added)`` of matrices, with a bias for each column, or a summand `added`
+    of any other shape.
     """
 
     node: Node
@@ -133,7 +133,9 @@ def _gather(node: Node, name: str, exchange: Exchange) -> Gather | None:
 
 
 def _sum(node: Node, name: str, exchange: Exchange) -> Sum | None:
-    """The pattern of this reduce-scatter or all-reduce, if it sums a product that has no other use."""
+    """The pattern of this reduce-scatter or all-reduce, if it sums a product that has no other
+    use.
+    """
     source, group, ranks, op = exchange
     nodes, dim, scatters = [node], 0, ranks is not None
     if scatters and (parts := _parts(source, ranks)) is not None and _dim(source) == 0:
@@ -296,7 +298,9 @@ def _parts(cat: Node, ranks: int) -> tuple[Node, int] | None:
 
 
 def _cut(piece: Node) -> tuple[Node, int, Any] | None:
-    """The tensor that a node is a piece of, the dimension of the cut, and the start of the piece."""
+    """The tensor that a node is a piece of, the dimension of the cut, and the start of the
+    piece.
+    """
     if piece.target is operator.getitem and _args(piece)[0].target in _SPLITS:
         split, index = _args(piece)
         source, _, dim = (*split.args, split.kwargs.get("dim", 0))[:3]

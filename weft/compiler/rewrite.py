@@ -117,8 +117,8 @@ def _factors(made: Any) -> tuple[Node, Node]:
 
 
 def chain(graph: Graph) -> Counter[str]:
-    """Sort the nodes topologically, and make each operator of weft depend on the one before; returns
-    the number of each operator.
+    """Sort the nodes topologically, and make each operator of weft depend on the one before;
+    returns the number of each operator.
     """
     stable_topological_sort(graph)
     made = [node for node in graph.nodes if node.target in operators.NAMES]
@@ -130,7 +130,9 @@ def chain(graph: Graph) -> Counter[str]:
 
 
 def _sum_of(result: Node) -> Any:
-    """The operator that returns `result` as the sum of its only product, if that is its only use."""
+    """The operator that returns `result` as the sum of its only product, if that is its only
+    use.
+    """
     made: Any = result.args[0] if result.target is operator.getitem else None
     fused = None if made is None else OPERATORS.get(operators.NAMES.get(made.target, ""))
     is_sum = fused is not None and fused.exchanges == "out" and made.args[3] in ("sum", "avg")

@@ -349,7 +349,8 @@ def _problems(
         if abs(offset) > _CLOCK_ERROR * 1e9:
             sign = "ahead of" if offset > 0 else "behind"
             yield (
-                f"the clock of {report.name} (rank {report.rank}) is {abs(offset) / 1e9:.1f} s {sign} "
+                f"the clock of {report.name} (rank {report.rank}) is {abs(offset) / 1e9:.1f} s "
+                f"{sign} "
                 f"that of {everyone[0].name}: synchronize both by NTP, or timestamps in logs will "
                 "not match; weft itself is not affected"
             )

@@ -409,8 +409,8 @@ def _workspace_size(size: int) -> int:
     """`size` bytes rounded up, by less than an eighth from 8 MiB on, so that the workspace seldom
     grows.
 
-    The minimum, `_LEAST_WORKSPACE`, is enough for most calls of few rows: growing takes all ranks as
-    long as several such calls.
+    The minimum, `_LEAST_WORKSPACE`, is enough for most calls of few rows: growing takes all ranks
+    as long as several such calls.
     """
     step = max(_LEAST_WORKSPACE, 1 << max(0, size.bit_length() - 4))
     return -(-size // step) * step

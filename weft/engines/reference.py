@@ -31,7 +31,8 @@ EAGER_SETS = _native.Executor.eager_sets
 Buffers = dict[str, Tensor]
 Move = Copy | Compute | Reduce
 Step = tuple[int, str]
-"""A rank and the lane that takes its next instruction, or ``""`` if the rank begins its next call."""
+"""A rank and the lane that takes its next instruction, or ``""`` if the rank begins its next call.
+"""
 
 Awaited = tuple[Signal, int]
 """A signal and the value that it must have reached."""
@@ -82,8 +83,8 @@ def _round_robin() -> Callable[[Sequence[Step]], Step]:
 
 
 def _at_random(order: random.Random) -> Callable[[Sequence[Step]], Step]:
-    """Steps by random priorities of lanes. Some runs keep the priorities for long, so that lanes run
-    far ahead; others draw them anew for each step.
+    """Steps by random priorities of lanes. Some runs keep the priorities for long, so that lanes
+    run far ahead; others draw them anew for each step.
     """
     redraw = order.random()
     priorities: dict[Step, float] = {}

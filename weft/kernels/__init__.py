@@ -1,1 +1,3 @@
-"""Kernels, one file for each, with its meaning, its execution and its predicted time; and weights."""
+"""Kernels, one file for each, with its meaning, its execution and its predicted time; and
+weights.
+"""

@@ -42,7 +42,8 @@ class ScaledWeight(PreparedWeight):
     def check(self, k: int) -> None:
         if k != self.shape[0]:
             raise ValueError(
-                "float8 inputs cannot be gathered along K, their last dimension, since each part has "
+                "float8 inputs cannot be gathered along K, their last dimension, since each "
+                "part has "
                 "scales of its own: choose another dim"
             )
 

@@ -57,7 +57,8 @@ def weight(
     There is no gradient: a call that is recorded is a `ValueError`. Raises `ValueError` or
     `TypeError` for invalid arguments.
 
-        >>> linear = weft.weight(lambda rows, out: out.copy_(layer(rows)), (512, 256), torch.bfloat16)
+        >>> linear = weft.weight(lambda rows, out: out.copy_(layer(rows)), (512, 256),
+        torch.bfloat16)
         >>> y = weft.all_gather_matmul(x, linear)
     """
     if not callable(product):

@@ -89,8 +89,8 @@ def _onednn(x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, packed: bool
 class Method(NamedTuple):
     """A method of multiplying: ``run(x, form(weight), out, bias, packed)``.
 
-    `form` makes the form in which `run` takes a weight, in each product; `packed` makes it once, for
-    a packed weight.
+    `form` makes the form in which `run` takes a weight, in each product; `packed` makes it once,
+    for a packed weight.
     """
 
     form: Callable[[Tensor], Tensor]
@@ -103,7 +103,9 @@ def _itself(b: Tensor) -> Tensor:
 
 
 def _dense(b: Tensor) -> Tensor:
-    """`b` transposed, without gaps between rows and columns, for which oneDNN has no fast kernel."""
+    """`b` transposed, without gaps between rows and columns, for which oneDNN has no fast
+    kernel.
+    """
     return (b if b.is_contiguous() or b.t().is_contiguous() else b.contiguous()).t()
 
 

@@ -1,4 +1,6 @@
-"""The local matrix product on a CPU: ``out = x @ weight (+ bias)``, by the fastest of several methods."""
+"""The local matrix product on a CPU: ``out = x @ weight (+ bias)``, by the fastest of several
+methods.
+"""
 
 from __future__ import annotations
 

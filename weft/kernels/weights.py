@@ -32,13 +32,13 @@ class PreparedWeight(ABC):
     Operators take it wherever they take a tensor `b`. A product may be computed in several parts,
     so each row of the result must depend on the same row of x alone.
 
-    Attributes: `shape`, ``torch.Size((K, N))``; `dtype`, of the rows that it multiplies; `layout`, a
-    number that is equal for weights for which calls have the same plan and product; `tensors`, which
-    its products read, so that no output may overlap them; `source`, the tensor that gets the
-    gradient, or None if there is no gradient; `packed`, whether the product
-    reads the weight as it is stored, without laying it out anew; `rows_multiple`, the number of
-    rows of which its product prefers multiples; `kernel`, which plans run with it, or None for that
-    of the matrix product; `words`, its kind for `weft.explain`.
+    Attributes: `shape`, ``torch.Size((K, N))``; `dtype`, of the rows that it multiplies; `layout`,
+    a number that is equal for weights for which calls have the same plan and product; `tensors`,
+    which its products read, so that no output may overlap them; `source`, the tensor that gets the
+    gradient, or None if there is no gradient; `packed`, whether the product reads the weight as it
+    is stored, without laying it out anew; `rows_multiple`, the number of rows of which its product
+    prefers multiples; `kernel`, which plans run with it, or None for that of the matrix product;
+    `words`, its kind for `weft.explain`.
     """
 
     source: Tensor | None = None

@@ -1,4 +1,6 @@
-"""The public operators: each checks its arguments, selects a plan for their sizes and executes it."""
+"""The public operators: each checks its arguments, selects a plan for their sizes and executes
+it.
+"""
 
 from weft.ops import autograd, operator
 from weft.schedules.operators import OPERATORS

@@ -106,7 +106,8 @@ def _splits(
     if not len(ins) == len(outs) == world.ranks or min(ins + outs) < 0 or sum(ins) != rows:
         raise ValueError(
             f"input_split_sizes and output_split_sizes must be {world.ranks} sizes each, none "
-            f"negative, and input_split_sizes must add up to {rows} rows; got {[*ins]} and {[*outs]}"
+            f"negative, and input_split_sizes must add up to {rows} rows; got {[*ins]} and "
+            f"{[*outs]}"
         )
     return ins, outs
 

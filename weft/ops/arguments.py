@@ -52,8 +52,8 @@ def check_input(
 
 
 def check_weight(a: Tensor, b: Weight, world: World, k: int | None = None) -> None:
-    """Raise an error unless `b` is (K, N) of a's dtype; K is the columns of a, or `k` if a is a part
-    of the factor.
+    """Raise an error unless `b` is (K, N) of a's dtype; K is the columns of a, or `k` if a is a
+    part of the factor.
     """
     k = a.shape[-1] if k is None else k
     if isinstance(b, PreparedWeight):
@@ -130,7 +130,9 @@ def check_chunk_rows(chunk_rows: int | None) -> None:
 
 
 def check_algorithm(algorithm: str, operator: Operator | Collective, world: World) -> None:
-    """Raise `ValueError` unless it is ``auto`` or an algorithm of the operator that the engine has."""
+    """Raise `ValueError` unless it is ``auto`` or an algorithm of the operator that the engine
+    has.
+    """
     known, shared_memory_only = operator.algorithms, operator.shared_memory_only
     if algorithm not in (*known, "auto"):
         raise ValueError(

@@ -38,8 +38,8 @@ CALLS = 12
 _CANDIDATES = 4
 """The maximum number of candidates of a class."""
 _DROPPED_FROM = (1.5, 1.2)
-"""Multiples of the fastest time, after the first round and after later ones, above which a candidate
-is dropped.
+"""Multiples of the fastest time, after the first round and after later ones, above which a
+candidate is dropped.
 """
 _BETTER = 0.97
 """A variant replaces the rule's if its time is below this fraction of the rule's."""

@@ -24,8 +24,8 @@ def broadcast(
     world: World | None = None,
     timeout: float | None = None,
 ) -> Tensor:
-    """Overwrite `tensor`, which must be contiguous, with the tensor of rank `source`, and return it;
-    any dtype of `ANY`.
+    """Overwrite `tensor`, which must be contiguous, with the tensor of rank `source`, and return
+    it; any dtype of `ANY`.
 
     `algorithm` is ``pull`` (ranks read from the source; auto's choice on one host), ``push`` (the
     source puts its rows to each other host, or on one host to each other rank; auto's choice on

@@ -35,8 +35,8 @@ product reads, or packs, the whole weight.
 _WORTH_HIDING = 5e-4
 """Seconds on an emulated link that are worth hiding: for less, the signals of pieces cost more."""
 _HOST_PIECES = 8
-"""Transfers per shard between hosts: each transfer and each small product takes more of a core there
-than the last piece takes after the others.
+"""Transfers per shard between hosts: each transfer and each small product takes more of a core
+there than the last piece takes after the others.
 """
 
 

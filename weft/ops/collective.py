@@ -1,12 +1,12 @@
-"""Calls of weft's collectives: plans on symmetric or plain CPU tensors that the native core executes
-without Python.
+"""Calls of weft's collectives: plans on symmetric or plain CPU tensors that the native core
+executes without Python.
 
 Every rank must make the call. It returns when the result is complete and peers no longer read the
-inputs. The ``_async`` form returns a `Handle` at once and runs on the native lane (the first call of
-its kind may wait for peers, to allocate a workspace together); its tensors must not be accessed
-before `Handle.wait`. At most 16 asynchronous calls of a world run concurrently; the next call blocks
-until the first has ended. Calls are executed in the order in which they are made. Results do not
-depend on the order of arrival: they are bitwise equal on every run.
+inputs. The ``_async`` form returns a `Handle` at once and runs on the native lane (the first call
+of its kind may wait for peers, to allocate a workspace together); its tensors must not be accessed
+before `Handle.wait`. At most 16 asynchronous calls of a world run concurrently; the next call
+blocks until the first has ended. Calls are executed in the order in which they are made. Results do
+not depend on the order of arrival: they are bitwise equal on every run.
 
 The call cache has the calls on tensors of the same layouts (dtype, shape, strides; the address in
 symmetric memory, if in any); a repeated call is fastest with `out`. Symmetric tensors
@@ -234,8 +234,8 @@ def as_matrix(tensor: Tensor, dim: int = 0) -> Tensor:
 def parts(
     tensor: Tensor, blocks: Tensor, dim: int, sizes: Sequence[int]
 ) -> list[tuple[Tensor, Tensor]]:
-    """The parts of a tensor along `dim`, of these sizes, each with a contiguous block of `blocks` of
-    the same shape.
+    """The parts of a tensor along `dim`, of these sizes, each with a contiguous block of `blocks`
+    of the same shape.
     """
     parts = tensor.split([*sizes], dim)
     flat = blocks.view(-1).split([part.numel() for part in parts])

@@ -65,7 +65,8 @@ def _row_bytes(matrix: Tensor) -> int:
 
 
 def moved_eagerly(world: World, size: int, reachable: bool) -> bool:
-    """Whether `size` bytes of each rank are sent eagerly; `reachable`: peers can access the tensors.
+    """Whether `size` bytes of each rank are sent eagerly; `reachable`: peers can access the
+    tensors.
 
     If peers cannot access them, the limit is the size of an eager buffer: staging would make the
     same copies, with one more signal.

@@ -43,8 +43,8 @@ def matmul_all_reduce(
     world: World | None = None,
     timeout: float | None = None,
 ) -> Tensor:
-    """Multiply `a` by this rank's `b` and sum over all ranks, collectively; the results of all ranks
-    are bitwise equal.
+    """Multiply `a` by this rank's `b` and sum over all ranks, collectively; the results of all
+    ranks are bitwise equal.
 
     The result is that of `torch.matmul` followed by `torch.distributed.all_reduce` (plus `bias`).
     Sums are computed as by `matmul_reduce_scatter` with equal shares of the rows: in rank order, in

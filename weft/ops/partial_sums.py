@@ -36,7 +36,9 @@ OPS = ("sum", "avg")
 
 
 def exchange_of_sum(rows: Any, op: str, *divided: Any) -> Exchange | None:
-    """The arguments of torch's functional reduce-scatter or, without a number of ranks, all-reduce."""
+    """The arguments of torch's functional reduce-scatter or, without a number of ranks,
+    all-reduce.
+    """
     *ranks, group = divided
     return Exchange(rows, group, ranks[0] if ranks else None, op) if op in OPS else None
 

@@ -70,7 +70,8 @@ class Run:
         ranks = [self.run_rank(r) for r in range(self.plans[0].ranks)]
         stuck: dict[int, list[str]] = {r: [] for r in range(len(ranks))}
         moved = True
-        # each generator runs until all its lanes wait, and yields whether it proceeded, and its waits
+        # each generator runs until all its lanes wait, and yields whether it proceeded, and its
+        # waits
         while moved and stuck:
             moved = False
             for r in list(stuck):
@@ -134,7 +135,9 @@ class Run:
         return f"{self.names[lane]} waits for {wait.count} of {wait.signal}, {raised} arrive"
 
     def join(self, rank: int) -> None:
-        """Order all lanes of a rank after the previous execution: their clocks become the maximum."""
+        """Order all lanes of a rank after the previous execution: their clocks become the
+        maximum.
+        """
         mine = [self.index[rank, name] for name in self.lanes[rank]]
         joined = [max(times) for times in zip(*(self.clocks[i] for i in mine), strict=True)]
         for i in mine:
@@ -207,8 +210,8 @@ class Run:
         return any(clock[lane] >= time for lane, time in self.starts.get((execution, rank), ()))
 
     def move(self, execution: int, lane: int, end: int, instruction: Instruction) -> None:
-        """Compute the values of a Copy, Compute or Reduce: `lane` reads them, and `end` writes them,
-        which differs from `lane` for a channel.
+        """Compute the values of a Copy, Compute or Reduce: `lane` reads them, and `end` writes
+        them, which differs from `lane` for a channel.
         """
         match instruction:
             case Copy(src, dst):
@@ -274,7 +277,8 @@ class Run:
             if clock[other] < time:
                 after = self.names[other]
                 self.complain(
-                    f"race on {Region(*region)}: {self.names[lane]} ({access}) is not ordered after "
+                    f"race on {Region(*region)}: {self.names[lane]} ({access}) is not ordered "
+                    "after "
                     f"{after}"
                 )
         if write:

@@ -39,14 +39,17 @@ from weft.plan.values import Value
 Role = Literal["input", "output", "workspace", "eager"]
 
 ANY_BLOCK = -1
-"""In place of a block's number: a slot for any block, one at a time, with the rows of the largest."""
+"""In place of a block's number: a slot for any block, one at a time, with the rows of the largest.
+"""
 
 ROW = -2
 """A block of one row, independent of the bound sizes: buffers without `blocks` consist of these."""
 
 
 class Region(NamedTuple):
-    """Blocks ``start:stop`` of a named buffer on a rank; in a plan over rows, rows ``start:stop``."""
+    """Blocks ``start:stop`` of a named buffer on a rank; in a plan over rows, rows
+    ``start:stop``.
+    """
 
     rank: int
     buffer: str
@@ -232,8 +235,8 @@ class Plan:
         return zlib.crc32(f"{lanes} {self.rows_multiple}".encode())
 
     def part(self, ranks: Container[int]) -> Plan:
-        """The plan with the lanes of these ranks only, and without a result: it can be executed by a
-        rank of a uniform plan, or simulated, but not proved.
+        """The plan with the lanes of these ranks only, and without a result: it can be executed by
+        a rank of a uniform plan, or simulated, but not proved.
         """
         lanes = PerRank(
             self.ranks, lambda rank: self.lanes[rank] if rank in ranks else {}, self.request
@@ -314,9 +317,9 @@ class Plan:
     def promised(self, rank: int) -> dict[Signal, int]:
         """The counters of `rank`, each with its increase in one execution.
 
-        In a uniform plan it follows from the rank's own lanes: a plan waits for all its notifies but
-        "free", for which the next plan waits, and a rank that sends "free" to a peer gets "free"
-        from that peer.
+        In a uniform plan it follows from the rank's own lanes: a plan waits for all its notifies
+        but "free", for which the next plan waits, and a rank that sends "free" to a peer gets
+        "free" from that peer.
         """
         if not self.uniform:
             return dict(self.notified[rank])

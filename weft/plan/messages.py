@@ -1,17 +1,19 @@
 """Lowering of a plan to several hosts: puts to other hosts become messages, in lanes of their own.
 
 `lower_to_messages` moves every `Copy` and `Notify` to another host into a **channel**: lane
-``"comm>3"`` has the messages of ``comm`` to rank 3. The lane itself proceeds at once; it waits until
-rows are sent before it permits a write over them. The result is an ordinary plan, so `weft.verify`
-proves the order that messages really have: in order within a channel, in any order between channels.
+``"comm>3"`` has the messages of ``comm`` to rank 3. The lane itself proceeds at once; it waits
+until rows are sent before it permits a write over them. The result is an ordinary plan, so
+`weft.verify` proves the order that messages really have: in order within a channel, in any order
+between channels.
 
 A notify without rows of its own travels with the rows before it if both go to the same host: rows
 that one rank of a host receives may be announced to all its ranks.
 
 Messages are admitted after all ranks that they notify have begun the call. Earlier, such a rank may
 still count signals of the sender for the previous call, which arrive through another channel. So
-each of these ranks has a **receive gate**: lane ``"comm<3"`` admits the messages of ``comm`` of rank
-3. A channel begins with waits for the gates of the ranks that it notifies; these waits are not sent.
+each of these ranks has a **receive gate**: lane ``"comm<3"`` admits the messages of ``comm`` of
+rank 3. A channel begins with waits for the gates of the ranks that it notifies; these waits are not
+sent.
 
 So rows stay in the connection until the receiver makes the call. A rank's ready signal to remote
 senders is then redundant if it notifies them later: lowering drops the notify and its wait.
@@ -41,8 +43,8 @@ Lanes = dict[str, list[Instruction]]
 
 
 def lower_to_messages(plan: Plan, hosts: Sequence[int], gates: bool = True) -> Plan:
-    """`plan` with its traffic between hosts on channels; `hosts[rank]` is the host of a rank. A plan
-    without `gates` can only be simulated.
+    """`plan` with its traffic between hosts on channels; `hosts[rank]` is the host of a rank. A
+    plan without `gates` can only be simulated.
 
     Raises `PlanError` for a plan that reads rows of another host, or writes to them in another
     manner than by a copy: messages only put.
@@ -85,8 +87,8 @@ def is_channel(lane: str) -> bool:
 def ending(channel: str) -> str:
     """The name of the receiving end of a channel.
 
-    Rows are read, and "sent", at the sending end. They are written, and ranks are notified, later at
-    the receiving end.
+    Rows are read, and "sent", at the sending end. They are written, and ranks are notified, later
+    at the receiving end.
     """
     return f"{channel}, arriving"
 
@@ -121,9 +123,9 @@ def _redundant(plan: Plan, hosts: Sequence[int]) -> dict[tuple[int, Signal], str
     """The signals that need not be sent, by the rank that waits and the signal, each with the lane
     that waits.
 
-    A rank raises such a signal once, as its first instruction. The rank that waits for it sends rows
-    to that rank, and also waits for another signal of it: so no rank ends a call that another has
-    yet to make.
+    A rank raises such a signal once, as its first instruction. The rank that waits for it sends
+    rows to that rank, and also waits for another signal of it: so no rank ends a call that another
+    has yet to make.
     """
     every = [
         (rank, name, lane) for rank, lanes in enumerate(plan.lanes) for name, lane in lanes.items()
@@ -265,7 +267,9 @@ class _Lowering:
 
 
 def incoming(plan: Plan, rank: int) -> list[tuple[int, str]]:
-    """The channels of a lowered plan that end at `rank`, as (the sender, the lane of the messages)."""
+    """The channels of a lowered plan that end at `rank`, as (the sender, the lane of the
+    messages).
+    """
     channels = (
         (sender, *target(name))
         for sender, lanes in enumerate(plan.lanes)

@@ -41,8 +41,8 @@ from weft.plan.values import terms
 
 
 def verify(*plans: Plan) -> None:
-    """Prove that `plans` are correct on every interleaving if executed one after the other; a single
-    plan is executed twice.
+    """Prove that `plans` are correct on every interleaving if executed one after the other; a
+    single plan is executed twice.
 
     Raises `PlanError` naming every deadlock, every unordered pair of accesses to overlapping rows,
     every counter with two writers, every output row that is not written exactly once with the value
@@ -86,7 +86,10 @@ def _malformed(plan: Plan) -> Iterator[str]:
                     case Wait(signal, count):
                         promised = notified[r].get(signal, 0)
                         if not 0 <= count <= promised:
-                            yield f"deadlock: rank {r} {name} waits for {count} of {signal}, {promised} are promised"
+                            yield (
+                                f"deadlock: rank {r} {name} waits for {count} of {signal}, "
+                                f"{promised} are promised"
+                            )
                     case Notify(peer, _):
                         if peer not in ranks:
                             yield f"rank {r} {name}: {instruction}: there is no such rank"
@@ -118,7 +121,10 @@ def _malformed(plan: Plan) -> Iterator[str]:
             *(region.start for region in regions),
             outputs[r, name],
         ]:
-            yield f"the result does not have each of the {outputs[r, name]} rows of output {name} of rank {r} once"
+            yield (
+                f"the result does not have each of the {outputs[r, name]} rows of output "
+                f"{name} of rank {r} once"
+            )
 
 
 def _wrong(plan: Plan, instruction: Copy | Compute | Reduce) -> str:
@@ -161,7 +167,9 @@ def _torn(plan: Plan) -> Iterator[str]:
 
 @cache
 def _adversary(ranks: int) -> Plan:
-    """A plan in which every rank reads and writes every workspace, as late as the contract permits."""
+    """A plan in which every rank reads and writes every workspace, as late as the contract
+    permits.
+    """
     rows = (ranks,) * ranks
     lanes: list[dict[str, tuple[Instruction, ...]]] = []
     result: dict[Region, Value] = {}

@@ -30,7 +30,8 @@ COLLECTIVES: Mapping[str, Collective] = {
     for name, collective in operators.COLLECTIVES.items()
     if collective.predicted or not collective.algorithms
 }
-"""The collectives whose times are predicted; those without algorithms have one plan for all rows."""
+"""The collectives whose times are predicted; those without algorithms have one plan for all rows.
+"""
 
 
 def collective_candidates(

@@ -154,8 +154,8 @@ def ring(request: Request, rank: int, into: str) -> Gathering:
     adjacent ranks communicate.
 
     If hosts have several ranks, hosts are adjacent instead of ranks: every rank puts all rows that
-    it has to one rank of the next host, the rows of the nearest hosts first, and all ranks of a host
-    read the rows that one of them has received.
+    it has to one rank of the next host, the rows of the nearest hosts first, and all ranks of a
+    host read the rows that one of them has received.
     """
     ranks, pieces, hosts = request.ranks, request.pieces, request.hosts or range(request.ranks)
     count, local, arrived = max(hosts) + 1, local_peers(rank, hosts), Counter[int]()

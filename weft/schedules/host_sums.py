@@ -114,7 +114,9 @@ class HostSums(HostPart):
         return lane + (self.collect() if self.everywhere else leave(self.rank, self.ranks))
 
     def of_products(self, make: Make) -> Lanes:
-        """Sums of rows that are made meanwhile: first rows for other hosts, last this rank's own."""
+        """Sums of rows that are made meanwhile: first rows for other hosts, last this rank's
+        own.
+        """
         rank = self.rank
         comm = [step for piece in self.for_other_hosts() for step in self.put(piece, self.here)]
         lane = enter(rank, self.ranks)

@@ -1,4 +1,6 @@
-"""Instructions and lanes that planners share: signals, the use of workspaces, lanes of transfers."""
+"""Instructions and lanes that planners share: signals, the use of workspaces, lanes of
+transfers.
+"""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ def matmul_all_reduce(request: Request) -> Plan:
     the next piece. ``two_shot``: every rank adds up its share, which it multiplies last, and copies
     its peers' sums. ``put``: the same, with products made in the memory of the rank that adds them
     up. ``sequential``: one product, then the sums. Peers' products are added in place, or, without
-    `remote_reads`, copied from the peers first. On several hosts each host puts its products once to
-    the rank that adds them up (``two_shot`` and ``sequential``).
+    `remote_reads`, copied from the peers first. On several hosts each host puts its products once
+    to the rank that adds them up (``two_shot`` and ``sequential``).
     """
     if request.algorithm == "sequential":
         request = request._replace(pieces=1)
@@ -84,8 +84,8 @@ def _put(request: Request, rank: int) -> Lanes:
 
 
 def _share(request: Request, rank: int) -> list[Instruction]:
-    """Publish this rank's sums, and copy the sums of all ranks: the end of a plan in which each rank
-    adds up its share.
+    """Publish this rank's sums, and copy the sums of all ranks: the end of a plan in which each
+    rank adds up its share.
     """
     ranks, cut = request.ranks, request.pieces
     lane = notify_all(rank, "summed", before(rank, ranks))

@@ -2,8 +2,8 @@
 with an a and a B of its own.
 
 Peers' blocks are multiplied first, each for the peer that needs it next, and the own block last, in
-pieces: meanwhile the peers' products arrive, and a piece is added up while it is in the cache. Every
-algorithm adds in rank order.
+pieces: meanwhile the peers' products arrive, and a piece is added up while it is in the cache.
+Every algorithm adds in rank order.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ def _direct(request: Request, rank: int) -> Lanes:
 def add_where_made(
     request: Request, rank: int, into: Region
 ) -> tuple[list[Instruction], list[Instruction]]:
-    """Make the products of each peer's rows and notify it, then make and add up the products of this
-    rank's own rows, a piece at a time. The second list is the lane that gets peers' products if they
-    cannot be read in place.
+    """Make the products of each peer's rows and notify it, then make and add up the products of
+    this rank's own rows, a piece at a time. The second list is the lane that gets peers' products
+    if they cannot be read in place.
     """
     ranks, pieces = request.ranks, request.pieces
     own, lane = range(rank * pieces, (rank + 1) * pieces), enter(rank, ranks)

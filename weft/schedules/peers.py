@@ -12,7 +12,9 @@ only be sent rows.
 
 
 def after(rank: int, ranks: int) -> list[int]:
-    """The peers of `rank` in rotated order, r+1 first, so that no rank is everyone's first target."""
+    """The peers of `rank` in rotated order, r+1 first, so that no rank is everyone's first
+    target.
+    """
     return [(rank + step) % ranks for step in range(1, ranks)]
 
 

@@ -32,7 +32,9 @@ def put(pieces: int, hosts: Hosts, algorithm: str, op: str = "sum") -> Plan:
 def put_sums(
     operator: str, pieces: int, hosts: Hosts, algorithm: str, op: str, *, everywhere: bool
 ) -> Plan:
-    """Sums over several hosts: a reduce-scatter or, if sums are kept `everywhere`, an all-reduce."""
+    """Sums over several hosts: a reduce-scatter or, if sums are kept `everywhere`, an
+    all-reduce.
+    """
     ranks, kind = len(hosts), HostRing if algorithm == "ring" else HostSums
     source = "a" if one_rank_per_host(hosts) else "partial"
     lanes = (
@@ -114,7 +116,8 @@ def reduce_published(
     """Publish own rows, and reduce a share of the rows of all ranks in place, in rank order; the
     second list are the last instructions of the plan.
 
-    Peers read the rows outside this rank's share, or all rows if the share of each rank is all rows.
+    Peers read the rows outside this rank's share, or all rows if the share of each rank is all
+    rows.
     """
     every = 0, ranks * pieces
     parts = [every] if share == every else around(*share, ranks * pieces)
@@ -125,8 +128,8 @@ def reduce_published(
 
 @cache
 def eager(levels: Levels, op: str = "sum") -> Plan:
-    """Reduce-scatter of a few rows, symmetric or not: every rank sends the rows of its peers' shards
-    eagerly and reduces its own shard.
+    """Reduce-scatter of a few rows, symmetric or not: every rank sends the rows of its peers'
+    shards eagerly and reduces its own shard.
     """
     ranks, lanes = len(levels[-1]), []
     for r in range(ranks):

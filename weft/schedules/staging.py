@@ -49,9 +49,9 @@ class Stream:
     other signals of the plan imply it before a slot is used again. `slots` is the workspace.
 
     Two ranks that exchange parts only with each other share their slots: each writes to the slot
-    that it read in the step before last. So no signal that a slot is free is needed, and the slot is
-    in the writer's own cache; the slot that it wrote last is in its peer's cache, which would have
-    to release each line.
+    that it read in the step before last. So no signal that a slot is free is needed, and the slot
+    is in the writer's own cache; the slot that it wrote last is in its peer's cache, which would
+    have to release each line.
     """
 
     def __init__(
@@ -94,7 +94,9 @@ class Stream:
     def stage(
         self, rank: int, step: int, make: Callable[[int, Region], Iterable[Instruction]]
     ) -> list[Instruction]:
-        """Send a step: `make` puts each block into its slot, after its previous readers have ended."""
+        """Send a step: `make` puts each block into its slot, after its previous readers have
+        ended.
+        """
         if step >= self.steps(rank):
             return []
         readers, lane = self._readers(rank), list[Instruction]()
@@ -169,7 +171,8 @@ def pipeline(
 ) -> list[Instruction]:
     """A rank's lane: step k of the first of `stages`, then step k - 1 of the next, and so on.
 
-    Each of `stages` is a function of the step. A stream is staged in one stage and read in the next.
+    Each of `stages` is a function of the step. A stream is staged in one stage and read in the
+    next.
     """
     ranks = streams[0].ranks
     steps = max(stream.steps(r) for stream in streams for r in range(ranks))

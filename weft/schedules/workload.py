@@ -138,8 +138,8 @@ class Operator:
     communicate: Callable[[Request], Plan]
     buffers: Callable[[Workload], Mapping[str, Rows]]
     default_shards: Callable[[int, int], Sequence[int] | None]
-    """From a rank's rows and the number of ranks to the default rows of each shard; None if the rows
-    do not divide.
+    """From a rank's rows and the number of ranks to the default rows of each shard; None if the
+    rows do not divide.
     """
     result_rows: Callable[[Sequence[int], int], int]
     """From the rows of each shard and a rank to the rows of its result."""
@@ -213,8 +213,8 @@ class Operator:
 class Collective:
     """A collective without its tensors.
 
-    `algorithms` are those that its callers choose from. `plan` makes the plan of a request for ranks
-    of one host, `few_rows` the plan for few rows, from the levels by which ranks synchronize.
+    `algorithms` are those that its callers choose from. `plan` makes the plan of a request for
+    ranks of one host, `few_rows` the plan for few rows, from the levels by which ranks synchronize.
     """
 
     name: str

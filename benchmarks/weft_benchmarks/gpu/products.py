@@ -112,7 +112,10 @@ def summary(milliseconds: Sequence[float]) -> dict[str, float]:
 def print_times(result: dict[str, Any], console: Console) -> None:
     """Print the times of a fused operator."""
     times = [f"{name:<16} {time['median']:9.3f} ms" for name, time in result["times_ms"].items()]
-    ratios = f"speedup {result['speedup']:.2f}, limit_ratio {result['limit_ratio']:.3f}, overlap {result['overlap_percent']:.0f} %"
+    ratios = (
+        f"speedup {result['speedup']:.2f}, limit_ratio {result['limit_ratio']:.3f}, "
+        f"overlap {result['overlap_percent']:.0f} %"
+    )
     more = (
         f"limit_ratio by triton {result['limit_ratio_triton']:.3f}, {result['tflops']:.1f} TFLOP/s"
     )

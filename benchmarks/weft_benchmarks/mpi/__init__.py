@@ -60,8 +60,8 @@ class MpiRanks:
     """Processes of an MPI, each of which answers the requests of `ask`, until `close`; `version` is
     the MPI's name and version.
 
-    `cores` are the cores of each rank, equal to the cores of weft's rank of the same number, so that
-    the comparison is fair.
+    `cores` are the cores of each rank, equal to the cores of weft's rank of the same number, so
+    that the comparison is fair.
     """
 
     def __init__(self, mpi: str, cores: Sequence[frozenset[int]]) -> None:

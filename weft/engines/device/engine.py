@@ -434,8 +434,8 @@ def _all(steps: Sequence[Step]) -> None:
 
 
 def _timed(step: Step, name: str, every: range, spans: list[Span], device: torch.device) -> Step:
-    """The step, with a record of its begin and end on its lane; the times of a stream are read after
-    the execution has ended.
+    """The step, with a record of its begin and end on its lane; the times of a stream are read
+    after the execution has ended.
 
     Each of several instructions of one step gets the time of the step.
     """

@@ -30,7 +30,9 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, world: World) -> Geometry:
-        """The geometry of a tensor. Raises `ValueError` unless it is a matrix with contiguous rows."""
+        """The geometry of a tensor. Raises `ValueError` unless it is a matrix with contiguous
+        rows.
+        """
         if tensor.dim() != 2 or (tensor.shape[1] > 1 and tensor.stride(1) != 1):
             layout = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
             raise ValueError(f"a buffer must be a matrix with contiguous rows; got {layout}")
@@ -91,7 +93,10 @@ class FixedProgram(Program):
                 continue
             place = ""
             if geometry.place and name in self.shared:
-                place = f" in symmetric segment {geometry.place[0]} at byte {geometry.place[1]}, {geometry.stride} bytes a row"
+                place = (
+                    f" in symmetric segment {geometry.place[0]} at byte "
+                    f"{geometry.place[1]}, {geometry.stride} bytes a row"
+                )
             layouts.append(
                 f"{name}={[*buffer.rows]} rows x {geometry.columns} "
                 f"{dtype_name(geometry.dtype)}{place}, "

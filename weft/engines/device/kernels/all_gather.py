@@ -8,8 +8,8 @@ any time each rank is the destination of one other: the traffic is a permutation
 The kernel exists in Triton and in Gluon, where the layout of a tile over threads is explicit: every
 load and every store of a warp covers a contiguous range of memory in the widest possible accesses.
 Triton infers the same layout; the explicit layout makes that a property of the source, and lets
-threads per warp and warps be selected to suit the tile. Gluon has no interpreter: tests only compile
-this version, and it runs on GPUs only.
+threads per warp and warps be selected to suit the tile. Gluon has no interpreter: tests only
+compile this version, and it runs on GPUs only.
 """
 
 from __future__ import annotations
@@ -70,12 +70,13 @@ class LaunchOptions(NamedTuple):
                 f"a tile is a power of two of at least {threads * VECTOR} bytes, {VECTOR} for each "
                 f"of {threads} threads; got {self.tile}"
             )
-        # A waiting program occupies an SM: all programs must fit at once, or those that it waits for
-        # might never start.
+        # A waiting program occupies an SM: all programs must fit at once, or those that it waits
+        # for might never start.
         ranks = world.ranks_per_device
         if device.type == "cuda" and self.sms > (most := symmetric.max_programs(ranks, device)):
             raise ValueError(
-                f"{self.sms} waiting programs on each of {ranks} ranks that share a GPU could block "
+                f"{self.sms} waiting programs on each of {ranks} ranks that share a GPU could "
+                "block "
                 f"the programs that they wait for: use at most {most}"
             )
 
@@ -118,7 +119,8 @@ class AllGather:
         ):
             raise ValueError(
                 f"gathered must be contiguous, begin at a multiple of {VECTOR} bytes and hold a "
-                f"multiple of {VECTOR} bytes for each of {world.ranks} ranks; got shape {tuple(gathered.shape)} of {gathered.dtype}"
+                f"multiple of {VECTOR} bytes for each of {world.ranks} ranks; got shape "
+                f"{tuple(gathered.shape)} of {gathered.dtype}"
             )
         self.world, self.gathered, self.launch, self.size = world, gathered, launch, size
         device = gathered.device

@@ -1,8 +1,8 @@
 """The compute lane of a fused operator as one persistent kernel: it multiplies rows as they arrive.
 
 Of n programs each computes every n-th tile, in the order of the lane, and executes the lane's waits
-before the first tile that needs them: this rank's own rows come first, then peers' rows. Between two
-products there is no launch, no partly filled wave of programs, and no work of the host. Both
+before the first tile that needs them: this rank's own rows come first, then peers' rows. Between
+two products there is no launch, no partly filled wave of programs, and no work of the host. Both
 factors are read through tensor descriptors, which are TMA transfers on sm_90 and later. The kernel
 does not move rows of x: a copy engine, peers, or `kernels.all_gather` do. `kernels.matmul_put` has
 the stores of tiles and the notifies.
@@ -74,9 +74,11 @@ def check(x: Tensor, weight: Tensor, out: Tensor) -> None:
     ):
         raise ValueError(
             f"weft's product kernel takes {', '.join(dtype_name(dtype) for dtype in DTYPES)}, and "
-            "rows of x and of the weight, or of its transpose, that begin at multiples of 16 bytes; "
+            "rows of x and of the weight, or of its transpose, that begin at multiples of 16 "
+            "bytes; "
             f"got x {_layout(x)}, weight {_layout(weight)}, "
-            f'out {_layout(out)}. Pad them, or multiply by torch.mm in a world with products="torch"'
+            f"out {_layout(out)}. Pad them, or multiply by torch.mm in a world with "
+            'products="torch"'
         )
 
 
@@ -93,8 +95,8 @@ class Product:
     """``out = x @ weight (+ bias)`` for the rows and in the order of a launch (`kernels.tiles`) of
     a compute lane.
 
-    `columns` is N, `dtype` the factors' dtype and `out` the result's; `index` returns the index of a
-    signal's counter. The kernel has at most `programs` programs.
+    `columns` is N, `dtype` the factors' dtype and `out` the result's; `index` returns the index of
+    a signal's counter. The kernel has at most `programs` programs.
     """
 
     def __init__(

@@ -112,7 +112,8 @@ def max_programs(ranks: int, device: torch.device, reserved: int = 0) -> int:
     sms: int = torch.cuda.get_device_properties(device).multi_processor_count
     if sms // ranks <= reserved:
         raise ValueError(
-            f"{ranks} ranks that share a GPU of {sms} SMs have {sms // ranks} each, but kernels that "
+            f"{ranks} ranks that share a GPU of {sms} SMs have {sms // ranks} each, but "
+            "kernels that "
             f"wait need more than {reserved}: use fewer ranks"
         )
     return sms // ranks - reserved

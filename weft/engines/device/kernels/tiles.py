@@ -2,8 +2,8 @@
 the kernel reads.
 
 A **tile** is ``BLOCK_M`` x ``BLOCK_N`` elements of a product, fewer at the end of the rows. Groups
-of `GROUP` vertically adjacent tiles are computed column by column, so that the parts of both factors
-that they share stay in the cache.
+of `GROUP` vertically adjacent tiles are computed column by column, so that the parts of both
+factors that they share stay in the cache.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def tiles(start: int, stop: int, columns: int, block_m: int) -> Iterator[tuple[i
 
 
 def runs(lane: Sequence[Instruction]) -> list[tuple[int, int]]:
-    """The parts ``lane[start:stop]`` of a compute lane that product kernels execute; each begins and
-    ends with a product.
+    """The parts ``lane[start:stop]`` of a compute lane that product kernels execute; each begins
+    and ends with a product.
 
     They contain only products, waits and notifies. A notify directly after a wait is not part of a
     kernel, since it announces that wait, too. Nor are notifies of a lane whose products have
@@ -121,6 +121,7 @@ def launch_tables(part: Sequence[Instruction], columns: int, block_m: int) -> Ta
                 notified = len(launch.tiles)
             case _:
                 raise ValueError(
-                    f"a product kernel only waits, multiplies and notifies, but the lane has {instruction}"
+                    "a product kernel only waits, multiplies and notifies, but the lane has "
+                    f"{instruction}"
                 )
     return launch
