@@ -44,8 +44,9 @@ def _collective(collective: Collective) -> Planner:
 
 
 def _first(operator: Operator | Collective, names: Sequence[str]) -> str:
-    """The first algorithm that ranks in any world can use."""
-    return next(name for name in names if name not in operator.shared_memory_only)
+    """The first algorithm that ranks on several hosts can use, or the first of all."""
+    others = (name for name in names if name not in operator.shared_memory_only)
+    return next(others, names[0])
 
 
 PLANNERS: Mapping[str, Planner] = {
