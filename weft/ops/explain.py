@@ -43,9 +43,8 @@ def explain(
     Not collective; nothing is sent. For ``auto``, if rank 0 has not selected yet, it is the variant
     that this rank would select.
 
-    `operator` is ``all_gather_matmul``, ``matmul_reduce_scatter`` or ``matmul_all_reduce``; other
-    arguments are the operator's. Raises the `ValueError` or `TypeError` that the operator would
-    raise.
+    `operator` is the name of a fused operator, such as ``matmul_all_reduce``; other arguments are
+    the operator's. Raises the `ValueError` or `TypeError` that the operator would raise.
     """
     world = current(world)
     if operator not in OPERATORS:
