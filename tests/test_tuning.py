@@ -195,7 +195,7 @@ def evaluated(node, path=None):
             return MATH[type(op)](evaluated(left, path), evaluated(right, path))
         case ast.Tuple(elts) | ast.List(elts) if elts:
             return tuple(evaluated(each, path) for each in elts)
-        case ast.Dict(keys, values) if keys:
+        case ast.Dict(keys, values) if any(isinstance(key, ast.Constant) for key in keys):
             return {
                 ast.literal_eval(key): evaluated(value, path)
                 for key, value in zip(keys, values, strict=True)

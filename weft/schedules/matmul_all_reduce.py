@@ -103,7 +103,6 @@ OPERATOR = Operator(
     sum_buffers,
     default_shards=lambda rows, ranks: tuple(split(rows, ranks)),
     result_rows=lambda shards, rank: sum(shards),
-    flattens=True,
     cuts_all_rows=("one_shot",),
     moves_nothing=("put",),
     reads_peers=("one_shot",),

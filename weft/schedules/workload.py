@@ -143,8 +143,6 @@ class Operator:
     """
     result_rows: Callable[[Sequence[int], int], int]
     """From the rows of each shard and a rank to the rows of its result."""
-    flattens: bool = False
-    """Whether an input of more than two dimensions is used as a matrix of all its rows."""
     uncut: tuple[str, ...] = ("sequential",)
     """Algorithms that do not cut shards into pieces."""
     cuts_all_rows: tuple[str, ...] = ()
