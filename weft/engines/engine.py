@@ -59,6 +59,7 @@ class Engine(ABC):
         # signal names of all plans, in the same order on all ranks
         self.names = {"agree": 0}
         self.workspace: Tensor | None = None
+        self.parts: dict[tuple[int, torch.dtype], Tensor] = {}  # of the workspace
         self.segment: memory.Segment | None = None  # the workspace's
         self.pending: list[Program] = []  # started and not yet joined, in the order of their starts
         self.calls = _native.CallCache(world.executor, PreparedWeight)
@@ -178,11 +179,20 @@ class Engine(ABC):
             self.agree(call)
             self.workspace_replaced()
             self.calls.clear()
+            self.parts.clear()
             self.workspace = self.segment = None
             self.workspace = self.world.allocate([_workspace_size(size)], torch.uint8)
             self.segment = memory.find(self.workspace)
             assert self.segment is not None
         return self.segment
+
+    def workspace_part(self, rank: int, dtype: torch.dtype) -> Tensor:
+        """A rank's part of the workspace as elements of a dtype."""
+        part = self.parts.get((rank, dtype))
+        if part is None:
+            assert self.segment is not None
+            part = self.parts[rank, dtype] = memory.numbers(self.segment, rank, dtype)
+        return part
 
     def abandon(self) -> None:
         """Stop all started calls, within a time limit: the world is closed, and the memory that

@@ -324,7 +324,10 @@ class HostProgram(Program):
         if not rows * columns:
             return torch.empty(rows, columns, dtype=dtype)
         assert segment is not None
-        part = memory.numbers(segment, region.rank, dtype)
+        if bound:
+            part = memory.numbers(segment, region.rank, dtype)
+        else:
+            part = self.engine.workspace_part(region.rank, dtype)
         return memory.matrix(part, (rows, columns, stride, address))
 
     def _counts_as_output(self, region: Region) -> bool:

@@ -57,12 +57,14 @@ def run(call: Call, key: Key | None = None) -> list[Tensor]:
     """The results of a checked call, collectively; `repeat` finds it by its `key` from now on."""
     selection = select(call)
     program = prepare(call, selection.variant)
-    begun = time.monotonic_ns()
-    _execute(call, program)
     if selection.trial is not None:
+        begun = time.monotonic_ns()
+        _execute(call, program)
         report(call, selection.trial, begun, time.monotonic_ns())
-    elif key is not None and isinstance(program, HostProgram):
-        _keep(call, program, key)
+    elif key is not None and isinstance(program, HostProgram) and _repeatable(call, key):
+        _execute_and_cache(call, program, key)
+    else:
+        _execute(call, program)
     return call.finish()
 
 
@@ -109,27 +111,39 @@ def _execute(call: Call, program: Program) -> None:
     program.run(call.tensors, call.workload.rows, weights, biases, call.options.timeout)
 
 
-def _keep(call: Call, program: HostProgram, key: Key) -> None:
-    """Add a call to the call cache, unless it works on copies of its operands."""
+def _repeatable(call: Call, key: Key) -> bool:
+    """Whether a call has its caller's weights and biases, and no tensors of its own."""
+    *_, weights, biases = key
+    return (
+        engine(call.world).caches_calls
+        and len(call.tensors) == 1 + len(call.results)
+        and _same(call.weights, weights)
+        and (not call.biases or _same(call.biases, biases))
+    )
+
+
+def _execute_and_cache(call: Call, program: HostProgram, key: Key) -> None:
+    """Execute a repeatable call, and add it to the call cache."""
     _, _, a, _, weights, biases = key
-    own, added = engine(call.world), bool(call.biases)
-    if not own.caches_calls or not _same(call.weights, weights):
-        return
-    if len(call.tensors) != 1 + len(call.results):  # it has tensors of its own
-        return
-    if added and not _same(call.biases, biases):
-        return
+    tensors, operands = dict(call.tensors), [a, *call.results]
     binding = program.bind(call.tensors, call.workload.rows)
-    operands = zip(call.tensors, (a, *call.results), strict=True)
     computes = program.computes_of(
         binding,
         call.tensors,
         {name: number for number, name in enumerate(call.tensors)},
         {name: number for number, name in enumerate(program.weights)},
-        reshaped=frozenset(name for name, operand in operands if operand.dim() != 2),
-        biased=added,
+        reshaped=frozenset(
+            name for name, operand in zip(call.tensors, operands, strict=True) if operand.dim() != 2
+        ),
+        biased=bool(call.biases),
     )
-    own.calls.add(*key, program, binding, dict(call.tensors), call.results, computes.prepare)
+    matrices = [*tensors.values()]  # of the operands, or of a copy: then the call is not cached
+    with call.world.exclusive:
+        program.execute(
+            binding, call.options.timeout, lambda at: computes.run(at, matrices, weights, biases)
+        )
+    own = engine(call.world)
+    own.calls.add(*key, program, binding, tensors, call.results, computes.prepare)
 
 
 def _same(ours: Sequence[object], operands: Sequence[object]) -> bool:
