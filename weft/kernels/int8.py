@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.checks import check_tensor
-from weft.kernels.weights import DTYPES, PreparedWeight
+from weft.kernels.weights import PreparedWeight, check_matrix
 from weft.plan import Kernel
 from weft.plan.kernel import Load, Rates, Run
 
@@ -80,12 +79,7 @@ def quantize(b: Tensor) -> Int8Weight:
 
     Raises `ValueError` or `TypeError` if b is no matrix on the CPU of a floating dtype.
     """
-    check_tensor(b, "b")
-    if b.dim() != 2 or b.dtype not in DTYPES or b.device.type != "cpu":
-        raise ValueError(
-            "b, a weight to quantize, must be a CPU tensor (K, N) of a floating dtype; got "
-            f"{tuple(b.shape)} {b.dtype} on {b.device}"
-        )
+    check_matrix(b, "quantize")
     numbers, scales = quantized(b.detach().t())
     return Int8Weight(numbers.t(), scales.view(-1), b.dtype)
 

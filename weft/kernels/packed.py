@@ -5,10 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 import weft._native as _native
-from weft.checks import check_tensor
 from weft.kernels import products
 from weft.kernels.methods import METHODS, mm, mm_packed
-from weft.kernels.weights import DTYPES, PreparedWeight, Product, transposed
+from weft.kernels.weights import PreparedWeight, Product, check_matrix, transposed
 
 _SAMPLED = 64  # elements of a packed weight that are compared to detect a change
 
@@ -83,10 +82,5 @@ def pack(b: Tensor) -> PackedWeight:
     another parameter in the place of `b`, as by ``load_state_dict(assign=True)``: products continue
     to use `b`.
     """
-    check_tensor(b, "b")
-    if b.dim() != 2 or b.dtype not in DTYPES or b.device.type != "cpu":
-        raise ValueError(
-            "b, a weight to pack, must be a CPU tensor (K, N) of a floating dtype; got "
-            f"{tuple(b.shape)} {b.dtype} on {b.device}"
-        )
+    check_matrix(b, "pack")
     return PackedWeight(b)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from weft.checks import name
+from weft.checks import check_tensor, name
 
 if TYPE_CHECKING:
     from weft.plan import Kernel
@@ -92,6 +92,18 @@ class PreparedWeight(ABC):
 
 Weight = Tensor | PreparedWeight
 """An operand `b` of an operator."""
+
+
+def check_matrix(b: Tensor, use: str) -> None:
+    """Raise an error unless `b`, of which a weight is made by `use`, is a matrix on the CPU of a
+    floating dtype.
+    """
+    check_tensor(b, "b")
+    if b.dim() != 2 or b.dtype not in DTYPES or b.device.type != "cpu":
+        raise ValueError(
+            f"b, a weight to {use}, must be a CPU tensor (K, N) of a floating dtype; got "
+            f"{tuple(b.shape)} {b.dtype} on {b.device}"
+        )
 
 
 def as_tensor(weight: Weight) -> Tensor:
