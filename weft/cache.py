@@ -75,6 +75,17 @@ def store(name: str, value: Any) -> None:
     os.replace(_written(value), _path(name))
 
 
+def remove(name: str) -> None:
+    """Remove the value stored under `name`, if there is one."""
+    if (path := file(name)) is not None:
+        path.unlink(missing_ok=True)
+
+
+def file(name: str) -> Path | None:
+    """The file of the value stored under `name`; None without a home directory."""
+    return None if directory() is None else _path(name)
+
+
 def check() -> None:
     """Raise `OSError` without a writable directory."""
     os.unlink(_written(None))

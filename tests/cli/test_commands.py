@@ -26,13 +26,14 @@ from weft.bench.baselines import (
 from weft.bench.fused import Result, measure
 from weft.bench.settings import AllGatherMatmul, Shape
 from weft.cli import app, options
+from weft.doctor import checks as doctor
 from weft.measure import timing, verification
 from weft.measure.timing import Statistics, Stopwatch, summarize
 from weft.measure.verification import RUNS, Check, Problem, Sums, compare
 from weft.ops.call import Selection
-from weft.predict import figures
+from weft.predict import figures, tuned
 from weft.predict.planners import PLANNERS
-from weft.schedules.workload import Variant
+from weft.schedules.workload import Variant, Workload
 
 SMALL = ["--shape", "64x64x32", "--warmup", "1", "--iterations", "2", "--threads", "1"]
 SCHEMA = {
@@ -694,6 +695,24 @@ def test_nothing_is_measured_without_a_cache_directory(arguments, monkeypatch):
     assert outcome.exit_code == 2, outcome.output
     output = " ".join(outcome.output.replace("│", " ").split())
     assert "measurements cannot be stored in /proc/nowhere" in output
+
+
+def test_measured_variants_are_shown_and_forgotten(tmp_path, monkeypatch):
+    monkeypatch.setenv("WEFT_CACHE", str(tmp_path))
+    tuned._stored.cache_clear()
+    assert "No variants" in doctor._measurements()
+    for rows in (64, 128):
+        case = Workload("all_gather_matmul", (rows, rows), 8, 8, "float32", "float32")
+        tuned.remember(case, None, tuned.Measured(Variant("ring", 4), 1.0, busy=rows == 64))
+    (file,) = tmp_path.glob("tuned-*.json")
+    text = doctor._measurements()
+    assert f"2 variant(s) of auto are remembered in {file}" in text
+    assert "1 of them, measured on busy cores, will be measured again" in text
+    outcome = CliRunner().invoke(app, ["tune", "--clear"])
+    assert (outcome.exit_code, outcome.output.split()[:2]) == (0, ["Forgot", "2"])
+    assert tuned.find(case, None) is None
+    assert not file.exists()
+    assert CliRunner().invoke(app, ["tune", "--clear"]).output.startswith("Forgot 0 ")
 
 
 def test_the_version():

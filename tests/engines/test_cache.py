@@ -82,14 +82,14 @@ def test_malformed_files_are_ignored(text, directory, monkeypatch):
             for layout in fastest.LAYOUTS
         },
     )
-    workload, variant = (
+    workload, measured = (
         Workload("all_gather_matmul", (8, 8), 4, 4, "float32", "float32"),
-        Variant("direct", 8, "peer"),
+        tuned.Measured(Variant("direct", 8, "peer"), 2.5),
     )
 
     def tables():
         fastest._table.__wrapped__(torch.float32, torch.float32, 1)
-        tuned.remember(workload, None, variant)
+        tuned.remember(workload, None, measured)
         machine.remember({"products": {}})
 
     tables()
@@ -105,7 +105,7 @@ def test_malformed_files_are_ignored(text, directory, monkeypatch):
     assert tuned.find(workload, None) is None
     assert machine.calibrated() is None
     tables()
-    assert tuned.find(workload, None) == variant
+    assert tuned.find(workload, None) == measured
     assert all(json.loads(file.read_text()) for file in files), (
         "a valid file replaces the malformed one"
     )

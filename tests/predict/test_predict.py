@@ -357,7 +357,8 @@ def measured(world, directory):
     a, b, found = world.empty(4, 16).fill_(1), weft.pack(torch.ones(16, 8)), []
     for variant in (None, Variant("ring", 3)):
         if variant:  # rank 0 alone needs it
-            tuned.remember(cases[0], None, variant) if world.rank == 0 else None
+            if world.rank == 0:
+                tuned.remember(cases[0], None, tuned.Measured(variant, 1.0))
             engine(world).selections.clear()
             engine(world).calls.clear()
         assert torch.equal(weft.all_gather_matmul(a, b, world=world), torch.full((8, 8), 16.0))
@@ -392,10 +393,10 @@ def test_this_machine_is_measured(tmp_path):
 
 def test_a_tuned_variant_is_found_for_its_link_and_machine_only(monkeypatch):
     case = predict.workload("matmul_reduce_scatter", 2, (64, 64, 64), "float32")
-    variant, processor = Variant("ring", 4), cache.processor()
+    measured, processor = tuned.Measured(Variant("ring", 4), 1.5), cache.processor()
     assert tuned.find(case, None) is None
-    tuned.remember(case, None, variant)
-    assert tuned.find(case, None) == variant
+    tuned.remember(case, None, measured)
+    assert tuned.find(case, None) == measured
     assert tuned.find(case, (1.0, 0.0)) is None
     monkeypatch.setattr(cache, "processor", lambda: "another that shares the cache directory")
     forget()
@@ -403,7 +404,7 @@ def test_a_tuned_variant_is_found_for_its_link_and_machine_only(monkeypatch):
     assert "this" not in machine.names()
     monkeypatch.setattr(cache, "processor", lambda: processor)
     forget()
-    assert tuned.find(case, None) == variant
+    assert tuned.find(case, None) == measured
 
 
 def test_the_link_between_hosts_is_an_option(tmp_path):

@@ -17,7 +17,7 @@ from weft.bench import tables
 from weft.bench.settings import FUSED, Dtype, Json, Shape, Threads, product
 from weft.cli import options
 from weft.cli.options import refuse
-from weft.predict import machine
+from weft.predict import machine, tuned
 
 
 def calibrate(
@@ -113,6 +113,14 @@ def _calibrate_network(threads: int, json_file: str | None) -> None:
         options.write_json(network, json_file)
 
 
+def _clear(wanted: bool) -> None:
+    if wanted:
+        file, count, _ = tuned.kept()
+        tuned.forget()
+        typer.echo(f"Forgot {count} measured variant(s) of {file}.")
+        raise typer.Exit
+
+
 @dataclass(frozen=True)
 class Tune:
     """Measure the candidates for shapes on this machine, and store the fastest, which auto uses."""
@@ -140,6 +148,15 @@ class Tune:
     iterations: Annotated[int, typer.Option(min=1, help="Rounds to measure.")] = 10
     threads: Threads = None
     json_file: Json = None
+    clear: Annotated[
+        bool,
+        typer.Option(
+            "--clear",
+            callback=_clear,
+            is_eager=True,
+            help="Forget what this command and auto have measured on this machine, and exit.",
+        ),
+    ] = False
 
 
 def tune(settings: Tune) -> None:

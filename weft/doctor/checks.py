@@ -33,6 +33,7 @@ from weft.errors import SymmetricMemoryError
 from weft.kernels.packed import pack
 from weft.kernels.products import multiply
 from weft.ops.barrier import barrier
+from weft.predict import tuned
 from weft.schedules.levels import OVERSUBSCRIBED_SIGNAL_LATENCY, SIGNAL_LATENCY
 from weft.schedules.thresholds import Thresholds
 from weft.world import World, init, peer_memory, placement
@@ -129,6 +130,7 @@ def diagnose(console: Console) -> bool:
                 )
             console.print(_stores(stores), soft_wrap=True)
             console.print(_new_memory(), soft_wrap=True)
+            console.print(_measurements(), soft_wrap=True)
             _print_problems(problems, console)
             if not problems:
                 hosts = len(set(world.hosts))
@@ -283,6 +285,17 @@ def _new_memory() -> str:
         f"{text} Calls that return new tensors can avoid this: see 'New results' in "
         "docs/performance.md."
     )
+
+
+def _measurements() -> str:
+    """A sentence on the variants that were measured on this host, and where they are kept."""
+    file, count, busy = tuned.kept()
+    if not count:
+        return "No variants of auto are remembered on this host."
+    text = f"{count} variant(s) of auto are remembered in {file}; weft tune --clear forgets them."
+    if not busy:
+        return text
+    return f"{text} {busy} of them, measured on busy cores, will be measured again."
 
 
 def _gflops(dtype: torch.dtype) -> float:

@@ -75,7 +75,8 @@ def tune(questions: list[Question], iterations: int, threads: int) -> list[list[
     )[0]
     for (case, _, link), found in zip(questions, answers, strict=True):
         found.sort(key=lambda answer: answer.median)
-        tuned.remember(case, link, found[0].variant)
+        ns = 1e6 * found[0].median / (sum(case.rows) * case.n)
+        tuned.remember(case, link, tuned.Measured(found[0].variant, ns))
     return answers
 
 

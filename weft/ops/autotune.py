@@ -1,8 +1,11 @@
 """The selection of a variant for ``algorithm="auto"``.
 
-Each operator has a rule. A variant that was measured earlier, by ``weft tune`` or by earlier calls,
-has priority over the rule. Otherwise the first calls of a size class measure the candidates. The
-fastest is selected, and kept in shared memory for later runs. Rank 0 selects for all ranks.
+Each operator has a rule. The first calls of a size class measure the candidates: in rounds, each
+of which drops those that are clearly slower, so that the calls are few, and none by a single call,
+which may have been preempted. The fastest is selected. In shared memory it is kept with its time
+for later runs, whose first calls check it: if they are clearly slower than that, or if the ranks
+had to wait for cores while it was measured, candidates are measured again. Rank 0 selects for all
+ranks.
 
 All ranks make the same calls in the same order, so each rank knows the candidate of a call. After
 each round they exchange the times at which their calls began and ended. The duration of a call is
@@ -16,9 +19,12 @@ few rows and in float64.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -33,18 +39,27 @@ from weft.schedules.levels import Levels
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import FEW_ROWS, ORDERS, Variant, Workload, size_class
 
-CALLS = 12
-"""The maximum number of measured calls of a class."""
-_CANDIDATES = 4
+_PIECES = (2, 4, 8, 16, 32)
+"""The numbers of pieces that are tried over a link."""
+_LEAST_PIECE = 32
+"""The number of rows below which a piece is not tried."""
+_CANDIDATES = 8
 """The maximum number of candidates of a class."""
-_DROPPED_FROM = (1.5, 1.2)
-"""Multiples of the fastest time, after the first round and after later ones, above which a
-candidate is dropped.
+DROPPED_FROM = (1.4, 1.2, 1.1, 1.05)
+"""Multiples of the fastest time, after the second round and each later one, above which a candidate
+is dropped. The first round drops none: its calls touch new memory, too.
 """
+_CHECKS = 4
+"""The number of calls that check a stored variant."""
+_SLOWER = 1.5
+"""A stored variant is not trusted if its time is above this multiple of its record."""
+_BUSY = 0.15
+"""The part of the time of measured calls that ranks of a busy machine wait for a core."""
 _BETTER = 0.97
 """A variant replaces the rule's if its time is below this fraction of the rule's."""
 _MEASURED_FROM = 1.7e-4
 """Seconds on the link, below which more pieces cost more than their overlap can gain."""
+_STORED = "it was measured to be the fastest"
 _SAME_BITS = 16
 """The number of rows from which on a row of a product is bitwise independent of it."""
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -69,22 +84,37 @@ def select(call: Call) -> Selection:
     if key not in selections:
         call.check_algorithm("auto")
         first, *others = candidates = _agreed(call, key)
-        selections[key] = Trial(key, [each.variant for each in candidates]) if others else first
+        variants = [each.variant for each in candidates]
+        selections[key] = Trial(key, variants, first.record) if others else first
     found: Selection | Trial = selections[key]
     return found.next(call) if isinstance(found, Trial) else found
 
 
-def report(call: Call, trial: Trial, start: int, stop: int) -> None:
-    """Report the times of a call to its trial; collective at the end of a round."""
-    if not trial.includes(call) or not trial.record(call, start, stop):
+def measure(call: Call, trial: Trial, execute: Callable[[], None]) -> None:
+    """Execute a call, and report its times to its trial; collective at the end of a round."""
+    if not trial.includes(call):
+        execute()
+        return
+    waited, begin = _waited(), time.monotonic_ns()
+    execute()
+    end = time.monotonic_ns()
+    if not trial.record(call, begin, end, _waited() - waited):
         return
     world, key = call.world, trial.key
     fastest = trial.end_round(_exchanged(call, trial), world.hosts)
     if fastest is not None:
         engine(world).selections[key] = fastest
         # a network is not a property of this machine
-        if world.rank == 0 and key.chunk_rows is None and not world.multi_host:
-            tuned.learn(call.workload, key.link, fastest.variant)
+        if world.rank == 0 and trial.round and key.chunk_rows is None and not world.multi_host:
+            tuned.learn(call.workload, key.link, trial.measured(fastest.variant))
+
+
+def _waited() -> int:
+    """Nanoseconds that this thread has waited for a core; 0 where the kernel does not tell."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+    except (OSError, IndexError):
+        return 0
 
 
 def expected(call: Call) -> Selection:
@@ -113,44 +143,62 @@ def _class_of(call: Call) -> Class | None:
 
 
 def _candidates(call: Call) -> list[Selection]:
-    """The variants to measure for the class of a call, the rule's first; a single one if there is
-    nothing to measure.
+    """The variants to measure for the class of a call, a stored one or the rule's first; a single
+    one if there is nothing to measure.
     """
     operator, workload, world = call.operator, call.workload, call.world
-    rule, chunk_rows = call.rule("auto"), call.options.chunk_rows
+    first, chunk_rows = call.rule("auto"), call.options.chunk_rows
     if chunk_rows is None and world.topology is None:
-        learned = tuned.find(workload, world.emulated_link)
-        if learned and call.possible(learned.algorithm):
-            return [Selection(learned, "it was measured to be the fastest")]
+        stored = tuned.find(workload, world.emulated_link)
+        if stored and not stored.busy and call.possible(stored.variant.algorithm):
+            first = Selection(stored.variant, _STORED, record=stored.ns)
     if (
         call.passing < _MEASURED_FROM
         or max(workload.rows) <= FEW_ROWS
         or workload.dtype not in _DTYPES
     ):
-        return [rule]
+        return [first]
     linked = not world.remote_reads
-    names = operator.auto_candidates_over_links if linked else operator.auto_candidates
-    found = {rule.variant: rule}
-    for name in names:
+    found = {first.variant: first}
+    for name in operator.auto_candidates_over_links if linked else operator.auto_candidates:
         variant = call.variant(name)
-        for divisor in (1, 4) if linked and chunk_rows is None else (1,):
-            cut = variant._replace(pieces=max(1, variant.pieces // divisor))
-            found.setdefault(cut, Selection(cut, ""))
+        cuts = linked and chunk_rows is None and name not in operator.uncut
+        for pieces in [variant.pieces, *(_PIECES if cuts else ())]:
+            if pieces == variant.pieces or max(workload.rows) >= _LEAST_PIECE * pieces:
+                cut = variant._replace(pieces=pieces)
+                found.setdefault(cut, Selection(cut, ""))
     return [*found.values()][:_CANDIDATES]
 
 
 class Trial:
-    """The candidates of a class, the rule's first, and their times so far."""
+    """The candidates of a class, the stored or the rule's one first, and their times so far.
 
-    def __init__(self, key: Class, candidates: Sequence[Variant]) -> None:
-        self.key, self.rule, self.candidates = key, candidates[0], [*candidates]
-        self.round, self.remaining = 0, CALLS
-        self.calls: list[tuple[int, int, int]] = []
-        """Of this round: begin and end of each call in nanoseconds, and the size of its product."""
-        self.ns_per_element: dict[Variant, float] = {}
-        """The shortest time of each candidate, divided by the size of the product."""
+    `record` is the time of the first if an earlier process has stored it, in nanoseconds per
+    element of the product. Then calls of that variant alone come first; the others are measured
+    only if these are clearly slower.
+    """
+
+    def __init__(self, key: Class, candidates: Sequence[Variant], record: float = 0.0) -> None:
+        self.key, self.first, self.candidates = key, candidates[0], [*candidates]
+        self.to_check = record
+        self.turns = [self.first] * _CHECKS if record else self.candidates
+        """The variants of the calls of this round."""
+        self.round = 0
+        """The number of rounds of all candidates that have ended."""
+        self.calls: list[tuple[int, int, int, int]] = []
+        """Of this round: begin and end of each call and the time that this rank waited for a core
+        in it, in nanoseconds, and the size of its product.
+        """
+        self.ns_per_element: dict[Variant, list[float]] = defaultdict(list)
+        """The times of each candidate, divided by the size of the product."""
         self.ms: dict[Variant, float] = {}
         """The shortest time of each candidate, for `explain`."""
+        self.took = self.waited = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether ranks have waited for cores in the measured calls."""
+        return self.waited > _BUSY * self.took
 
     def includes(self, call: Call) -> bool:
         """Whether all candidates give bitwise equal results for a call."""
@@ -158,44 +206,71 @@ class Trial:
         return all(least >= _SAME_BITS * variant.pieces for variant in self.candidates)
 
     def next(self, call: Call) -> Selection:
-        """The candidate of the next call, or the rule's variant."""
-        variant = self.candidates[len(self.calls)] if self.includes(call) else self.rule
+        """The candidate of the next call, or the first one."""
+        variant = self.turns[len(self.calls)] if self.includes(call) else self.first
         return Selection(
             variant, "one of the first calls, which measure the candidates", trial=self
         )
 
-    def record(self, call: Call, start: int, stop: int) -> bool:
+    def record(self, call: Call, begin: int, end: int, waited: int) -> bool:
         """Record the times of a call; True for the last one of a round."""
-        self.calls.append((start, stop, sum(call.workload.rows) * max(1, call.workload.n)))
-        return len(self.calls) == len(self.candidates)
+        size = sum(call.workload.rows) * max(1, call.workload.n)
+        self.calls.append((begin, end, waited, size))
+        return len(self.calls) == len(self.turns)
 
     def end_round(self, times: Tensor, hosts: Sequence[int]) -> Selection | None:
         """Evaluate a round, with every rank's calls in `times`; the selection, or None if another
         round follows.
         """
-        measured = times.view(-1, len(self.candidates), 3)
+        measured = times.view(-1, len(self.turns), 4)
         latest = [
             measured[[host == each for each in hosts]].amax(0) for host in dict.fromkeys(hosts)
         ]
         durations = torch.stack([each[:, 1] - each[:, 0] for each in latest]).amin(0).tolist()
-        sizes = measured[0, :, 2].tolist()
-        for variant, ns, size in zip(self.candidates, durations, sizes, strict=True):
-            shortest = self.ns_per_element.get(variant, float("inf"))
-            self.ns_per_element[variant] = min(shortest, ns / size)
+        self.took += sum(durations)
+        self.waited += measured[:, :, 2].amax(0).sum().item()
+        sizes = measured[0, :, 3].tolist()
+        for variant, ns, size in zip(self.turns, durations, sizes, strict=True):
+            self.ns_per_element[variant].append(ns / size)
             self.ms[variant] = min(self.ms.get(variant, float("inf")), 1e-6 * ns)
-        self.calls, self.round = [], self.round + 1
-        self.remaining -= len(self.candidates)
-        bound = _DROPPED_FROM[self.round > 1] * min(self.ns_per_element.values())
-        self.candidates = [each for each in self.candidates if self.ns_per_element[each] <= bound]
-        if 1 < len(self.candidates) <= self.remaining:
+        self.calls = []
+        return self._checked() if self.to_check else self._selected()
+
+    def measured(self, variant: Variant) -> tuned.Measured:
+        """The time of a variant, to store."""
+        return tuned.Measured(variant, self._time(variant), self.busy)
+
+    def _time(self, variant: Variant) -> float:
+        """The nanoseconds per element of a variant: longer than a third of its measured times. Most
+        others may be of preempted calls, and the shortest of several be an exception, too.
+        """
+        times = sorted(self.ns_per_element[variant])
+        return times[(len(times) - 1) // 3]
+
+    def _checked(self) -> Selection | None:
+        """The stored variant, or None if all candidates have to be measured."""
+        if self.busy or self._time(self.first) <= _SLOWER * self.to_check:
+            return Selection(self.first, _STORED)
+        self.to_check, self.turns = 0.0, self.candidates
+        self.ns_per_element.clear()
+        self.ms.clear()
+        return None
+
+    def _selected(self) -> Selection | None:
+        """The fastest candidate, or None if another round has to follow."""
+        if self.round:
+            bound = DROPPED_FROM[self.round - 1] * min(map(self._time, self.turns))
+            self.turns = [each for each in self.turns if self._time(each) <= bound]
+        self.round += 1
+        if len(self.turns) > 1 and self.round <= len(DROPPED_FROM):
             return None
 
         def weighted(variant: Variant) -> float:
-            return self.ns_per_element[variant] * (_BETTER if variant == self.rule else 1)
+            return self._time(variant) * (_BETTER if variant == self.first else 1)
 
         by_time = tuple(sorted(self.ms.items(), key=lambda each: each[1]))
         reason = "it was the fastest in the first calls of its class"
-        return Selection(min(self.candidates, key=weighted), reason, by_time)
+        return Selection(min(self.turns, key=weighted), reason, by_time)
 
 
 def _agreed(call: Call, key: Class) -> list[Selection]:
@@ -204,16 +279,22 @@ def _agreed(call: Call, key: Class) -> list[Selection]:
     """
     world = call.world
     own = _candidates(call) if world.rank == 0 else []
-    numbers = torch.zeros(3 * _CANDIDATES, 1, dtype=torch.int64)
-    for at, (algorithm, pieces, order) in enumerate(each.variant for each in own):
+    numbers = torch.zeros(4 * _CANDIDATES, 1, dtype=torch.int64)
+    for at, each in enumerate(own):
+        algorithm, pieces, order = each.variant
         encoded = _ALGORITHMS.index(algorithm), pieces, ORDERS.index(order)
-        numbers[3 * at : 3 * at + 3, 0] = torch.tensor(encoded)
+        numbers[4 * at : 4 * at + 3, 0] = torch.tensor(encoded)
+        numbers[4 * at + 3] = torch.tensor(each.record, dtype=torch.float64).view(torch.int64)
     tensors = {"a": numbers, "out": numbers[:0]} if own else {"a": numbers[:0], "out": numbers}
     plan = _from_rank_0(world.levels, world.topology)
     _untraced(call, f"{call.description}\n{key}", plan, tensors, (len(numbers),))
     return own or [
-        Selection(Variant(_ALGORITHMS[name], pieces, ORDERS[order]), "as rank 0 decided")
-        for name, pieces, order in numbers.view(-1, 3).tolist()
+        Selection(
+            Variant(_ALGORITHMS[name], pieces, ORDERS[order]), "as rank 0 decided", record=record
+        )
+        for (name, pieces, order, _), record in zip(
+            numbers.view(-1, 4).tolist(), numbers[3::4, 0].view(torch.float64).tolist(), strict=True
+        )
         if pieces
     ]
 

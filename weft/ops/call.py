@@ -74,13 +74,16 @@ class Selection(NamedTuple):
     """The variant of a call, and the reason for it.
 
     `measured` are the least milliseconds of the variants that were tried. `trial` is a measurement
-    to which the time of the call is to be reported (`weft.ops.autotune.Trial`).
+    to which the time of the call is to be reported (`weft.ops.autotune.Trial`). `record` is the
+    time that an earlier process has stored for the variant, in nanoseconds per element of the
+    product; 0 if none has.
     """
 
     variant: Variant
     reason: str
     measured: tuple[tuple[Variant, float], ...] = ()
     trial: Any = None
+    record: float = 0.0
 
 
 class Call(ABC):

@@ -4,10 +4,9 @@ execute it, finish. The same for all operators.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from weft.engines.engine import Program
 from weft.engines.host import HostProgram
 from weft.kernels.matmul import MATMUL, with_kernel
 from weft.kernels.weights import Weight
-from weft.ops.autotune import report, select
+from weft.ops.autotune import measure, select
 from weft.ops.call import Call
 from weft.plan import Kernel, Plan
 from weft.schedules.operators import OPERATORS
@@ -58,9 +57,7 @@ def run(call: Call, key: Key | None = None) -> list[Tensor]:
     selection = select(call)
     program = prepare(call, selection.variant)
     if selection.trial is not None:
-        begun = time.monotonic_ns()
-        _execute(call, program)
-        report(call, selection.trial, begun, time.monotonic_ns())
+        measure(call, selection.trial, partial(_execute, call, program))
     elif key is not None and isinstance(program, HostProgram) and _repeatable(call, key):
         _execute_and_cache(call, program, key)
     else:

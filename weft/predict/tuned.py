@@ -1,5 +1,5 @@
 """The fastest variants by workload, measured by `weft tune` or by calls, and stored in the cache
-directory.
+directory with their times, so that later processes can tell whether they are still true.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ import atexit
 import contextlib
 from collections.abc import Mapping
 from functools import cache as once
+from pathlib import Path
+from typing import NamedTuple
 
 import weft.cache as cache
 from weft.schedules.workload import ORDERS, Variant, Workload, size_class
@@ -15,32 +17,62 @@ from weft.schedules.workload import ORDERS, Variant, Workload, size_class
 Link = tuple[float, float]
 """Bandwidth in Gbit/s and latency in microseconds of an emulated link."""
 
-Stored = Mapping[str, str | int]
-"""A variant as stored in the cache directory: its fields by name."""
+Stored = Mapping[str, str | int | float]
+"""A measurement as stored in the cache directory: the fields of the variant, `ns` and `busy`."""
+
+
+class Measured(NamedTuple):
+    """The variant that was the fastest: its nanoseconds per element of all ranks' rows of the
+    product, and whether the ranks had to wait for cores while it was measured.
+    """
+
+    variant: Variant
+    ns: float
+    busy: bool = False
+
 
 _measured: dict[str, Stored] = {}
-"""Fastest variants that calls of this process have measured, stored when it ends."""
+"""Measurements of calls of this process, stored when it ends."""
 
 
-def find(workload: Workload, link: Link | None) -> Variant | None:
-    """The variant that was measured to be the fastest for this workload or another of the same size
-    class; None if none was measured.
+def find(workload: Workload, link: Link | None) -> Measured | None:
+    """The measurement of this workload, or of another of the same size class; None if there is
+    none.
     """
     key = _key(workload, link)
-    fastest = _measured.get(key) or _stored().get(key)
-    return Variant(**fastest) if fastest else None  # type: ignore[arg-type]
+    fields = {**(_measured.get(key) or _stored().get(key) or {})}
+    if not fields:
+        return None
+    ns, busy = fields.pop("ns"), fields.pop("busy")
+    return Measured(Variant(**fields), float(ns), bool(busy))  # type: ignore[arg-type]
 
 
-def remember(workload: Workload, link: Link | None, variant: Variant) -> None:
-    """Let `find` return this variant, in this process and in all that start later."""
-    _store({_key(workload, link): variant._asdict()})
+def remember(workload: Workload, link: Link | None, fastest: Measured) -> None:
+    """Let `find` return this measurement, in this process and in all that start later."""
+    _store({_key(workload, link): _to_json(fastest)})
 
 
-def learn(workload: Workload, link: Link | None, variant: Variant) -> None:
-    """Let `find` return this variant, in this process and in all that start after its end."""
+def learn(workload: Workload, link: Link | None, fastest: Measured) -> None:
+    """Let `find` return this measurement, in this process and in all that start after its end."""
     if not _measured:
         atexit.register(_store_measured)
-    _measured[_key(workload, link)] = variant._asdict()
+    _measured[_key(workload, link)] = _to_json(fastest)
+
+
+def forget() -> None:
+    """Forget all measurements of this machine, of this process too."""
+    _measured.clear()
+    cache.remove(cache.of_this_machine("tuned"))
+    _stored.cache_clear()
+
+
+def kept() -> tuple[Path | None, int, int]:
+    """The file of the measurements, None without a directory; the number of them; and how many of
+    them were made on a busy machine.
+    """
+    entries = {**_stored(), **_measured}
+    busy = sum(bool(each["busy"]) for each in entries.values())
+    return cache.file(cache.of_this_machine("tuned")), len(entries), busy
 
 
 def _store_measured() -> None:
@@ -59,13 +91,20 @@ def _stored() -> dict[str, Stored]:
     return cache.stored(cache.of_this_machine("tuned"), _valid) or {}
 
 
+def _to_json(measured: Measured) -> Stored:
+    variant, ns, busy = measured
+    return {**variant._asdict(), "ns": ns, "busy": busy}
+
+
 def _valid(entries: dict[str, Stored]) -> bool:
     return all(
-        each.keys() == {*Variant._fields}
+        each.keys() == {*Variant._fields, "ns", "busy"}
         and isinstance(each["algorithm"], str)
         and type(each["pieces"]) is int
         and each["pieces"] > 0
         and each["order"] in ORDERS
+        and isinstance(each["ns"], int | float)
+        and isinstance(each["busy"], bool)
         for each in entries.values()
     )
 
