@@ -39,11 +39,11 @@ from weft.schedules.levels import Levels
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import FEW_ROWS, ORDERS, Variant, Workload, size_class
 
-_PIECES = (2, 4, 8, 16, 32)
+_PIECES = (1, 2, 4, 8, 16, 32)
 """The numbers of pieces that are tried over a link."""
 _LEAST_PIECE = 32
 """The number of rows below which a piece is not tried."""
-_CANDIDATES = 8
+_CANDIDATES = 10
 """The maximum number of candidates of a class."""
 DROPPED_FROM = (1.4, 1.2, 1.1, 1.05)
 """Multiples of the fastest time, after the second round and each later one, above which a candidate
@@ -54,7 +54,8 @@ _CHECKS = 4
 _SLOWER = 1.5
 """A stored variant is not trusted if its time is above this multiple of its record."""
 _BUSY = 0.15
-"""The part of the time of measured calls that ranks of a busy machine wait for a core."""
+"""The part of a call's time that a rank waits for a core, from which on other processes disturb it.
+"""
 _BETTER = 0.97
 """A variant replaces the rule's if its time is below this fraction of the rule's."""
 _MEASURED_FROM = 1.7e-4
@@ -159,15 +160,14 @@ def _candidates(call: Call) -> list[Selection]:
     ):
         return [first]
     linked = not world.remote_reads
-    found = {first.variant: first}
-    for name in operator.auto_candidates_over_links if linked else operator.auto_candidates:
-        variant = call.variant(name)
-        cuts = linked and chunk_rows is None and name not in operator.uncut
-        for pieces in [variant.pieces, *(_PIECES if cuts else ())]:
-            if pieces == variant.pieces or max(workload.rows) >= _LEAST_PIECE * pieces:
-                cut = variant._replace(pieces=pieces)
-                found.setdefault(cut, Selection(cut, ""))
-    return [*found.values()][:_CANDIDATES]
+    names = operator.auto_candidates_over_links if linked else operator.auto_candidates
+    variants = [first.variant, *map(call.variant, names)]
+    if linked and chunk_rows is None:
+        most = max(workload.rows) // _LEAST_PIECE
+        cut = [each for each in variants if each.algorithm not in operator.uncut][:1]
+        variants += [each._replace(pieces=n) for each in cut for n in _PIECES if n <= most]
+    others = [Selection(each, "") for each in dict.fromkeys(variants) if each != first.variant]
+    return [first, *others][:_CANDIDATES]
 
 
 class Trial:
@@ -184,7 +184,9 @@ class Trial:
         self.turns = [self.first] * _CHECKS if record else self.candidates
         """The variants of the calls of this round."""
         self.round = 0
-        """The number of rounds of all candidates that have ended."""
+        """The number of rounds that have ended and count."""
+        self.repeated = False
+        """Whether the latest round did not count, since ranks had to wait for cores."""
         self.calls: list[tuple[int, int, int, int]] = []
         """Of this round: begin and end of each call and the time that this rank waited for a core
         in it, in nanoseconds, and the size of its product.
@@ -227,14 +229,18 @@ class Trial:
             measured[[host == each for each in hosts]].amax(0) for host in dict.fromkeys(hosts)
         ]
         durations = torch.stack([each[:, 1] - each[:, 0] for each in latest]).amin(0).tolist()
-        self.took += sum(durations)
-        self.waited += measured[:, :, 2].amax(0).sum().item()
+        waits = measured[:, :, 2].amax(0).tolist()
+        self.took, self.waited = self.took + sum(durations), self.waited + sum(waits)
+        disturbed = any(wait > _BUSY * ns for wait, ns in zip(waits, durations, strict=True))
+        self.repeated = disturbed and not self.repeated
         sizes = measured[0, :, 3].tolist()
         for variant, ns, size in zip(self.turns, durations, sizes, strict=True):
             self.ns_per_element[variant].append(ns / size)
             self.ms[variant] = min(self.ms.get(variant, float("inf")), 1e-6 * ns)
         self.calls = []
-        return self._checked() if self.to_check else self._selected()
+        if self.to_check:
+            return self._checked()
+        return None if self.repeated else self._selected()
 
     def measured(self, variant: Variant) -> tuned.Measured:
         """The time of a variant, to store."""
