@@ -11,6 +11,7 @@ begun the call.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from weft.schedules.barrier import barrier
 from weft.world import World
 from weft.world.transport import Tag
 
+_YIELDS = 3  # of a core before the first product: the lane and the thread that sends its rows start
 _POLL_SECONDS = 0.1  # between a waiting thread's checks whether the world is open
 
 
@@ -117,6 +119,28 @@ class NetworkProgram(HostProgram):
             for name, lane in self.plan.lanes[self.world.rank].items()
             if not (is_channel(name) or is_receive_gate(name))
         }
+
+    def execute(
+        self,
+        binding: _native.Binding,
+        timeout: float | None = None,
+        compute: Callable[[int], None] | None = None,
+    ) -> None:
+        """Execute once; the first product lets the threads that send begin first. They do not
+        interrupt it, and the link would be idle for some milliseconds of it.
+        """
+        begun = compute is None or not self.lanes[LANES.index("comm")]
+
+        def run(at: int) -> None:
+            nonlocal begun
+            if not begun:
+                for _ in range(_YIELDS):
+                    os.sched_yield()
+                begun = True
+            assert compute is not None
+            compute(at)
+
+        super().execute(binding, timeout, run if compute else None)
 
     def begin(self, seconds: float) -> None:
         """Publish the call, and queue its receives and sends."""
