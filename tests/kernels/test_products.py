@@ -152,35 +152,48 @@ def test_blocks_cover_all_rows_in_few_sizes(most, small):
     assert len(sizes) <= 132 if small else len(sizes) == most
 
 
-@pytest.mark.parametrize(
-    ("k", "making"), [(260, range(1, 129)), (1 << 11, range(1, 65)), (200, range(0))]
-)
-def test_kernels_are_made_once_rows_differ(k, making, monkeypatch):
-    """Kernels for all small numbers of rows, unless the weight is so small that making a kernel
-    takes no noticeable time.
+@pytest.mark.parametrize(("k", "exact_from"), [(200, 129), (512, 129), (2048, 65)])
+def test_products_of_few_rows_share_few_kernels(k, exact_from, monkeypatch):
+    """Each number of rows has a kernel, so few rows are padded; more, of which a product takes
+    longer than making a kernel, are not.
     """
     made, kernel = [], methods._kernel
     monkeypatch.setattr(
         methods, "_kernel", lambda x, w, bias: (made.append(len(x)), kernel(x, w, bias))[1]
     )
-    monkeypatch.setattr(methods, "_first", {})
     monkeypatch.setattr(methods, "_MAKING", {4: 1 << 26})
     monkeypatch.setattr(fastest, "method", lambda *_: "onednn")
-    n = (1 << 26) // (64 * k) if k > 1024 else 256
-    b, counts = torch.randn(k, n), (24, 24, 9, 24, 60, 300)
-    for rows in counts:
-        x, out = torch.randn(rows, k), torch.empty(rows, n)
+    b = torch.randn(k, 512)
+    for rows in (3, 9, 17, 24, 33, 64, 65, 127, 128):
+        x, out = torch.randn(rows, k), torch.empty(rows, 512)
         products.multiply(x, b, out)
         assert torch.allclose(out, x @ b, atol=1e-2)
-    requested = [
-        24,
-        24,
-        9,
-        24,
-        60,
-        *[block.stop - block.start for block in methods._blocks(300, 1024, k * n <= 1 << 19)],
-    ]
-    assert made == [24, 24, *making, *requested[2:]]
+        if rows >= exact_from:
+            assert made[-1] == rows
+        assert rows <= made[-1] <= rows + max(1, rows // 8)
+    assert len({methods.kernel_rows(rows, k * 512, 4) for rows in range(1, exact_from)}) <= 33
+    assert made[:4] == [4, 10, 18, 24]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+def test_bits_do_not_depend_on_padding(dtype, packed, monkeypatch):
+    """Each row of a padded product has the bits that it has beside any other rows."""
+    monkeypatch.setattr(fastest, "method", lambda *_: "onednn")
+    k, n = 1024, 256
+    b, x = torch.randn(k, n).to(dtype), torch.randn(128, k).to(dtype)
+    weight = pack(b) if packed else b
+    for rows in (3, 5, 17, 33, 65, 127):
+        few = torch.empty(rows, n, dtype=dtype)
+        products.multiply(x[:rows], weight, few)
+        height = methods.kernel_rows(rows, k * n, dtype.itemsize)
+        assert height > rows
+        for fill in (1e4, float("nan")):
+            beside = torch.full((height, k), fill, dtype=dtype)
+            beside[:rows] = x[:rows]
+            many = torch.empty(height, n, dtype=dtype)
+            products.multiply(beside, weight, many)
+            assert torch.equal(many[:rows], few)
 
 
 def add_uncounted(w, *at):

@@ -7,7 +7,7 @@ processors, and multiplying float16 through float32 hundreds of times its own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,17 +21,15 @@ _BLOCK = 256
 _REPACKED_BLOCK = 1024
 _MAKING = {4: 1 << 26, 2: 1 << 28}
 """By the bytes of a number: multiplications that take about as long as making a kernel of oneDNN's,
-which has one for each number of rows, 0.3 to 1 ms.
+which has one for each number of rows, 0.3 to 1 ms, or several with tiles. Products of fewer are
+padded to few numbers of rows.
 """
-# elements of a weight up to which no kernels are made in advance, and rows up to which they are
-_TINY, _FEW = 1 << 16, 128
+_FEW = 128  # rows of the smallest block of several, apart from the last two
 _SMALL_WEIGHT = {True: 1 << 20, False: 1 << 19}
 """By whether it is packed: elements of a weight that is read again, and packed again, in less time
 than a kernel is made.
 """
 _LEAST = 16  # rows of a block of several, so that bits do not depend on their number
-# rows that each layout of a weight was multiplied by first; 0 once there were others
-_first: dict[Hashable, int] = {}
 
 
 def _empty(x: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, packed: bool) -> None:
@@ -77,13 +75,12 @@ def _onednn(x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, packed: bool
     x = x.contiguous() if transposed(x) else x
     b = None if bias is None else bias.to(dtype)
     rows, size = x.shape[0], w.shape[0] * w.shape[1]
-    _make_kernels(rows, w, b, dtype)
     blocks = _blocks(rows, _BLOCK if packed else _REPACKED_BLOCK, size <= _SMALL_WEIGHT[packed])
     if len(blocks) == 1:
-        out.copy_(_kernel(x.to(dtype), w, b))
+        out.copy_(_product(x.to(dtype), w, b))
         return
     for block in blocks:
-        out[block].copy_(_kernel(x[block].to(dtype), w, b))
+        out[block].copy_(_product(x[block].to(dtype), w, b))
 
 
 class Method(NamedTuple):
@@ -143,21 +140,26 @@ def _blocks(rows: int, most: int, small: bool) -> list[slice]:
     return found
 
 
-def _make_kernels(rows: int, w: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
-    """Have oneDNN make kernels before they are needed.
+def _product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    """The product by the kernel for `kernel_rows` rows: x is padded by rows of its own."""
+    rows = x.shape[0]
+    if more := kernel_rows(rows, w.shape[0] * w.shape[1], x.itemsize) - rows:
+        return _kernel(torch.cat((x, x[:more])), w, bias)[:rows]
+    return _kernel(x, w, bias)
 
-    When a layout of weights is multiplied by a second number of rows, kernels are made for all
-    numbers for which making one takes longer than using it: numbers of rows will continue to
-    differ, and each call would have to wait for its own kernel.
+
+@functools.lru_cache(4096)
+def kernel_rows(rows: int, size: int, itemsize: int) -> int:
+    """The number of rows of the kernel that multiplies `rows` rows of such numbers by a weight of
+    `size` elements: one of few, at most an eighth or one more, unless making a kernel takes less
+    time than using it.
+
+    It depends on nothing else, and so do bits: kernels for other numbers of rows may sum in other
+    orders.
     """
-    size, making = w.shape[0] * w.shape[1], _MAKING[dtype.itemsize]
-    if size <= _TINY or min(rows, _FEW) * size > making:
-        return
-    like = dtype, w.shape, w.is_mkldnn, w.is_mkldnn or w.is_contiguous(), bias is None
-    if _first.setdefault(like, rows) not in (rows, 0):
-        _first[like] = 0
-        for other in range(1, min(_FEW, making // size) + 1):
-            _kernel(torch.zeros(other, w.shape[1], dtype=dtype), w, bias)
+    step = max(2, 1 << max(0, (rows - 1).bit_length() - 4))
+    padded = -(-rows // step) * step
+    return padded if rows > 1 and padded * size <= _MAKING[itemsize] else rows
 
 
 def _kernel(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
