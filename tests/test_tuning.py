@@ -67,6 +67,7 @@ EXCEPTIONS = {
         weft/engines/network.py: _WRITABLE
         weft/engines/reference.py: NAN
         weft/kernels/int8.py: _LARGEST
+        weft/ops/measured.py: _SIZES
         weft/predict/machine.py: ITEMSIZE
         weft/world/listener.py: _SIOCGIFADDR
         weft/world/signals.py: LARGEST

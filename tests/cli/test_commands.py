@@ -700,13 +700,13 @@ def test_nothing_is_measured_without_a_cache_directory(arguments, monkeypatch):
 def test_measured_variants_are_shown_and_forgotten(tmp_path, monkeypatch):
     monkeypatch.setenv("WEFT_CACHE", str(tmp_path))
     tuned._stored.cache_clear()
-    assert "No variants" in doctor._measurements()
+    assert "No choices" in doctor._measurements()
     for rows in (64, 128):
         case = Workload("all_gather_matmul", (rows, rows), 8, 8, "float32", "float32")
         tuned.remember(case, None, tuned.Measured(Variant("ring", 4), 1.0, busy=rows == 64))
     (file,) = tmp_path.glob("tuned-*.json")
     text = doctor._measurements()
-    assert f"2 variant(s) of auto are remembered in {file}" in text
+    assert f"2 choice(s) of auto are remembered in {file}" in text
     assert "1 of them, measured on busy cores, will be measured again" in text
     outcome = CliRunner().invoke(app, ["tune", "--clear"])
     assert (outcome.exit_code, outcome.output.split()[:2]) == (0, ["Forgot", "2"])

@@ -91,13 +91,29 @@ def test_collectives(ranks):
     on_ranks(collectives, ranks)
 
 
-def small_pages_on_one(first):
-    world = remade(large=first.rank == 0)
+def not_to_be_read(first):
+    if first.rank == 1:
+        os.environ["WEFT_READ_PEERS"] = "0"
+    world = remade()
     assert not world.reads_memory, "all ranks or none"
-    assert world.staging_reason == "tensors of rank 1 are in small pages"
+    assert world.staging_reason == "rank 1 has WEFT_READ_PEERS=0"
     mine = torch.full((NUMBERS,), float(world.rank))
     assert "read through the kernel" not in call_text(world, lambda: weft.all_gather(mine))
     assert weft.all_gather(mine)[::NUMBERS].tolist() == [*map(float, range(world.ranks))]
+
+
+def test_a_rank_that_is_not_to_be_read():
+    on_ranks(not_to_be_read, 2)
+
+
+def small_pages_on_one(first):
+    world = remade(large=first.rank == 0)
+    assert world.reads_memory
+    assert not world.huge_pages, "all ranks or none"
+    mine = torch.full((NUMBERS,), float(world.rank))
+    assert "read through the kernel" not in call_text(world, lambda: weft.all_gather(mine)), (
+        "staged until it is measured"
+    )
 
 
 def test_a_rank_with_tensors_in_small_pages():
@@ -192,10 +208,7 @@ def test_why_memory_cannot_be_read():
     number = torch.tensor([7])
     own = Probe(7, number.data_ptr())
     assert peer_memory.refusal([os.getpid()], [own]) == ""
-    assert (
-        peer_memory.refusal([os.getpid()] * 2, [own, Probe()])
-        == "tensors of rank 1 are in small pages"
-    )
+    assert peer_memory.refusal([os.getpid()] * 2, [own, Probe()]) == "rank 1 has WEFT_READ_PEERS=0"
     assert "another process namespace" in peer_memory.refusal(
         [os.getpid()], [Probe(8, number.data_ptr())]
     )
@@ -223,6 +236,9 @@ def test_huge_pages(tmp_path, monkeypatch, policy, requested, huge):
     assert peer_memory.huge_pages() is huge
     monkeypatch.setattr(peer_memory, "_ENABLED", tmp_path / "none")
     assert not peer_memory.huge_pages(), "a kernel without them"
+    assert not peer_memory.probe().huge_pages
+    assert peer_memory.probe().address
+    monkeypatch.setenv("WEFT_READ_PEERS", "0")
     assert not peer_memory.probe().address
 
 

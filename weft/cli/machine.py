@@ -115,9 +115,12 @@ def _calibrate_network(threads: int, json_file: str | None) -> None:
 
 def _clear(wanted: bool) -> None:
     if wanted:
-        file, count, _ = tuned.kept()
-        tuned.forget()
-        typer.echo(f"Forgot {count} measured variant(s) of {file}.")
+        from weft.ops import measured
+
+        for kept, forget in (tuned.kept, tuned.forget), (measured.kept, measured.forget):
+            file, count, _ = kept()
+            forget()
+            typer.echo(f"Forgot {count} choice(s) of {file}.")
         raise typer.Exit
 
 

@@ -32,11 +32,12 @@ from weft.engines.recording import clock_offsets
 from weft.errors import SymmetricMemoryError
 from weft.kernels.packed import pack
 from weft.kernels.products import multiply
+from weft.ops import measured
 from weft.ops.barrier import barrier
 from weft.predict import tuned
 from weft.schedules.levels import OVERSUBSCRIBED_SIGNAL_LATENCY, SIGNAL_LATENCY
 from weft.schedules.thresholds import Thresholds
-from weft.world import World, init, peer_memory, placement
+from weft.world import World, init, placement
 from weft.world.listener import addresses, family_of, named_interface
 from weft.world.rendezvous import (
     StoreRendezvous,
@@ -122,12 +123,8 @@ def diagnose(console: Console) -> bool:
             console.print(_thresholds(everyone, world.thresholds, world.oversubscribed))
             if world.ranks > 1 and not world.multi_host:
                 why = next(filter(None, staged), "")
-                how = f"staged, since {why}" if why else "read in place, through the kernel"
-                console.print(
-                    f"Peers' ordinary tensors of {peer_memory.LEAST_BYTES >> 20} MiB and more are "
-                    f"{how}.",
-                    soft_wrap=True,
-                )
+                how = f"are staged, since {why}" if why else "can be read in place"
+                console.print(f"Peers' ordinary tensors {how}.", soft_wrap=True)
             console.print(_stores(stores), soft_wrap=True)
             console.print(_new_memory(), soft_wrap=True)
             console.print(_measurements(), soft_wrap=True)
@@ -288,14 +285,18 @@ def _new_memory() -> str:
 
 
 def _measurements() -> str:
-    """A sentence on the variants that were measured on this host, and where they are kept."""
-    file, count, busy = tuned.kept()
-    if not count:
-        return "No variants of auto are remembered on this host."
-    text = f"{count} variant(s) of auto are remembered in {file}; weft tune --clear forgets them."
-    if not busy:
-        return text
-    return f"{text} {busy} of them, measured on busy cores, will be measured again."
+    """A sentence on the choices that were measured on this host, and where they are kept."""
+    texts, again = [], 0
+    for what, kept in ("auto", tuned.kept), ("collectives", measured.kept):
+        file, count, busy = kept()
+        again += busy
+        if count:
+            texts.append(f"{count} choice(s) of {what} are remembered in {file}.")
+    if not texts:
+        return "No choices of auto or of collectives are remembered on this host."
+    if again:
+        texts.append(f"{again} of them, measured on busy cores, will be measured again.")
+    return " ".join([*texts, "weft tune --clear forgets them."])
 
 
 def _gflops(dtype: torch.dtype) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from weft.ops import arguments, collective, dims, granularity
 from weft.ops.collective import CollectiveCall, Handle, as_matrix, planned, same_place
 from weft.schedules import all_gather as schedule
-from weft.schedules.workload import pieces
+from weft.schedules.workload import PIECES, pieces
 from weft.world import World
 
 
@@ -91,26 +92,40 @@ def _check(
     tensors = {"a": matrix, "gathered": target}
     most = max(rows)
     size = most * matrix.shape[1] * matrix.itemsize
+    planner = partial(planned, schedule.all_gather, world.ranks, hosts=hosts)
+    reached = symmetric or symmetric_out
     if algorithm in ("auto", "pull") and chunk_rows is None:
-        reached = symmetric or symmetric_out
+        if not reached and granularity.measurable(world, size):
+            plans = granularity.plans(
+                world,
+                size,
+                eager=partial(schedule.eager, world.levels),
+                slots=partial(planner, pieces(most, _chunk(world, matrix, most)), "pull"),
+                short=partial(planner, PIECES, "pull"),
+                read=partial(planner, 1, "pull", symmetric_a=True),
+            )
+            first = next(iter(plans.values()))()
+            return CollectiveCall(first, rows, tensors, result, copied, plans=plans, size=size)
         if granularity.moved_eagerly(world, size, reached):
             return CollectiveCall(schedule.eager(world.levels), rows, tensors, result, copied)
-        if not reached and granularity.read_in_place(world, size):
-            # a single transfer, as peers would read a symmetric tensor
-            algorithm, symmetric, chunk_rows = "pull", True, max(sizes)
     if algorithm == "auto":
         pushed = symmetric_out and (not symmetric or size >= world.thresholds.pushed_bytes)
         algorithm = "push" if hosts or pushed else "pull"
     if chunk_rows is not None:
         chunk = lead * chunk_rows
-    elif algorithm == "pull" and not symmetric and world.ranks == 2:
-        chunk = granularity.exchanged_rows(matrix, most, world)
     elif algorithm == "pull" and not symmetric:
-        chunk = granularity.slot_rows(matrix, most, 1, world)
+        chunk = _chunk(world, matrix, most)
     elif algorithm == "push" and symmetric_out and hosts is None:
         chunk = max(1, most)
     else:
         chunk = granularity.sent_rows(matrix, most)
-    options = {"symmetric_a": symmetric, "symmetric_gathered": symmetric_out, "hosts": hosts}
-    plan = planned(schedule.all_gather, world.ranks, pieces(most, chunk), algorithm, **options)
+    symmetries = {"symmetric_a": symmetric, "symmetric_gathered": symmetric_out}
+    plan = planner(pieces(most, chunk), algorithm, **symmetries)
     return CollectiveCall(plan, rows, tensors, result, copied)
+
+
+def _chunk(world: World, matrix: Tensor, most: int) -> int:
+    """The rows, of `most` of a rank, that are staged at a time."""
+    if world.ranks == 2:
+        return granularity.exchanged_rows(matrix, most, world)
+    return granularity.slot_rows(matrix, most, 1, world)

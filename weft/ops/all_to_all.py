@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 
 import torch
@@ -13,7 +14,7 @@ from weft.ops.all_gather import all_gather
 from weft.ops.collective import CollectiveCall, Handle, as_matrix, planned
 from weft.schedules import all_to_all as schedule
 from weft.schedules.thresholds import EAGER_BUFFER_BYTES
-from weft.schedules.workload import pieces
+from weft.schedules.workload import PIECES, pieces
 from weft.world import World
 
 
@@ -75,21 +76,26 @@ def _check(
     row = matrix.shape[1] * matrix.itemsize
     most = row * max(map(sum, counts))
     to_peers = row * max(sum(sizes) - sizes[rank] for rank, sizes in enumerate(counts))
-    if granularity.moved_eagerly(world, to_peers, symmetric):
-        return CollectiveCall(
-            schedule.eager(world.levels), rows, tensors, result, sizes_exchanged=not even
+    planner = partial(planned, schedule.all_to_all, world.ranks)
+    chunk = granularity.exchanged_rows(matrix, max(rows), world)
+    if not symmetric and granularity.measurable(world, to_peers):
+        plans = granularity.plans(
+            world,
+            to_peers,
+            eager=partial(schedule.eager, world.levels),
+            slots=partial(planner, pieces(max(rows), chunk)),
+            short=partial(planner, PIECES),
+            read=partial(planner, 1, symmetric_a=True),
         )
-    symmetric = symmetric or granularity.read_in_place(world, most)
-    cut = (
-        1
-        if symmetric or hosts
-        else pieces(max(rows), granularity.exchanged_rows(matrix, max(rows), world))
-    )
-    few = hosts is not None and not symmetric and most <= EAGER_BUFFER_BYTES
-    plan = planned(
-        schedule.all_to_all, world.ranks, cut, symmetric_a=symmetric, hosts=hosts, few=few
-    )
-    return CollectiveCall(plan, rows, tensors, result, sizes_exchanged=not even)
+        first = next(iter(plans.values()))()
+        return CollectiveCall(first, rows, tensors, result, (), not even, plans, to_peers)
+    if granularity.moved_eagerly(world, to_peers, symmetric):
+        plan = schedule.eager(world.levels)
+    else:
+        cut = 1 if symmetric or hosts else pieces(max(rows), chunk)
+        few = hosts is not None and not symmetric and most <= EAGER_BUFFER_BYTES
+        plan = planner(cut, symmetric_a=symmetric, hosts=hosts, few=few)
+    return CollectiveCall(plan, rows, tensors, result, (), not even)
 
 
 def _splits(

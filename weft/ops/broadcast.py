@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from weft.ops import arguments, collective, granularity
@@ -70,6 +72,19 @@ def _check(
     own, other = ("a", "out") if world.rank == source else ("out", "a")
     tensors = {own: rows, other: rows[:0]}
     symmetric = world.is_symmetric(rows)
+    if algorithm in ("auto", "pull") and not symmetric and granularity.measurable(world, size):
+        planner = partial(planned, schedule.broadcast, world.ranks, source=source)
+        cut = pieces(most, granularity.slot_rows(rows, most, 1, world, PIECE_BYTES))
+        plans = granularity.plans(
+            world,
+            size,
+            eager=partial(schedule.eager, source, world.levels),
+            slots=partial(planner, cut),
+            short=None,
+            read=partial(planner, 1, symmetric_a=True),
+        )
+        first = next(iter(plans.values()))()
+        return CollectiveCall(first, (most,), tensors, tensor, plans=plans, size=size)
     if algorithm in ("auto", "pull") and granularity.moved_eagerly(world, size, symmetric):
         return CollectiveCall(schedule.eager(source, world.levels), (most,), tensors, tensor)
     host_of, staged = hosts or range(world.ranks), hosts is None and not symmetric

@@ -30,8 +30,9 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +44,8 @@ from weft.engines import engine
 from weft.engines.engine import Engine, Program
 from weft.errors import PeerTimeout
 from weft.kernels.weights import DTYPES as FLOATS
-from weft.ops import arguments
+from weft.ops import arguments, measured
+from weft.ops.measured import Plans
 from weft.plan import Plan
 from weft.world import World, current
 
@@ -62,7 +64,8 @@ class CollectiveCall(NamedTuple):
 
     `copied` has pairs of a part of the result and the block that is copied to it at the end.
     `sizes_exchanged`: ranks exchanged the sizes, which may differ in the next call with the same
-    arguments.
+    arguments. `plans`: the plans from which the fastest is chosen by measuring them, if there are
+    several, for calls of about `size` bytes on each rank; `plan` is then the first of them.
     """
 
     plan: Plan
@@ -71,6 +74,13 @@ class CollectiveCall(NamedTuple):
     result: Tensor
     copied: Sequence[tuple[Tensor, Tensor]] = ()
     sizes_exchanged: bool = False
+    plans: Plans = MappingProxyType({})
+    size: int = 0
+
+    @property
+    def key(self) -> measured.Class:
+        """The class of calls that share the choice among `plans`."""
+        return measured.Class(self.plan.operator, (self.size - 1).bit_length())
 
     def finish(self) -> Tensor:
         """The result, with the blocks copied to it."""
@@ -128,12 +138,23 @@ def run(
             result: Tensor = cached
             return result
     call = check(world, a, out, *options)
-    program = own.program(call.plan, call.tensors, call.rows)
+    description = _description(check, call, a, options)
+    trial = None
+    if call.plans:
+        choices = measured.choices(world, description, timeout)
+        found = choices.of(call.key, call.plans)
+        call = call._replace(plan=call.plans[found.name]())
+        trial = found if isinstance(found, measured.Trial) else None
+    program: Any = own.program(call.plan, call.tensors, call.rows)
     with world.exclusive:
-        binding = program.bind(call.tensors, call.rows, _description(check, call, a, options))
-        program.execute(binding, timeout)
+        binding = program.bind(call.tensors, call.rows, description)
+        if trial is None:
+            program.execute(binding, timeout)
+    if trial is not None:
+        execute = partial(program.execute, binding, timeout)
+        choices.measure(trial, execute, call.plans, description, timeout)
     result = call.finish()
-    if own.caches_calls and not call.copied and not call.sizes_exchanged:
+    if own.caches_calls and trial is None and not call.copied and not call.sizes_exchanged:
         operands = a, out, None, None
         own.calls.add(check, options, *operands, program, binding, call.tensors, [result], None)
     return result
@@ -152,6 +173,8 @@ def start(
     own = engine(world)
     check_timeout(timeout)
     call = check(world, a, out, *options)
+    if call.plans and (choices := own.selections.get(measured.Choices)):
+        call = call._replace(plan=choices.expected(call.key, call.plans))
     with world.exclusive:
         own.limit_outstanding()
         program = _idle(own, call)

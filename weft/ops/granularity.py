@@ -4,8 +4,13 @@ bytes up to which rows are sent eagerly.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
+from weft.ops import measured
+from weft.ops.measured import Plans
+from weft.plan import Plan
 from weft.schedules.staging import SHARED_SLOTS
 from weft.schedules.thresholds import EAGER_BUFFER_BYTES
 from weft.schedules.workload import PIECES
@@ -24,8 +29,12 @@ EXCHANGED_BYTES = 16 << 10
 """The minimum size of a piece that two ranks exchange: its signals take longer than to copy fewer
 bytes.
 """
+SHORT_BYTES = 512 << 10
+"""The fewest bytes for which shorter slots are measured, too."""
 MAX_PIECES = 64
 """The maximum number of pieces: the size of a plan is proportional to it."""
+
+Planned = Callable[[], Plan]
 
 
 def slot_rows(matrix: Tensor, most: int, readers: int, world: World, piece: int = 0) -> int:
@@ -100,6 +109,32 @@ def costly_signals(world: World) -> bool:
     return world.oversubscribed or len(world.levels) > 1
 
 
-def read_in_place(world: World, size: int) -> bool:
-    """Whether peers read `size` bytes of an ordinary tensor through the kernel, without staging."""
-    return world.reads_memory and size >= LEAST_BYTES and not world.stream_ordered
+def measurable(world: World, size: int) -> bool:
+    """Whether the paths of ordinary tensors of `size` bytes are measured: ranks share a host, and
+    more bytes than two system calls are worth.
+    """
+    return (
+        world.ranks > 1
+        and size > measured.LEAST_BYTES
+        and world.topology is None
+        and not world.stream_ordered
+    )
+
+
+def plans(
+    world: World, size: int, eager: Planned, slots: Planned, short: Planned | None, read: Planned
+) -> Plans:
+    """The plans that move `size` bytes of each rank's ordinary tensor, the usual one first.
+
+    `slots` are as large as the caches permit, `short` ones have a sixteenth of the rows.
+    """
+    found = {"slots": slots}
+    if size <= EAGER_BUFFER_BYTES:
+        found = {"eager": eager}
+    elif short and size >= SHORT_BYTES:
+        found["short slots"] = short
+    if world.reads_memory:
+        reads = {"read": read}
+        usual = world.huge_pages and size >= LEAST_BYTES
+        found = reads | found if usual else found | reads
+    return found

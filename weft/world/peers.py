@@ -86,11 +86,12 @@ class Peers:
     `multi_host` (whether they are on several hosts), `topology` (the host of each rank if so, for
     planners, or None), `threads` (the smallest number of compute threads of a rank when the world
     was made), `oversubscribed` (whether ranks of a host share cores), `staging_reason` (why this
-    rank does not read large ordinary tensors in its peers' memory, or ""), `reads_memory` (whether
-    all ranks do), `global_ranks` (the number of each rank in a larger job, for errors), `number`
-    (of this world in this process), `closed` (the reason, or None), `unreported` (whether a
-    background thread closed it and no call has raised the error yet), `forked` (whether this
-    process is a forked child of the one that made it).
+    rank cannot read ordinary tensors in its peers' memory, or ""), `reads_memory` (whether all
+    ranks can), `huge_pages` (whether large tensors of all ranks are in huge pages), `global_ranks`
+    (the number of each rank in a larger job, for errors), `number` (of this world in this process),
+    `closed` (the reason, or None), `unreported` (whether a background thread closed it and no call
+    has raised the error yet), `forked` (whether this process is a forked child of the one that made
+    it).
     """
 
     maker = "weft.init()"
@@ -129,6 +130,7 @@ class Peers:
             "" if alone else peer_memory.refusal(self.pids, [info.probe for info in infos])
         )
         self.reads_memory = not (alone or self.staging_reason)
+        self.huge_pages = all(info.probe.huge_pages for info in infos)
         self.number = next(_numbers)
         self.closed: str | None = None
         self.forked = False

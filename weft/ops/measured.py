@@ -1,0 +1,264 @@
+"""The choice among the plans of a collective, by measuring them in its first calls.
+
+The fastest path of an ordinary tensor to peers depends on the machine, the size of the tensor and
+the location of the cores: copied to eager buffers, staged through slots, or read in place through
+the kernel. All plans give the same bits. So the calls of a class, an operator and a size of up to
+the same power of two, try them alternately, and the fastest serves all later ones. Choices are
+stored for later runs (`weft.cache`), with their times, and those of rank 0 serve all ranks.
+
+A call is timed from a barrier to its latest end on any rank, so a late rank does not count, and the
+least time of several rounds counts, so one interrupted call decides nothing. A stored choice is
+timed, too: one that takes longer than its record is measured anew with the others, and so is one
+that was measured while other processes occupied the cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import weft.cache as cache
+from weft.engines import engine
+from weft.ops import agreement
+from weft.plan import Plan
+from weft.world import World
+
+Plans = Mapping[str, Callable[[], Plan]]
+"""The plans of a call that can be the fastest, by names of `NAMES`; the first serves calls that are
+not measured.
+"""
+
+NAMES = ("eager", "slots", "short slots", "read")
+"""The names of plans: rows copied to eager buffers, staged through slots, through slots for a
+sixteenth of the rows, or read in place through the kernel.
+"""
+OPERATORS = ("all_gather", "all_to_all", "broadcast")
+"""The collectives whose plans are measured."""
+
+LEAST_BYTES = 4 << 10
+"""Bytes of a rank up to which nothing is measured: two system calls take longer than the copies."""
+_FIRST = 3
+"""Rounds before slow plans are dropped; the very first warms up."""
+_LATER = 4
+"""Rounds after it."""
+_DROPPED_FROM = 1.5
+"""Multiple of the least time above which a plan is dropped after the first rounds."""
+_BETTER = 0.95
+"""A plan replaces the first if its time is below this fraction of the first one's."""
+_SLOWER = 1.5
+"""Multiple of its record above which a stored choice is measured anew."""
+_BUSY = 0.1
+"""Part of the time for which a thread waited for a core, from which on a core counts as busy."""
+_SIZES = 48
+"""The number of size classes."""
+
+
+class Class(NamedTuple):
+    """The calls that share a choice: those of up to 2**bits bytes, and more than half of that."""
+
+    operator: str
+    bits: int
+
+
+class Choice(NamedTuple):
+    """The plan of a class, its least time in nanoseconds, and whether other processes occupied the
+    cores while it was measured.
+    """
+
+    name: str
+    ns: int
+    busy: bool
+
+
+class Trial:
+    """The plans of a class that are being measured, and the times of this phase."""
+
+    def __init__(self, key: Class, names: list[str], record: int | None = None) -> None:
+        self.key, self.names, self.record, self.first = key, names, record, True
+        self.calls: list[tuple[int, int]] = []
+        self.delays, self.begun = _delays(), time.monotonic_ns()
+
+    @property
+    def name(self) -> str:
+        """The plan of the next call."""
+        return self.names[len(self.calls) % len(self.names)]
+
+    @property
+    def complete(self) -> bool:
+        """Whether all calls of this phase were made."""
+        return len(self.calls) == len(self.names) * (_FIRST if self.first else _LATER)
+
+    def end_phase(self, times: Tensor, oversubscribed: bool) -> Choice | None:
+        """Evaluate the times of all ranks, a row for each; the choice, or None if another phase
+        follows, or the stored choice takes longer than its record.
+        """
+        *calls, delays, elapsed = times.unbind(1)
+        latest = torch.stack(calls).view(-1, len(self.names), 2, len(times)).amax(3)
+        least = (latest[self.first :, :, 1] - latest[self.first :, :, 0]).amin(0).tolist()
+        busy = not oversubscribed and bool((delays > _BUSY * elapsed).any())
+        ns = dict(zip(self.names, least, strict=True))
+        if self.record is not None:
+            slower = ns[self.name] > _SLOWER * self.record and not busy
+            return None if slower else Choice(self.name, min(self.record, ns[self.name]), False)
+        if self.first:
+            bound = _DROPPED_FROM * min(least)
+            self.names = [name for name in self.names if ns[name] <= bound]
+            self.first, self.calls = False, []
+            if len(self.names) > 1:
+                return None
+        first = self.names[0]
+        best = min(self.names, key=lambda name: ns[name] * (_BETTER if name == first else 1))
+        return Choice(best, ns[best], busy)
+
+
+class Choices:
+    """The choices of a world, equal on all ranks."""
+
+    def __init__(self, world: World, stored: Mapping[Class, Choice]) -> None:
+        self.world, self.found = world, dict[Class, Choice | Trial](stored)
+        self.checked = set[Class]()
+
+    def of(self, key: Class, plans: Plans) -> Choice | Trial:
+        """The choice or the trial of a class."""
+        found = self.found.get(key)
+        if found is None or (isinstance(found, Choice) and found.name not in plans):
+            found = self.found[key] = Trial(key, [*plans])
+        elif isinstance(found, Choice) and key not in self.checked:
+            names, record = ([*plans], None) if found.busy else ([found.name], found.ns)
+            found = self.found[key] = Trial(key, names, record)
+        self.checked.add(key)
+        return found
+
+    def expected(self, key: Class, plans: Plans) -> Plan:
+        """The plan of a call that is not measured."""
+        found = self.found.get(key)
+        name = (
+            found.name if isinstance(found, Choice) and found.name in plans else next(iter(plans))
+        )
+        return plans[name]()
+
+    def measure(
+        self,
+        trial: Trial,
+        execute: Callable[[], None],
+        plans: Plans,
+        call: str,
+        timeout: float | None,
+    ) -> None:
+        """Execute a call by the next plan of a trial, and end the phase with its last call;
+        collective.
+        """
+        world = self.world
+        agreement.synchronize(world, call, timeout)
+        with world.exclusive:
+            begin = time.monotonic_ns()
+            execute()
+            trial.calls.append((begin, time.monotonic_ns()))
+        if not trial.complete:
+            return
+        own = [each for times in trial.calls for each in times]
+        own += [_delays() - trial.delays, time.monotonic_ns() - trial.begun]
+        name = f"{call}\ntimes of {len(trial.calls)} calls"
+        times = agreement.of_all_ranks(world, trial.key.operator, name, torch.tensor(own), timeout)
+        choice = trial.end_phase(times, world.oversubscribed)
+        if choice is not None:
+            self.found[trial.key] = choice
+            if world.rank == 0:
+                _store(_setting(world), trial.key, choice)
+        elif trial.record is not None:
+            self.found[trial.key] = Trial(trial.key, [*plans])
+
+
+def choices(world: World, call: str, timeout: float | None) -> Choices:
+    """The choices of a world; collective at the first call, which `call` describes."""
+    selections = engine(world).selections
+    if Choices not in selections:
+        numbers = torch.zeros(len(OPERATORS) * _SIZES, 1, dtype=torch.int64)
+        if world.rank == 0:
+            for (operator, bits), (name, ns, busy) in _stored(_setting(world)).items():
+                at = OPERATORS.index(operator) * _SIZES + bits
+                numbers[at] = 1 + NAMES.index(name) + 16 * busy + 256 * ns
+        agreement.from_rank_0(world, f"{call}\nstored choices", numbers, timeout)
+        selections[Choices] = Choices(
+            world,
+            {
+                Class(OPERATORS[at // _SIZES], at % _SIZES): Choice(
+                    NAMES[number % 16 - 1], number // 256, bool(number // 16 % 16)
+                )
+                for at, number in enumerate(numbers.view(-1).tolist())
+                if number
+            },
+        )
+    found: Choices = selections[Choices]
+    return found
+
+
+def _delays() -> int:
+    """Nanoseconds for which this thread has waited for a core."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+    except (OSError, IndexError):
+        return 0
+
+
+def kept() -> tuple[Path | None, int, int]:
+    """The file of the stored choices of this machine, their number, and the number of those that
+    were measured on busy cores.
+    """
+    found = [choice for stored in _every().values() for choice in stored.values()]
+    return cache.file(_file()), len(found), sum(bool(busy) for _, _, busy in found)
+
+
+def forget() -> None:
+    """Remove the stored choices of this machine."""
+    cache.remove(_file())
+
+
+def _file() -> str:
+    return cache.of_this_machine("collectives")
+
+
+def _setting(world: World) -> str:
+    """The properties of a world on which its choices depend."""
+    pages = "huge" if world.huge_pages else "small"
+    return f"{world.ranks} ranks of {world.threads} threads, {pages} pages"
+
+
+def _store(setting: str, key: Class, choice: Choice) -> None:
+    """Add a choice to the stored ones."""
+    entries = _every()
+    entries.setdefault(setting, {})[f"{key.operator} {key.bits}"] = [*choice]
+    with contextlib.suppress(OSError):  # there is no directory to write to
+        cache.store(_file(), entries)
+
+
+def _stored(setting: str) -> dict[Class, Choice]:
+    found = {}
+    for key, entry in _every().get(setting, {}).items():
+        operator, bits = key.split()
+        found[Class(operator, int(bits))] = Choice(*entry)
+    return found
+
+
+def _every() -> dict[str, dict[str, list[Any]]]:
+    """All stored choices of this machine, by setting and class."""
+    return cache.stored(_file(), _valid) or {}
+
+
+def _valid(entries: Mapping[str, Mapping[str, list[Any]]]) -> bool:
+    return all(
+        key.split()[0] in OPERATORS
+        and 0 <= int(key.split()[1]) < _SIZES
+        and name in NAMES
+        and type(ns) is int
+        and 0 < ns < 1 << 54
+        and isinstance(busy, bool)
+        for stored in entries.values()
+        for key, (name, ns, busy) in stored.items()
+    )
