@@ -92,11 +92,12 @@ class MpiCalls:
     def verify(self, run: int) -> Check:
         return total(sum(self.ranks.ask("verify", self.in_place, run)) if self.ranks else 0)
 
-    def time(self, calls: int) -> float:
-        """Seconds of MPI's slowest rank, on rank 0; a number no less on the other ranks."""
+    def time(self, calls: int, batches: int = 1) -> list[float]:
+        """Seconds of MPI's slowest rank for each batch."""
         dist.barrier()
-        seconds = max(self.ranks.ask("time", self.in_place, calls)) if self.ranks else 0.0
-        return largest(self.world, [seconds])[0]
+        every = self.ranks.ask("time", self.in_place, calls, batches) if self.ranks else []
+        slowest = [max(own) for own in zip(*every, strict=True)]
+        return largest(self.world, slowest or [0.0] * batches)
 
 
 def _numpy_dtype(settings: SweepSettings) -> str:

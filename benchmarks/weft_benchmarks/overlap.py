@@ -19,6 +19,7 @@ from weft.bench import collectives, tables
 from weft.bench.baselines import gloo_collective
 from weft.bench.fused import View, Views, interleave, verify
 from weft.bench.harness import environment, link_of, times_ms
+from weft.bench.neighbours import neighbours
 from weft.bench.plots import size_name
 from weft.bench.settings import Shape, SweepSettings, parse_sizes
 from weft.kernels.packed import pack
@@ -89,7 +90,7 @@ def measure(settings: OverlapSettings) -> dict[str, Any]:
     link.
     """
     [gathered] = parse_sizes(settings.size)
-    with session(settings.threads) as world:
+    with session(settings.threads) as world, neighbours(world, settings.neighbours):
         stopwatch, overlap = Stopwatch(world), Overlap(settings, world)
         copies = _emulate(settings, world, overlap, stopwatch)
         times, checks = verify(overlap, world, lambda: interleave(overlap, stopwatch, settings))
@@ -101,6 +102,7 @@ def measure(settings: OverlapSettings) -> dict[str, Any]:
             "hosts": len(set(world.hosts)),
             "shape": asdict(settings.shape),
             "gather_bytes": gathered,
+            "neighbours": settings.neighbours,
             "dtype": settings.dtype,
             "algorithm": f"all-gather of {size_name(gathered)} per rank",
             "link": link_of(world),
@@ -124,15 +126,17 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
     where = f", EMULATED LINK of {link['gbps']:g} Gbit/s" if link else ""
     console.print(
         Text(
-            f"overlap: {result['ranks']} ranks, {size} and an {result['algorithm']}{where}",
+            f"overlap: {result['ranks']} ranks, {size} and an {result['algorithm']}{where}"
+            f"{tables.loaded(result)}",
             "bold",
         ),
         soft_wrap=True,
     )
-    table = tables.table(("", "median ms", "min", "max"))
+    table = tables.table(("", *tables.TIMES.values()))
     for name, times in (result["times_ms"] | result["baselines_ms"]).items():
         table.add_row(
-            tables.named(name, result["wrong"][name]), *(f"{time:.3f}" for time in times.values())
+            tables.named(name, result["wrong"][name]),
+            *(f"{times[key]:.3f}" for key in tables.TIMES),
         )
     console.print(table)
     console.print(

@@ -26,6 +26,7 @@ from torch import Tensor
 import weft._native as _native
 from weft.bench import sweep, tables
 from weft.bench.harness import batches, environment, every_size, verified, worst
+from weft.bench.neighbours import neighbours
 from weft.bench.plots import over_sizes, size_name
 from weft.bench.settings import parse_sizes
 from weft.measure.timing import per_call, race, session
@@ -172,14 +173,13 @@ def measure(settings: CopySettings) -> dict[str, Any]:
     (`busbw_gbps` is the same for two ranks); `cycles` is the cost of a copy for its caller, in
     ticks of the processor's time-stamp counter, null without such a counter.
     """
-    with session(
-        settings.threads,
-        "one-sided calls stay within one: run weft bench p2p without a launcher there",
-    ) as world:
+    one_host = "one-sided calls stay within one: run weft bench p2p without a launcher there"
+    with session(settings.threads, one_host) as world, neighbours(world, settings.neighbours):
         rows = every_size(settings, world, Buffers(settings, world).rows)
         return {
             "benchmark": "p2p",
             "ranks": world.ranks,
+            "neighbours": settings.neighbours,
             "rows": rows,
             "verified": not any(row["wrong"] for row in rows),
             **environment(world),
@@ -209,9 +209,8 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
             )
             head = ""
         table.add_section()
-    console.print(
-        Text(f"p2p: rank 0 and rank {result['ranks'] - 1} of {result['ranks']}", "bold"), table
-    )
+    pair = f"p2p: rank 0 and rank {result['ranks'] - 1} of {result['ranks']}"
+    console.print(Text(pair + tables.loaded(result), "bold"), table)
     tables.print_notes(
         console,
         "us: median of single copies, until complete. GB/s of 1e9 bytes: copies back to back; "

@@ -12,14 +12,12 @@ with the cores and threads of all ranks, while the other ranks sleep.
 
 from __future__ import annotations
 
-import os
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from time import process_time, sleep
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -33,14 +31,17 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import weft.nn
 from weft.bench import tables
+from weft.bench.alone import ALONE, all_cores
 from weft.bench.harness import environment, progress, verified, worst
+from weft.bench.neighbours import neighbours
 from weft.measure.timing import Stopwatch, largest, per_call, race, session
 from weft.measure.verification import RUNS, Check, compare
 from weft.pictures import COLOURS, picture
-from weft.world import World, placement
+from weft.world import World
 from weft_benchmarks.settings import ServingSettings
 
-ALONE, TORCH, WEFT = IMPLEMENTATIONS = ("one process", "torch on gloo", "weft.nn")
+TORCH, WEFT = "torch on gloo", "weft.nn"
+IMPLEMENTATIONS = (ALONE, TORCH, WEFT)
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 """The largest error of an element relative to the largest element of its step: sums are rounded in
@@ -143,7 +144,7 @@ class Serving:
         def call() -> None:
             self.made[name] = self.implementations[name](x)
 
-        with nullcontext() if name != ALONE or self.world.rank else self._alone():
+        with all_cores(self.world) if name == ALONE else nullcontext():
             return self.stopwatch.time(call)
 
     def race(self) -> dict[str, list[float]]:
@@ -193,23 +194,6 @@ class Serving:
             else compare(y, expected, TOLERANCE[self.settings.dtype] * expected.abs().max())
         )
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Give this rank the cores and threads of all ranks; its additional threads sleep at the
-        end.
-        """
-        threads, own = torch.get_num_threads(), os.sched_getaffinity(0)
-        placement.bind_threads(frozenset[int]().union(*self.world.cores))
-        torch.set_num_threads(threads * self.world.ranks)
-        # starts the threads before the timed calls
-        torch.zeros(threads * self.world.ranks << 15).add_(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
-            placement.bind_threads(own)
-            _wait_for_idle_threads()
-
 
 def measure(settings: ServingSettings) -> dict[str, Any]:
     """Measure on this rank, collectively; the result as a JSON object.
@@ -222,7 +206,7 @@ def measure(settings: ServingSettings) -> dict[str, Any]:
         "one process cannot have the cores of several: run weft bench serving without a "
         "launcher there"
     )
-    with session(settings.threads, alone) as world:
+    with session(settings.threads, alone) as world, neighbours(world, settings.neighbours):
         serving = Serving(settings, world)
         seconds, checks = verified(IMPLEMENTATIONS, serving.verify, serving.race)
         mismatches = largest(world, [*serving.mismatches.values()])
@@ -238,6 +222,7 @@ def measure(settings: ServingSettings) -> dict[str, Any]:
                 name: getattr(settings, name)
                 for name in ("hidden", "intermediate", "decode", "prefill", "dtype")
             },
+            "neighbours": settings.neighbours,
             "tolerance": TOLERANCE[settings.dtype],
             "steps": [step._asdict() for step in steps],
             "ways": {
@@ -311,20 +296,9 @@ def title(result: dict[str, Any]) -> str:
     """The ranks, the sizes of the block and the dtype."""
     return (
         f"serving: {result['ranks']} ranks, a block of {result['hidden']} and "
-        f"{result['intermediate']}, {result['dtype']}"
+        f"{result['intermediate']}, {result['dtype']}{tables.loaded(result)}"
     )
 
 
 def _tokens(result: dict[str, Any]) -> list[int]:
     return [step["decode"] + step["prefill"] for step in result["steps"]]
-
-
-def _wait_for_idle_threads() -> None:
-    """Wait until this process's other threads sleep: OpenMP's threads poll for work for some
-    milliseconds after their last task.
-    """
-    while True:
-        before = process_time()
-        sleep(1e-3)
-        if process_time() - before < 5e-4:
-            return

@@ -33,6 +33,21 @@ def test_a_missing_gpu_is_reported_first(options):
     assert "torch finds no GPU here" in result.output
 
 
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        (["all-gather", "--device", "cuda", "--baseline", "gloo"], "--baseline"),
+        (["all-gather", "--device", "cuda", "--neighbours", "1"], "--neighbours"),
+        (["all-gather-matmul", "--peers", "host", "--baseline", "gloo"], "--baseline"),
+        (["all-gather-matmul", "--peers", "host", "--neighbours", "1"], "--neighbours"),
+    ],
+)
+def test_options_without_an_effect_are_refused(options, refused):
+    result = CliRunner().invoke(app, ["bench", *options], terminal_width=500)
+    assert result.exit_code == 2
+    assert f"{refused}: has no effect with" in result.output
+
+
 def test_numbers_of_sms():
     result = CliRunner().invoke(
         app, ["bench", "all-gather", "--device", "cuda", "--comm-sms", "4,none"]

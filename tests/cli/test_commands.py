@@ -12,11 +12,13 @@ from importlib import import_module
 import pytest
 import torch
 import torch.distributed as dist
+from support.ranks import on_ranks
 from typer.testing import CliRunner
 
 import weft
-from weft.bench import plots, report
+from weft.bench import fused, plots, report
 from weft.bench import subjects as case
+from weft.bench.alone import ALONE
 from weft.bench.baselines import (
     GLOO,
     gloo_all_gather_matmul,
@@ -24,7 +26,7 @@ from weft.bench.baselines import (
     gloo_matmul_reduce_scatter,
 )
 from weft.bench.fused import Result, measure
-from weft.bench.settings import AllGatherMatmul, Shape
+from weft.bench.settings import AllGatherMatmul, FusedSettings, Shape
 from weft.cli import app, options
 from weft.doctor import checks as doctor
 from weft.measure import timing, verification
@@ -40,6 +42,7 @@ SCHEMA = {
     "benchmark": str,
     "ranks": int,
     "hosts": int,
+    "neighbours": int,
     "shape": {"m": int, "k": int, "n": int},
     "dtype": str,
     "out_dtype": str,
@@ -47,10 +50,13 @@ SCHEMA = {
     "chunk_rows": int,
     "link": type(None),
     "times_ms": {
-        view: dict.fromkeys(("median", "min", "max"), float)
+        view: dict.fromkeys(("median", "min", "max", "p99"), float)
         for view in ("compute", "communicate", "sequential", "pipelined")
     },
-    "baselines_ms": {"gloo+torch.mm": dict.fromkeys(("median", "min", "max"), float)},
+    "baselines_ms": {
+        name: dict.fromkeys(("median", "min", "max", "p99"), float)
+        for name in ("gloo+torch.mm", "one process")
+    },
     "speedup": float,
     "overlap_percent": float,
     "limit_ratio": float,
@@ -91,6 +97,7 @@ ENVIRONMENT = {
     "ranks": 2,
     "hosts": 1,
     "link": None,
+    "neighbours": 0,
     "machine": {
         "cpu": "a processor",
         "cores": 2,
@@ -108,7 +115,7 @@ def result(**changes):
     """A result with made-up times."""
     names = ("compute", "communicate", "sequential", "pipelined")
     times = {
-        name: Statistics(median, median - 1, median + 1, 20)
+        name: Statistics(median, median - 1, median + 1, median + 1, 20)
         for name, median in zip(names, (10.0, 8.0, 18.0, 12.0), strict=True)
     }
     made = {
@@ -116,9 +123,9 @@ def result(**changes):
         "choice": Selection(Variant("direct"), "as asked for"),
         "chunk_rows": 500,
         "times": times,
-        "baselines": {GLOO: Statistics(24.0, 20.0, 30.0, 20)},
+        "baselines": dict.fromkeys((GLOO, ALONE), Statistics(24.0, 20.0, 30.0, 30.0, 20)),
         "ablation": {},
-        "checks": {name: Check(0, 1e-6, 1e-3) for name in (*names, GLOO)},
+        "checks": {name: Check(0, 1e-6, 1e-3) for name in (*names, GLOO, ALONE)},
         "environment": ENVIRONMENT,
         "traces": [],
     }
@@ -145,7 +152,7 @@ def test_figures_follow_their_formulas():
 
 
 def test_statistics_are_in_milliseconds():
-    assert summarize([0.001, 0.004, 0.002]) == Statistics(2.0, 1.0, 4.0, 3)
+    assert summarize([0.001, 0.004, 0.002]) == Statistics(2.0, 1.0, 4.0, 4.0, 3)
 
 
 def test_interleaving_runs_every_view_in_every_round():
@@ -327,7 +334,7 @@ def test_json_of_a_wrong_result():
 
 def test_tables_mark_slower_wrong_and_emulated():
     assert "SLOWER" not in text_of(result())
-    assert "0.50x SLOWER" in text_of(result(baselines={GLOO: Statistics(6.0, 5.0, 7.0, 20)}))
+    assert "0.50x SLOWER" in text_of(result(baselines={GLOO: Statistics(6.0, 5.0, 7.0, 7.0, 20)}))
     checks = result().checks | {"pipelined": Check(4, torch.inf, 1e-3)}
     assert "pipelined WRONG" in text_of(result(checks=checks))
     assert "NOT VERIFIED" in text_of(result(checks=checks))
@@ -335,7 +342,7 @@ def test_tables_mark_slower_wrong_and_emulated():
         result(environment=ENVIRONMENT | {"link": {"gbps": 10.0, "latency_us": 5.0}})
     )
     assert "too slow for 20 runs: 3 measured" in text_of(
-        result(baselines={GLOO: Statistics(6.0, 5.0, 7.0, 3)})
+        result(baselines={GLOO: Statistics(6.0, 5.0, 7.0, 7.0, 3)})
     )
 
 
@@ -344,9 +351,7 @@ def test_times_are_drawn(tmp_path, suffix):
     path = tmp_path / f"times.{suffix}"
     plots.draw_times(
         report.to_json(
-            result(
-                ablation={"cascade": Statistics(3, 2, 4, 20), "overlapped": Statistics(3, 2, 4, 20)}
-            )
+            result(ablation=dict.fromkeys(("cascade", "overlapped"), Statistics(3, 2, 4, 4, 20)))
         ),
         path,
     )
@@ -381,6 +386,46 @@ def test_invalid_options_are_refused(arguments, advice):
     )
     assert outcome.exit_code == 2
     assert advice in " ".join(outcome.stderr.replace("│", " ").split())
+
+
+def test_gloo_is_refused_for_an_operator_without_baselines(monkeypatch):
+    monkeypatch.setattr(case, "subject", lambda operator: case.Defined)
+    outcome = CliRunner().invoke(
+        app, ["bench", "matmul-all-reduce", "--baseline", "gloo"], terminal_width=500
+    )
+    assert outcome.exit_code == 2
+    said = " ".join(outcome.stderr.replace("│", " ").split())
+    assert "matmul-all-reduce has no baseline to compare with" in said
+
+
+def one_process(world, operator, shape, dtype):
+    """The wrong elements of the baseline of one process: as it is, after rank 0 spoiled an element,
+    and of a call that does nothing.
+    """
+    settings = FusedSettings(operator, shape=shape, dtype=dtype)
+    subject = case.subject(operator)(settings, world, Stopwatch(world))
+    subject.views = {name: subject.views[name] for name in (ALONE,)}
+    view, found = subject.views[ALONE], []
+
+    def spoiled():
+        view.call()
+        view.outputs[0][-1, -1] += 64
+
+    for call in (view.call, spoiled, lambda: None):
+        subject.views[ALONE] = view._replace(call=call)
+        _, checks = fused.verify(subject, world, lambda: None)
+        found.append(checks[ALONE].wrong)
+    return found
+
+
+@pytest.mark.parametrize("operator", ["all_gather_matmul", "matmul_all_reduce"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_product_of_one_process_is_verified(operator, dtype):
+    shape = Shape(41, 24, 8)
+    [[right, spoiled, nothing], _] = on_ranks(one_process, 2, operator, shape, dtype)
+    assert right == 0
+    assert spoiled == 1
+    assert nothing == 41 * 8
 
 
 def test_ranks_must_agree_with_the_launcher(monkeypatch):

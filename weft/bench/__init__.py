@@ -4,8 +4,9 @@
 verification before and after timing, progress, and the description of the machine. `fused` measures
 an operator that overlaps a collective with a product: its `subjects` are the tensors of each
 operator, `ablation` the steps from the cascade to the operator, and `report` the result. `sweep`
-measures the `collectives` over message size. `baselines` are the same work without weft. `tables`
-and `plots` show results. `repository` finds the further benchmarks that only the repository has:
+measures the `collectives` over message size. `baselines` are the same work without weft, `alone` by
+one process with all cores; `neighbours` are busy processes beside the ranks. `tables` and `plots`
+show results. `repository` finds the further benchmarks that only the repository has:
 one-sided copies, independent overlap, serving, other systems and GPUs.
 
 Timing and verification are in `weft.measure`, pictures of lanes over time in `weft.pictures`, the

@@ -27,7 +27,7 @@ def gloo_all_gather_matmul(
     shard = a if min(rows) == max(rows) else a.new_zeros(max(rows), a.shape[1])
     gathered = a.new_empty(max(rows) * len(rows), a.shape[1])
     gather = gloo_collective("all_gather", shard, gathered, "sum")
-    multiply = _products(_parts(gathered, out, rows), b)
+    multiply = products(_parts(gathered, out, rows), b)
 
     def call() -> None:
         if shard is not a:
@@ -46,7 +46,7 @@ def gloo_matmul_reduce_scatter(a: Tensor, b: Tensor, out: Tensor) -> Callable[[]
     rows = split(len(a), dist.get_world_size() if dist.is_initialized() else 1)
     product = out.new_zeros(max(rows) * len(rows), b.shape[1])
     shard = out if min(rows) == max(rows) else out.new_empty(max(rows), b.shape[1])
-    multiply = _products([(own, result) for result, own in _parts(product, a, rows)], b)
+    multiply = products([(own, result) for result, own in _parts(product, a, rows)], b)
     scatter = gloo_collective("reduce_scatter", product, shard, "sum")
 
     def call() -> None:
@@ -60,7 +60,7 @@ def gloo_matmul_reduce_scatter(a: Tensor, b: Tensor, out: Tensor) -> Callable[[]
 
 def gloo_matmul_all_reduce(a: Tensor, b: Tensor, out: Tensor) -> Callable[[], None]:
     """``torch.mm`` into `out`, then ``dist.all_reduce`` on gloo."""
-    multiply, reduce = _products([(a, out)], b), gloo_collective("all_reduce", out, out, "sum")
+    multiply, reduce = products([(a, out)], b), gloo_collective("all_reduce", out, out, "sum")
 
     def call() -> None:
         multiply()
@@ -79,9 +79,9 @@ def _parts(padded: Tensor, compact: Tensor, rows: Sequence[int]) -> list[tuple[T
     return [(part[: len(own)], own) for part, own in parts]
 
 
-def _products(pieces: Sequence[tuple[Tensor, Tensor]], b: Tensor) -> Callable[[], None]:
-    """A call that multiplies rows by `b`, for pairs of rows and results. Operands are converted to
-    the dtype of the results, `b` only once.
+def products(pieces: Sequence[tuple[Tensor, Tensor]], b: Tensor) -> Callable[[], None]:
+    """A call that multiplies rows by `b` with ``torch.mm``, for pairs of rows and results. Operands
+    are converted to the dtype of the results, `b` only once.
     """
     wide = b.to(pieces[0][1].dtype)
 

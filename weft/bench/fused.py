@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 import weft
+from weft.bench.alone import ALONE, all_cores
 from weft.bench.baselines import GLOO
 from weft.bench.harness import environment, link_of, poison, progress, verified, worst
+from weft.bench.neighbours import neighbours
 from weft.bench.settings import FusedSettings
 from weft.engines import engine
 from weft.engines.recording import record
@@ -62,7 +65,8 @@ class Result:
         chunk_rows: the largest number of rows in one of its transfers.
         times: the times of the four views; `baselines` and `ablation` are compared with them.
         checks: the worst check of each of these, before and after timing, on any rank.
-        environment: the ranks, the link, the machine and the versions, as in the JSON.
+        environment: the ranks, the link, the neighbours, the machine and the versions, as in the
+            JSON.
         notes: further sentences that explain the times.
     """
 
@@ -79,13 +83,14 @@ class Result:
 
 
 class View(NamedTuple):
-    """A measured call that all ranks make, the tensors that it writes, and a check of the tensors
-    for a run.
+    """A measured call that all ranks make, the tensors that it writes, a check of the tensors for a
+    run, and the context in which it is called.
     """
 
     call: Callable[[], object]
     outputs: tuple[Tensor, ...]
     check: Callable[[int], Check]
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class Views(ABC):
@@ -99,10 +104,11 @@ class Views(ABC):
 
 
 class Subject(Views):
-    """The tensors of one rank and the views on them: `VIEWS`, the baseline, and the steps that
+    """The tensors of one rank and the views on them: `VIEWS`, the baselines, and the steps that
     `ablation` names, in order.
 
-    The weight is packed, as in a model that runs many times; the baseline has a plain one.
+    The weight is packed, as in a model that runs many times; the baselines have plain ones.
+    `compared` tells whether the operator has baselines: gloo, and on one host one process.
 
     Attributes (set by `prepare`):
         problem: the operands and the exact results.
@@ -113,9 +119,11 @@ class Subject(Views):
         check, check_baseline, check_moved: the checks of `out` after a call of the operator or of
             the baseline, and of the moved rows.
         shares: the operator's arguments for the rows of each rank.
-        baseline: makes the call of the baseline, if there is one.
+        baseline: makes the call of gloo.
+        one_process: makes the call for the work of all ranks, its result, and the check of that.
     """
 
+    compared: ClassVar[bool] = True
     problem: Problem
     a: Tensor
     x: Tensor
@@ -126,7 +134,8 @@ class Subject(Views):
     check_moved: Callable[[int], Check]
     check_baseline: Callable[[int], Check]
     shares: dict[str, Any]
-    baseline: Callable[[], Callable[[], object]] | None
+    baseline: Callable[[], Callable[[], object]]
+    one_process: Callable[[], tuple[Callable[[], object], Tensor, Callable[[int], Check]]]
     notes: tuple[str, ...]
 
     def __init__(self, settings: FusedSettings, world: World, stopwatch: Stopwatch) -> None:
@@ -188,8 +197,12 @@ class Subject(Views):
             "sequential": self.view(self.operator(self.call.operator.baseline, None)),
             "pipelined": self.view(self.operator(settings.algorithm, settings.chunk_rows)),
         }
-        if settings.gloo and self.baseline is not None:
+        if settings.gloo and self.compared:
             self.views[GLOO] = View(self.baseline(), (self.out,), self.check_baseline)
+            if world.ranks > 1 and not world.multi_host:
+                call, out, check = self.one_process()
+                call = call if world.rank == 0 else lambda: None
+                self.views[ALONE] = View(call, (out,), check, partial(all_cores, world))
         self.ablation: dict[str, str] = {}
 
     @abstractmethod
@@ -237,7 +250,7 @@ def measure(
     make_subject: Callable[[FusedSettings, World, Stopwatch], Subject], settings: FusedSettings
 ) -> Result:
     """The result on this rank; collective. Only rank 0 has the traces."""
-    with session(settings.threads) as world:
+    with session(settings.threads) as world, neighbours(world, settings.neighbours):
         stopwatch = Stopwatch(world)
         subject, traces = make_subject(settings, world, stopwatch), list[Trace | None]()
 
@@ -260,13 +273,14 @@ def measure(
             subject.choice,
             subject.call.operator.chunk_rows(subject.rows, subject.choice.variant),
             times={name: times[name] for name in VIEWS},
-            baselines={name: times[name] for name in (GLOO,) if name in times},
+            baselines={name: times[name] for name in (GLOO, ALONE) if name in times},
             ablation={step: times[name] for step, name in subject.ablation.items()},
             checks=checks,
             environment={
                 "ranks": world.ranks,
                 "hosts": len(set(world.hosts)),
                 "link": link_of(world),
+                "neighbours": settings.neighbours,
                 **environment(world),
             },
             traces=[trace for trace in traces if trace],
@@ -287,7 +301,8 @@ def verify(
         view = subject.views[name]
         subject.renew(run)
         poison(*view.outputs)
-        view.call()
+        with view.around():
+            view.call()
         return worst(world, view.check(run))
 
     names = sorted(subject.views, key="pipelined".__eq__)
@@ -301,7 +316,13 @@ def interleave(subject: Views, stopwatch: Stopwatch, rounds: Rounds) -> dict[str
         "measuring", rounds.iterations + max(rounds.warmup, 1) - 1, shown=stopwatch.world.rank == 0
     ) as advance:
         calls = {name: view.call for name, view in subject.views.items()}
-        return stopwatch.interleave(calls, rounds.warmup, rounds.iterations, advance)
+        return stopwatch.interleave(
+            calls,
+            rounds.warmup,
+            rounds.iterations,
+            advance,
+            lambda name: subject.views[name].around(),
+        )
 
 
 def trace(subject: Views, world: World, stopwatch: Stopwatch, name: str) -> Trace | None:

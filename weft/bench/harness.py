@@ -31,6 +31,7 @@ BATCH, BATCHES = 1e-3, 2.0
 """Seconds of the calls of a batch, much longer than reading the clock or leaving a barrier; and the
 most seconds for all batches of one contender, of which there are at least three.
 """
+_SINGLES = 50  # calls of a round that are timed one by one: 1000 in the default number of rounds
 _OVERSUBSCRIBED = 10  # factor of the length of a batch if ranks share cores
 
 Contender = TypeVar("Contender")
@@ -51,7 +52,7 @@ class Sizes(Protocol):
 def times_ms(rows: Mapping[str, Statistics]) -> dict[str, dict[str, float]]:
     """The times of rows as a JSON object."""
     return {
-        name: {"median": times.median, "min": times.min, "max": times.max}
+        name: {key: getattr(times, key) for key in ("median", "min", "max", "p99")}
         for name, times in rows.items()
     }
 
@@ -125,6 +126,14 @@ def batches(
     """
     calls = max(1, round(BATCH * (_OVERSUBSCRIBED if oversubscribed else 1) / seconds))
     return calls, max(3, int(BATCHES / (per_round * calls * seconds)))
+
+
+def singles(seconds: float) -> tuple[int, int]:
+    """The number of calls of a round, each timed by itself, and of rounds, for calls that take
+    `seconds`.
+    """
+    calls = max(1, min(_SINGLES, int(BATCHES / 3 / seconds)))
+    return calls, max(3, int(BATCHES / (calls * seconds)))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.bench import tables
+from weft.bench.alone import ALONE
 from weft.bench.fused import Result
 from weft.bench.harness import times_ms
 from weft.measure.timing import Statistics
@@ -34,6 +35,7 @@ def to_json(result: Result) -> dict[str, Any]:
         "benchmark": settings.operator.replace("_", "-"),
         "ranks": environment["ranks"],
         "hosts": environment["hosts"],
+        "neighbours": environment["neighbours"],
         "shape": asdict(settings.shape),
         "dtype": settings.dtype,
         "out_dtype": settings.result_dtype,
@@ -78,16 +80,16 @@ def title(result: Result) -> str:
     ranks, hosts = environment["ranks"], environment["hosts"]
     size = f"{ranks} rank{'s' if ranks > 1 else ''}{f' on {hosts} hosts' if hosts > 1 else ''}"
     name, algorithm = settings.operator.replace("_", "-"), result.choice.variant.algorithm
-    return f"{name}: {size}, {settings.shape}, {dtypes}, {algorithm}{link}"
+    loaded = tables.loaded(environment)
+    return f"{name}: {size}, {settings.shape}, {dtypes}, {algorithm}{link}{loaded}"
 
 
 def _table(
     result: Result, rows: Mapping[str, Statistics], compared: Mapping[str, Statistics]
 ) -> Table:
     """The times of `rows`, and the ratios to the baselines `compared` of all that do the same."""
-    table = tables.table(
-        ("", "median ms", "min", "max", "runs", *(f"vs {name}" for name in compared))
-    )
+    versus = (f"vs {name.partition('+')[0]}" for name in compared)
+    table = tables.table(("", *tables.TIMES.values(), "runs", *versus))
     for name, times in rows.items():
         incomparable = name in ("compute", "communicate") or name in compared
         ratios = [
@@ -96,7 +98,8 @@ def _table(
         ]
         checked = result.checks.get(name)
         label = tables.named(name, checked.wrong if checked else 0)
-        table.add_row(label, *(f"{time:.3f}" for time in times[:3]), str(times.iterations), *ratios)
+        numbers = (f"{getattr(times, key):.3f}" for key in tables.TIMES)
+        table.add_row(label, *numbers, str(times.iterations), *ratios)
     return table
 
 
@@ -129,6 +132,12 @@ def _notes(result: Result) -> Iterator[Text]:
     algorithm, reason = result.choice.variant.algorithm, result.choice.reason
     yield Text(f"{algorithm}, at most {result.chunk_rows} rows per transfer: {reason}.")
     yield from map(Text, result.notes)
+    if ALONE in result.baselines:
+        threads = result.environment["ranks"] * result.environment["machine"]["threads_per_rank"]
+        yield Text(
+            f"{ALONE}: the products of all ranks by torch.mm on rank 0 with {threads} threads, "
+            "while the others sleep."
+        )
     for name, times in {**result.times, **result.baselines, **result.ablation}.items():
         if times.iterations < settings.iterations:
             yield Text(

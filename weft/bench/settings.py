@@ -132,6 +132,7 @@ Seed = Annotated[int, Option(min=0, help="Seed of the random data.")]
 Baseline = Annotated[
     str | None, Option(help="gloo or none; default gloo without an emulated link.")
 ]
+_FUSED_BASELINE = "gloo, and on one host one process with all cores; or none: default with a link."
 _LINK = "Emulate a slower link; auto: communication takes as long as compute."
 Gbps = Annotated[str | None, _option(_gbps, "GBPS|auto", _LINK)]
 _JSON = "Write the result as JSON; -: stdout."
@@ -142,6 +143,8 @@ Trace = Annotated[Path | None, Option(metavar="FILE", help=_TRACE)]
 _TIMELINE = "Draw the instructions over time."
 Timeline = Annotated[Path | None, Option(metavar="FILE.png|svg", help=_TIMELINE)]
 Threads = Annotated[int | None, Option(min=1, help="Compute threads per rank; default: its cores.")]
+_NEIGHBOURS = "Busy processes on each host that compete for the cores; times then have a p99."
+Neighbours = Annotated[int, Option(min=0, help=_NEIGHBOURS)]
 _LATENCY = "Latency of each transfer on the emulated link."
 Latency = Annotated[float | None, Option(min=0, help=_LATENCY)]
 
@@ -160,11 +163,12 @@ class Compared:
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """The files of the result, and the threads: the last options of a command."""
+    """The files of the result, the threads and the neighbours: the last options of a command."""
 
     json_file: Json = None
     plot: Plot = None
     threads: Threads = None
+    neighbours: Neighbours = 0
 
 
 @dataclass(frozen=True)
@@ -187,7 +191,7 @@ class FusedSettings(Compared):
     warmup: Warmup = 3
     iterations: Iterations = 20
     seed: Seed = 0
-    baseline: Baseline = None
+    baseline: Annotated[str | None, Option(help=_FUSED_BASELINE)] = None
     link_gbps: Gbps = None
     link_latency_us: Latency = None
     json_file: Json = None
@@ -198,6 +202,7 @@ class FusedSettings(Compared):
         Path | None, Option(metavar="DIR", help="Save each rank's output as rank<r>.pt.")
     ] = None
     threads: Threads = None
+    neighbours: Neighbours = 0
 
     @property
     def result_dtype(self) -> str:

@@ -7,15 +7,20 @@ no baseline.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from weft.bench.ablation import STEPS
+from weft.bench.alone import of_all_ranks
 from weft.bench.baselines import (
     gloo_all_gather_matmul,
     gloo_matmul_all_reduce,
     gloo_matmul_reduce_scatter,
+    products,
 )
 from weft.bench.fused import Subject
 from weft.bench.settings import FusedSettings
@@ -28,6 +33,9 @@ from weft.plan.binding import bind
 from weft.schedules.peers import one_rank_per_host
 from weft.schedules.workload import Variant, Workload
 from weft.world import World
+
+Whole = tuple[Callable[[], object], Tensor, Callable[[int], Check]]
+"""A call for the work of all ranks, its result, and the check of that."""
 
 
 class GatheredRows(Subject):
@@ -72,11 +80,24 @@ class GatheredRows(Subject):
         self.baseline = partial(
             gloo_all_gather_matmul, self.a, self.problem.weight, self.out, self.rows
         )
+        self.one_process = self._multiply_by_all_weights
 
     def renew(self, run: int) -> None:
         start = sum(self.rows[: self.world.rank])
         self.x.copy_(self.problem.rows(run))
         self.a.copy_(self.x[start : start + len(self.a)])
+
+    def _multiply_by_all_weights(self) -> Whole:
+        rank, (m, _, n) = self.world.rank, self.settings.shape
+        weights = of_all_ranks(self.problem.weight, 1)
+        out = torch.empty(m, n * self.world.ranks, dtype=self.out_dtype)
+
+        def check(run: int) -> Check:
+            """Each rank checks the columns of its weight."""
+            dist.broadcast(out, 0)
+            return self.problem.check_product(out[:, n * rank : n * (rank + 1)], run)
+
+        return products([(self.x, out)], weights), out, check
 
     def _plan_in_symmetric_memory(self) -> Plan:
         """The operator's plan, by the algorithm of its communication."""
@@ -119,10 +140,23 @@ class SummedProducts(Subject):
         self.shares = {"shard_rows": self.rows} if self.scatters else {}
         gloo = gloo_matmul_reduce_scatter if self.scatters else gloo_matmul_all_reduce
         self.baseline = partial(gloo, self.a, self.problem.weight, self.out)
+        self.one_process = self._multiply_all_rows
+        self.inputs = [
+            (self.a, self.problem.all_rows),
+            (self.moved["partial"], self.problem.all_products),
+        ]
 
     def renew(self, run: int) -> None:
-        self.a.copy_(self.problem.rows(run))
-        self.moved["partial"].copy_(self.problem.products(run))
+        for tensor, stream in self.inputs:
+            tensor.copy_(stream[run : run + len(tensor)])
+
+    def _multiply_all_rows(self) -> Whole:
+        rows, weight = of_all_ranks(self.problem.all_rows, 1), of_all_ranks(self.problem.weight, 0)
+        x = rows[: self.settings.shape.m].clone()
+        self.inputs.append((x, rows))
+        out = torch.empty(len(x), weight.shape[1], dtype=self.out_dtype)
+        check = partial(self.problem.check_whole, out)
+        return products([(x, out)], weight), out, check if self.world.rank == 0 else _unchecked
 
 
 class ScatteredProducts(SummedProducts):
@@ -138,7 +172,7 @@ class Defined(Subject):
     """
 
     problem: Definition
-    baseline = None
+    compared = False
     notes = (
         "communicate is the operator without its products, and is not verified.",
         "K is that of each rank. The weight is packed.",
@@ -184,12 +218,16 @@ class Defined(Subject):
             if buffer.role == role
         }
         self.check = self.check_baseline = partial(self.problem.check_result, self.out)
-        self.check_moved = lambda run: Check(0)
+        self.check_moved = _unchecked
         self.shares = {"shard_rows": self.rows}
 
     def renew(self, run: int) -> None:
         self.a.copy_(self.problem.rows(run))
         self.x.copy_(self.a)
+
+
+def _unchecked(run: int) -> Check:
+    return Check(0)
 
 
 def subject(operator: str) -> type[Subject]:

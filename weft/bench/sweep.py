@@ -2,7 +2,8 @@
 
 Batches of calls of all contenders alternate, so that noise affects all equally; processes of other
 contenders sleep meanwhile. Each batch follows an untimed call and a barrier, and ends on the
-slowest rank. Every result is verified before and after timing, on new data and poisoned outputs.
+slowest rank; beside busy neighbours each call is a batch, so that percentiles are those of calls.
+Every result is verified before and after timing, on new data and poisoned outputs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +23,8 @@ from torch import Tensor
 from weft.bench import repository, tables
 from weft.bench.baselines import gloo_collective
 from weft.bench.collectives import COLLECTIVES, Data, bandwidths, count_of, weft_collective
-from weft.bench.harness import batches, environment, every_size, poison, verified
+from weft.bench.harness import batches, environment, every_size, poison, singles, verified
+from weft.bench.neighbours import neighbours
 from weft.bench.settings import SweepSettings, parse_sizes
 from weft.measure.timing import Stopwatch, Times, largest, per_call, race, session
 from weft.measure.verification import Check, sum_over_ranks
@@ -42,8 +44,10 @@ class Contender(Protocol):
         of all ranks; collective.
         """
 
-    def time(self, calls: int) -> float:
-        """The seconds of `calls` calls, after an untimed one; collective."""
+    def time(self, calls: int, batches: int = 1) -> list[float]:
+        """The seconds of each of `batches` batches of `calls` calls, after an untimed call;
+        collective.
+        """
 
 
 class Baseline(Protocol):
@@ -81,10 +85,10 @@ class Local:
         self.call()
         return total(int((self.out != self.bench.data.expected(run, len(self.a))).sum()))
 
-    def time(self, calls: int) -> float:
-        """This rank's seconds, from a barrier on."""
+    def time(self, calls: int, batches: int = 1) -> list[float]:
+        """This rank's seconds, from a barrier before each batch on."""
         self.call()
-        return self.bench.stopwatch.time(self.call, calls)
+        return [self.bench.stopwatch.time(self.call, calls) for _ in range(batches)]
 
 
 class Gloo:
@@ -177,24 +181,31 @@ class Bench:
         self, contenders: Sequence[Contender], advance: Callable[[], None]
     ) -> list[tuple[int, list[float]]]:
         """The calls per batch and the seconds of all batches of each contender, interleaved."""
-        world, rounds = self.world, self.settings.iterations
-        sizes = []
-        for one in contenders:
-            # the first calls may be slow, so the time of a call is measured again in a batch
-            first = largest(world, [one.time(3)])[0] / 3
-            calls, _ = batches(first, oversubscribed=world.oversubscribed)
-            sizes.append(
-                batches(
-                    largest(world, [one.time(calls)])[0] / calls,
-                    oversubscribed=world.oversubscribed,
-                )
-            )
+        rounds = self.settings.iterations
+        sizes = [self._sizes(one) for one in contenders]
         timed = [
-            partial(one.time, calls) for one, (calls, _) in zip(contenders, sizes, strict=True)
+            partial(one.time, *size) for one, (*size, _) in zip(contenders, sizes, strict=True)
         ]
-        most = [min(rounds, most) for _, most in sizes]
+        most = [min(rounds, most) for *_, most in sizes]
         found = race(timed, most, self.settings.warmup, rounds, advance)
-        return [(calls, largest(world, own)) for (calls, _), own in zip(sizes, found, strict=True)]
+        return [
+            (calls, largest(self.world, [*chain(*own)]))
+            for (calls, *_), own in zip(sizes, found, strict=True)
+        ]
+
+    def _sizes(self, contender: Contender) -> tuple[int, int, int]:
+        """The calls of a batch of a contender, its batches in a round, and the most rounds."""
+
+        def seconds(calls: int) -> float:
+            return largest(self.world, contender.time(calls))[0] / calls
+
+        # the first calls may be slow, so the time of a call is measured again in a batch
+        shared = self.world.oversubscribed
+        calls, _ = batches(seconds(3), oversubscribed=shared)
+        if self.settings.neighbours:
+            return 1, *singles(seconds(calls))
+        calls, most = batches(seconds(calls), oversubscribed=shared)
+        return calls, 1, most
 
 
 def measure(settings: SweepSettings) -> dict[str, Any]:
@@ -208,6 +219,7 @@ def measure(settings: SweepSettings) -> dict[str, Any]:
         for name in others:
             opened = repository.module("baselines").opened(name, world)
             baselines[name] = stack.enter_context(opened)
+        stack.enter_context(neighbours(world, settings.neighbours))
         bench = Bench(settings, world, [*baselines.values()])
         rows = every_size(settings, world, bench.rows)
         versions = {name: each.version for name, each in baselines.items() if each.version}
@@ -219,6 +231,7 @@ def measure(settings: SweepSettings) -> dict[str, Any]:
             "op": settings.op if bench.collective.reduces else None,
             "algorithm": settings.algorithm,
             "size_bytes_of": "each rank's input",
+            "neighbours": settings.neighbours,
             "rows": rows,
             "verified": not any(row["wrong"] for row in rows),
             **environment(world, **versions),
@@ -241,11 +254,13 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
     """Print the rows of a result, and the notes that explain them."""
     op = f", {result['op']}" if result["op"] else ""
     about = f"{result['ranks']} ranks, {result['dtype']}{op}, {result['algorithm']}"
-    console.print(Text(f"{result['benchmark']}: {about}", "bold"))
-    _print_rows(result["rows"], console)
+    loaded = tables.loaded(result)
+    console.print(Text(f"{result['benchmark']}: {about}{loaded}", "bold"))
+    _print_rows(result["rows"], console, bool(loaded))
+    times = "of single calls" if loaded else "of batches, divided by their calls"
     tables.print_notes(
         console,
-        "size and count: each rank's input. Times: median of batches, divided by their calls. "
+        f"size and count: each rank's input. Times: median{' and p99' if loaded else ''} {times}. "
         "algbw, busbw: GB/s of 1e9 bytes",
         "as nccl-tests define them. weft: tensors in symmetric memory; weft (plain) and gloo: "
         "ordinary ones; MPI: numpy's.",
@@ -256,22 +271,24 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
     )
 
 
-def _print_rows(rows: Sequence[dict[str, Any]], console: Console) -> None:
+def _print_rows(rows: Sequence[dict[str, Any]], console: Console, p99: bool) -> None:
     """Print JSON rows in the format of nccl-tests, a line for each size and implementation, with
-    ratios to each baseline.
+    ratios to each baseline, and with the 99th percentiles of the times if `p99`.
     """
+    keys = ["median", "p99"] if p99 else ["median"]
     implementations = dict.fromkeys(row["implementation"] for row in rows)
     baselines = [name for name in implementations if name not in (WEFT, PLAIN)]
     places = sorted({row["in_place"] for row in rows})
     columns = ["\nsize B", "\ncount", "\ntype", ""]
     for place in places:
-        columns += [f"{'in' if place else 'out of'} place\nus", "\nalgbw", "\nbusbw", "\n#wrong"]
+        columns += [f"{'in' if place else 'out of'} place\nus", *(["\np99 us"] if p99 else [])]
+        columns += ["\nalgbw", "\nbusbw", "\n#wrong"]
     table = tables.table([*columns, *(f"\nvs {name}" for name in baselines)])
     for _, of_size in groupby(rows, key=lambda row: row["size_bytes"]):
         found = {(row["implementation"], row["in_place"]): row for row in of_size}
         head = [str(next(iter(found.values()))[key]) for key in ("size_bytes", "count", "dtype")]
         for name in dict.fromkeys(name for name, _ in found):
-            cells = [cell for place in places for cell in _cells(found.get((name, place)))]
+            cells = [cell for place in places for cell in _cells(found.get((name, place)), keys)]
             first = next(place for place in places if (name, place) in found)
             ours = found[name, first]["time_us"]["median"]
             for baseline in baselines:
@@ -285,8 +302,9 @@ def _print_rows(rows: Sequence[dict[str, Any]], console: Console) -> None:
     console.print(table)
 
 
-def _cells(row: dict[str, Any] | None) -> list[Text]:
+def _cells(row: dict[str, Any] | None, keys: Sequence[str]) -> list[Text]:
     if row is None:
-        return [Text()] * 4
-    numbers = row["time_us"]["median"], row["algbw_gbps"], row["busbw_gbps"]
+        return [Text()] * (len(keys) + 3)
+    times = [row["time_us"][key] for key in keys]
+    numbers = *times, row["algbw_gbps"], row["busbw_gbps"]
     return [*(Text(f"{number:.2f}") for number in numbers), tables.count(row["wrong"])]

@@ -10,6 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+TIMES = {"median": "median ms", "min": "min", "p99": "p99"}
+"""The columns of milliseconds, by the keys of times in JSON."""
+
 
 def table(columns: Iterable[str], left: Collection[str] = ("",)) -> Table:
     """An empty table of numbers, with words in the columns of `left`."""
@@ -34,6 +37,12 @@ def count(wrong: int) -> Text:
 def named(name: str, wrong: int) -> Text:
     """The name of a measured call, marked if it has wrong elements."""
     return Text(f"{name} WRONG", "bold red") if wrong else Text(name)
+
+
+def loaded(result: dict[str, Any]) -> str:
+    """What the heading of a result says of busy neighbours: nothing if there were none."""
+    count = result["neighbours"]
+    return f", beside {count} busy process{'es' if count > 1 else ''}" if count else ""
 
 
 def machine(result: dict[str, Any]) -> Text:

@@ -28,12 +28,19 @@ app = typer.Typer(
 )
 
 
+_ON_GPU = {"ranks", "warmup", "iterations", "json_file", "plot"}
+"""The fields of settings that all benchmarks on a GPU honour."""
+
+
 def _fused(settings: FusedSettings) -> None:
     from weft.bench import fused, plots, report
     from weft.bench.subjects import subject
 
     settings = FusedSettings(**vars(settings))
     if settings.peers == "host":
+        options.only(
+            settings, "--peers host", _ON_GPU | {"operator", "shape", "peers", "dtype", "seed"}
+        )
         options.need_gpu()
         products = options.from_repository("--peers host", "gpu.products")
         options.run_benchmark(
@@ -41,7 +48,11 @@ def _fused(settings: FusedSettings) -> None:
         )
         return
     _check_fused(settings)
-    measure = partial(fused.measure, subject(settings.operator))
+    kind = subject(settings.operator)
+    if settings.baseline == "gloo" and not kind.compared:
+        name = settings.operator.replace("_", "-")
+        refuse("--baseline", f"{name} has no baseline to compare with: use --baseline none")
+    measure = partial(fused.measure, kind)
     options.run_benchmark(settings, measure, _print, plots.draw_times, report.to_json)
 
 
@@ -97,6 +108,9 @@ def _sweep(settings: SweepSettings) -> None:
     from weft.bench import plots, sweep
 
     if settings.device == "cuda":
+        options.only(
+            settings, "--device cuda", _ON_GPU | {"operation", "device", "sizes", "comm_sms"}
+        )
         options.need_gpu()
         gathers = options.from_repository("--device cuda", "gpu.gathers")
         options.run_benchmark(

@@ -8,9 +8,9 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_origin, get_type_hints
 
@@ -60,6 +60,13 @@ def _annotation(hint: Any) -> Any:
 def refuse(option: str, why: str) -> NoReturn:
     """End with exit status 2 because of the value of `option`."""
     raise typer.BadParameter(why, param_hint=option)
+
+
+def only(settings: Any, mode: str, honoured: Collection[str]) -> None:
+    """Refuse options that the option `mode` does not honour, if they differ from their defaults."""
+    for field in fields(settings):
+        if field.name not in honoured and getattr(settings, field.name) != field.default:
+            refuse(f"--{field.name.replace('_', '-')}", f"has no effect with {mode}: omit one")
 
 
 @contextmanager

@@ -11,7 +11,8 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from time import perf_counter
 from typing import NamedTuple, TypeVar
 
@@ -31,11 +32,15 @@ Found = TypeVar("Found")
 
 
 class Statistics(NamedTuple):
-    """Milliseconds of `iterations`, each the time of the slowest rank."""
+    """Milliseconds of `iterations`, each the time of the slowest rank.
+
+    p99 is the shortest time that 99 % of them do not exceed: of fewer than 100 the longest.
+    """
 
     median: float
     min: float
     max: float
+    p99: float
     iterations: int
 
 
@@ -49,8 +54,8 @@ class Times(NamedTuple):
 
 def summarize(seconds: Sequence[float]) -> Statistics:
     """The statistics of the iterations' seconds."""
-    times = [1e3 * second for second in seconds]
-    return Statistics(statistics.median(times), min(times), max(times), len(times))
+    times = sorted(1e3 * second for second in seconds)
+    return Statistics(statistics.median(times), times[0], times[-1], _p99(times), len(times))
 
 
 def per_call(seconds: Sequence[float], calls: int = 1) -> Times:
@@ -59,7 +64,12 @@ def per_call(seconds: Sequence[float], calls: int = 1) -> Times:
     p99 is the smallest time that 99 % of the batches do not exceed.
     """
     times = sorted(1e6 * second / calls for second in seconds)
-    return Times(statistics.median(times), times[0], times[math.ceil(0.99 * len(times)) - 1])
+    return Times(statistics.median(times), times[0], _p99(times))
+
+
+def _p99(times: Sequence[float]) -> float:
+    """The smallest of the sorted `times` that 99 % of them do not exceed."""
+    return times[math.ceil(0.99 * len(times)) - 1]
 
 
 @contextmanager
@@ -128,19 +138,27 @@ class Stopwatch:
         warmup: int,
         iterations: int,
         advance: Callable[[], None] = lambda: None,
+        around: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
     ) -> dict[str, Statistics]:
         """The statistics of each of `views`, timed once per round of a `race`.
+
+        `around` makes the context in which a view is called, and which its time does not include.
 
         There is at least one warm-up round. The first one finds views whose iterations would take
         longer than `BUDGET`: they get fewer iterations. If a single call takes that long, its first
         time is the only one.
         """
-        first = largest(self.world, [self.time(call) for call in views.values()])
+
+        def time(name: str) -> float:
+            with around(name):
+                return self.time(views[name])
+
+        first = largest(self.world, [time(name) for name in views])
         most = [
             0 if seconds >= BUDGET else min(iterations, max(1, int(BUDGET / max(seconds, 1e-9))))
             for seconds in first
         ]
-        timed = [lambda call=call: self.time(call) for call in views.values()]
+        timed = [partial(time, name) for name in views]
         found = race(timed, most, max(warmup, 1) - 1, iterations, advance)
         samples = [own or [seconds] for own, seconds in zip(found, first, strict=True)]
         return {

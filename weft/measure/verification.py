@@ -67,8 +67,8 @@ class Problem:
         self.all_rows = _random(m + RUNS, k, dtype, seed)
         self.weight = _random(k, n, dtype, seed + 1 + rank)
         a, b = self.all_rows.double(), self.weight.double()
-        self.exact = a @ b
-        self.bound = error_bound(a.abs() @ b.abs(), self.exact, k, dtype, out_dtype)
+        self.exact, self.magnitude = a @ b, a.abs() @ b.abs()
+        self.bound = error_bound(self.magnitude, self.exact, k, dtype, out_dtype)
 
     def rows(self, run: int) -> Tensor:
         """The rows of all ranks in this run."""
@@ -153,12 +153,12 @@ class Sums(Problem):
         self.host_partial = _unit(product) if host_partial else 0.0
         super().__init__(m, k, n, dtype, out_dtype, seed=seed + 1000 * rank, rank=rank)
         self.all_products = _random(m + RUNS, n, product, seed + 1000 * rank + 500)
-        magnitude = self.all_rows.double().abs() @ self.weight.double().abs()
-        rounded = error_bound(magnitude, self.exact, k, dtype, product)
+        rounded = error_bound(self.magnitude, self.exact, k, dtype, product)
         self.sum, self.sum_bound = self._summed(self.exact, rounded, out_dtype)
-        self.baseline_bound = self._rounded_sum_bound(
-            error_bound(magnitude, self.exact, k, dtype, out_dtype), out_dtype
-        )
+        self.baseline_bound = self._rounded_sum_bound(self.bound, out_dtype)
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        magnitude = sum_over_ranks(self.magnitude)
+        self.whole_bound = error_bound(magnitude, self.sum, k * ranks, dtype, out_dtype)
         products = self.all_products.double()
         no_error = torch.zeros_like(products)
         self.products_sum, self.products_bound = self._summed(products, no_error, out_dtype)
@@ -178,6 +178,12 @@ class Sums(Problem):
         dtype of `out`.
         """
         return _compare_rows(out, self.sum, self.baseline_bound, run + start)
+
+    def check_whole(self, out: Tensor, run: int) -> Check:
+        """The same comparison for all rows of the sum, as one product of the rows of all ranks side
+        by side.
+        """
+        return _compare_rows(out, self.sum, self.whole_bound, run)
 
     def check_sum(self, out: Tensor, run: int, start: int) -> Check:
         """Compare rows of the sum of all ranks' `products`, from row `start` on, with the run's

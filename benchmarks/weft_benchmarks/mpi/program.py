@@ -4,7 +4,7 @@ numpy and mpi4py alone.
 It sleeps in a read from a socket between commands, so it takes no time from other measurements.
 Commands are a name and arguments: ``case`` makes the tensors of an operation, ``verify`` runs it
 once on new data and answers the number of wrong elements on this rank, ``time`` answers the seconds
-of a number of calls on this rank.
+of batches of calls on this rank.
 """
 
 from __future__ import annotations
@@ -78,17 +78,19 @@ class Collective:
             out = a[: len(out)]  # MPI puts the result in place here
         return int((out != self._expected(run)).sum())
 
-    def time(self, in_place: bool, calls: int) -> float:
-        """Seconds of `calls` calls on this rank, from a barrier on, after one call that is not
-        timed.
+    def time(self, in_place: bool, calls: int, batches: int) -> list[float]:
+        """Seconds of `calls` calls on this rank, from a barrier on, for each of `batches` batches,
+        after one call that is not timed.
         """
-        call = self.call(in_place)
+        call, seconds = self.call(in_place), []
         call()
-        WORLD.Barrier()
-        start = time.perf_counter()
-        for _ in itertools.repeat(None, calls):
-            call()
-        return time.perf_counter() - start
+        for _ in range(batches):
+            WORLD.Barrier()
+            start = time.perf_counter()
+            for _ in itertools.repeat(None, calls):
+                call()
+            seconds.append(time.perf_counter() - start)
+        return seconds
 
     def _tensors(self, in_place: bool) -> tuple[Array, Array]:
         """The input and the output; in place the smaller is a part of the larger."""

@@ -1,0 +1,112 @@
+"""Busy neighbours of a benchmark: they run while it measures, and end with it however it ends. No
+test asserts a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.ranks import on_ranks
+from typer.testing import CliRunner
+
+import weft
+from weft.bench import neighbours as module
+from weft.bench.neighbours import neighbours
+from weft.cli import app
+from weft.errors import WeftError
+
+START = """
+import sys, weft
+from weft.bench.neighbours import neighbours
+with weft.init() as world, neighbours(world, 2) as started:
+    print(*started, flush=True)
+    sys.stdin.read()
+"""
+
+
+def running(pid):
+    """Whether this process exists and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def started(world):
+    with neighbours(world, 2) as own:
+        during = [(running(pid), os.sched_getaffinity(pid)) for pid in own]
+    return during, [running(pid) for pid in own], frozenset().union(*world.cores)
+
+
+def test_one_rank_starts_them_on_the_cores_of_all():
+    (during, after, cores), (others, _, _) = on_ranks(started, 2)
+    assert during == [(True, cores)] * 2
+    assert after == [False, False]
+    assert others == [], "one set for a host"
+
+
+def test_an_exception_ends_them():
+    with weft.init() as world, pytest.raises(KeyboardInterrupt), neighbours(world, 1) as pids:
+        raise KeyboardInterrupt
+    assert not running(*pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_the_death_of_the_rank_ends_them(number):
+    command = [sys.executable, "-c", START]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as rank:
+        alive = [os.pidfd_open(int(pid)) for pid in rank.stdout.readline().split()]
+        rank.send_signal(number)
+        ended = [bool(select.select([each], [], [], 60)[0]) for each in alive]
+    for each in alive:
+        os.close(each)
+    assert ended == [True, True]
+
+
+def test_one_that_does_not_start_is_an_error(monkeypatch):
+    monkeypatch.setattr(module, "_BUSY", "raise SystemExit(3)")
+    with (
+        weft.init() as world,
+        pytest.raises(WeftError, match="did not start"),
+        neighbours(world, 1),
+    ):
+        pass
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(
+    ("command", "times"),
+    [
+        (["all-reduce", "--sizes", "8"], lambda result: [row["time_us"] for row in result["rows"]]),
+        (
+            ["all-gather-matmul", "--shape", "64x64x32"],
+            lambda result: [*result["times_ms"].values(), *result["baselines_ms"].values()],
+        ),
+    ],
+    ids=["collective", "product"],
+)
+def test_results_have_them_and_percentiles(command, times, tmp_path):
+    file = tmp_path / "result.json"
+    few = ["--warmup", "0", "--iterations", "2", "--threads", "1", "--neighbours", "1"]
+    done = CliRunner().invoke(app, ["bench", *command, *few, "--json", str(file)])
+    assert done.exit_code == 0, done.stderr
+    assert "beside 1 busy process" in done.stdout
+    assert "p99" in done.stdout
+    result = json.loads(file.read_text())
+    assert result["verified"]
+    assert result["neighbours"] == 1
+    assert all(0 < time["min"] <= time["median"] <= time["p99"] for time in times(result))
+    assert all(row["calls"] == 1 for row in result.get("rows", [])), "each call is timed by itself"

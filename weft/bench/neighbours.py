@@ -1,0 +1,67 @@
+"""Busy neighbours: processes that compete with the ranks for their cores while a benchmark runs."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from weft.errors import WeftError
+from weft.ops.barrier import barrier
+from weft.world import World
+
+_BUSY = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with its rank in any case
+if os.getppid() == int(sys.argv[1]):
+    os.sched_setaffinity(0, map(int, sys.argv[2].split(",")))
+    os.write(1, b"1")
+    while True:
+        pass
+"""
+_START = 60.0  # seconds
+
+
+@contextmanager
+def neighbours(world: World, count: int) -> Iterator[list[int]]:
+    """`count` busy processes on each host during the ``with`` block, which may run on any core of
+    the host's ranks; collective. Yields the process ids of those that this rank started.
+
+    The first rank of each host starts them, and they end with it. Raises `WeftError` if one does
+    not start.
+    """
+    host = world.hosts[world.rank]
+    local = [rank for rank in range(world.ranks) if world.hosts[rank] == host]
+    cores = sorted(frozenset[int]().union(*(world.cores[rank] for rank in local)))
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for _ in range(count if world.rank == local[0] else 0):
+            started.append(_start(cores))
+        if count:
+            barrier(world)
+        yield [process.pid for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def _start(cores: list[int]) -> subprocess.Popen[bytes]:
+    """A process that is busy by now."""
+    arguments = [str(os.getpid()), ",".join(map(str, cores))]
+    process = subprocess.Popen(
+        [sys.executable, "-ISc", _BUSY, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # Ctrl-C reaches it, too
+    )
+    assert process.stdout
+    ready, _, _ = select.select([process.stdout], [], [], _START)
+    if not (ready and process.stdout.read(1)):
+        process.kill()
+        process.communicate()
+        raise WeftError(f"a busy neighbour did not start: {sys.executable} ended, or took too long")
+    return process
