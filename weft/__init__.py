@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from weft.kernels.int8 import quantize
     from weft.kernels.packed import PackedWeight, pack
     from weft.kernels.weights import PreparedWeight
+    from weft.nn.warmup import warmup
     from weft.ops.all_gather import all_gather, all_gather_async
     from weft.ops.all_gather_matmul import all_gather_matmul
     from weft.ops.all_reduce import all_reduce, all_reduce_async
@@ -73,6 +74,7 @@ _HOMES = {
     "weft.kernels.int8": ["quantize"],
     "weft.kernels.packed": ["PackedWeight", "pack"],
     "weft.kernels.weights": ["PreparedWeight"],
+    "weft.nn.warmup": ["warmup"],
     "weft.world.onesided": [
         "Transfer",
         "get",

@@ -1,0 +1,67 @@
+"""Calls of a model's layers before its first request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from weft.nn.layers import ColumnParallelLinear, ShardedLinear
+from weft.nn.layout import chunk_sizes, local, normal
+
+
+def warmup(model: nn.Module, tokens: int | Sequence[int]) -> None:
+    """Call each layer of `weft.nn` in `model` once for each of these numbers of tokens,
+    collectively, so that the first requests find what first calls make: packed weights, kernels,
+    plans, and a workspace of the size of the largest call.
+
+    A layer gets zeros (1, tokens, features), this rank's part of them where its inputs are sharded;
+    a sharded sequence is rounded up to a multiple of the ranks. Results are dropped, hooks do not
+    run. Other layers and other collectives of the model are not called: the rest of a first request
+    is torch's. Variants that ``algorithm="auto"`` measures may still be tried in later calls.
+
+    Args:
+        model: in eval mode, the same on all ranks.
+        tokens: the numbers of tokens of a step, at least 1; the same on all ranks. For a server
+            that decodes up to 32 sequences and reads prompts 256 tokens at a time
+            ``[*range(1, 33), 256]``.
+
+    Raises `ValueError` if the model is in training mode, whose weights are not packed, has no layer
+    of `weft.nn`, or a number is below 1, before anything is sent; and the errors of the layers'
+    operators.
+    """
+    counts = [tokens] if isinstance(tokens, int) else [*tokens]
+    if not counts or min(counts) < 1:
+        raise ValueError(f"tokens must be one or more numbers, each at least 1; got {tokens}")
+    layers = [layer for layer in model.modules() if isinstance(layer, ShardedLinear)]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no layer of weft.nn; apply a style first")
+    if any(layer.training for layer in layers):
+        raise ValueError("model is in training mode, which packs no weights: call model.eval()")
+    with torch.no_grad():
+        # the largest first: a workspace that grows lets the calls before be forgotten
+        for count in sorted({*counts}, reverse=True):
+            inputs = {}  # layers that share a gather must get one tensor
+            for layer in layers:
+                weight = local(layer.weight)
+                key = _shape(layer, count), weight.dtype
+                if key not in inputs:
+                    inputs[key] = weight.new_zeros(key[0])
+                layer.forward(inputs[key])
+
+
+def _shape(layer: ShardedLinear, tokens: int) -> tuple[int, ...]:
+    """The shape of this rank's input of a layer, with `tokens` tokens in its sequence: the
+    dimension that is sharded there, the second by default.
+    """
+    input, output = (normal(each, 3) for each in (layer.layout.input, layer.layout.output))
+    sequence = input if isinstance(layer, ColumnParallelLinear) else output
+    shape = [1, 1, layer.in_features]
+    shape[0 if sequence == Shard(0) else 1] = tokens
+    if isinstance(input, Shard):
+        shape[input.dim] = chunk_sizes(shape[input.dim], layer.world.ranks)[
+            layer.world.rank if input.dim == 2 else 0
+        ]
+    return tuple(shape)
