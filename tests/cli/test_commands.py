@@ -42,7 +42,7 @@ SCHEMA = {
     "benchmark": str,
     "ranks": int,
     "hosts": int,
-    "neighbours": int,
+    "neighbours": type(None),
     "shape": {"m": int, "k": int, "n": int},
     "dtype": str,
     "out_dtype": str,
@@ -97,7 +97,7 @@ ENVIRONMENT = {
     "ranks": 2,
     "hosts": 1,
     "link": None,
-    "neighbours": 0,
+    "neighbours": None,
     "machine": {
         "cpu": "a processor",
         "cores": 2,

@@ -65,8 +65,8 @@ class Result:
         chunk_rows: the largest number of rows in one of its transfers.
         times: the times of the four views; `baselines` and `ablation` are compared with them.
         checks: the worst check of each of these, before and after timing, on any rank.
-        environment: the ranks, the link, the neighbours, the machine and the versions, as in the
-            JSON.
+        environment: the ranks, the link, the neighbours (None if not asked for), the machine and
+            the versions, as in the JSON.
         notes: further sentences that explain the times.
     """
 

@@ -26,9 +26,10 @@ _START = 60.0  # seconds
 
 
 @contextmanager
-def neighbours(world: World, count: int) -> Iterator[list[int]]:
+def neighbours(world: World, count: int | None) -> Iterator[list[int]]:
     """`count` busy processes on each host during the ``with`` block, which may run on any core of
-    the host's ranks; collective. Yields the process ids of those that this rank started.
+    the host's ranks; none for None. Collective. Yields the process ids of those that this rank
+    started.
 
     The first rank of each host starts them, and they end with it. Raises `WeftError` if one does
     not start.
@@ -38,8 +39,9 @@ def neighbours(world: World, count: int) -> Iterator[list[int]]:
     cores = sorted(frozenset[int]().union(*(world.cores[rank] for rank in local)))
     started: list[subprocess.Popen[bytes]] = []
     try:
-        for _ in range(count if world.rank == local[0] else 0):
-            started.append(_start(cores))
+        if world.rank == local[0]:
+            for _ in range(count or 0):
+                started.append(_start(cores))
         if count:
             barrier(world)
         yield [process.pid for process in started]

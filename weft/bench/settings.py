@@ -143,8 +143,8 @@ Trace = Annotated[Path | None, Option(metavar="FILE", help=_TRACE)]
 _TIMELINE = "Draw the instructions over time."
 Timeline = Annotated[Path | None, Option(metavar="FILE.png|svg", help=_TIMELINE)]
 Threads = Annotated[int | None, Option(min=1, help="Compute threads per rank; default: its cores.")]
-_NEIGHBOURS = "Busy processes on each host that compete for the cores; times then have a p99."
-Neighbours = Annotated[int, Option(min=0, help=_NEIGHBOURS)]
+_NEIGHBOURS = "Busy processes on each host; collectives are then timed call by call, also with 0."
+Neighbours = Annotated[int | None, Option(min=0, help=_NEIGHBOURS)]
 _LATENCY = "Latency of each transfer on the emulated link."
 Latency = Annotated[float | None, Option(min=0, help=_LATENCY)]
 
@@ -168,7 +168,7 @@ class Shown:
     json_file: Json = None
     plot: Plot = None
     threads: Threads = None
-    neighbours: Neighbours = 0
+    neighbours: Neighbours = None
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class FusedSettings(Compared):
         Path | None, Option(metavar="DIR", help="Save each rank's output as rank<r>.pt.")
     ] = None
     threads: Threads = None
-    neighbours: Neighbours = 0
+    neighbours: Neighbours = None
 
     @property
     def result_dtype(self) -> str:

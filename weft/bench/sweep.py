@@ -2,8 +2,8 @@
 
 Batches of calls of all contenders alternate, so that noise affects all equally; processes of other
 contenders sleep meanwhile. Each batch follows an untimed call and a barrier, and ends on the
-slowest rank; beside busy neighbours each call is a batch, so that percentiles are those of calls.
-Every result is verified before and after timing, on new data and poisoned outputs.
+slowest rank; with `neighbours`, also 0, each call is a batch, so that percentiles are of calls. Every
+result is verified before and after timing, on new data and poisoned outputs.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Bench:
         # the first calls may be slow, so the time of a call is measured again in a batch
         shared = self.world.oversubscribed
         calls, _ = batches(seconds(3), oversubscribed=shared)
-        if self.settings.neighbours:
+        if self.settings.neighbours is not None:
             return 1, *singles(seconds(calls))
         calls, most = batches(seconds(calls), oversubscribed=shared)
         return calls, 1, most
@@ -254,14 +254,15 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
     """Print the rows of a result, and the notes that explain them."""
     op = f", {result['op']}" if result["op"] else ""
     about = f"{result['ranks']} ranks, {result['dtype']}{op}, {result['algorithm']}"
-    loaded = tables.loaded(result)
-    console.print(Text(f"{result['benchmark']}: {about}{loaded}", "bold"))
-    _print_rows(result["rows"], console, bool(loaded))
-    times = "of single calls" if loaded else "of batches, divided by their calls"
+    single = result["neighbours"] is not None
+    console.print(Text(f"{result['benchmark']}: {about}{tables.loaded(result)}", "bold"))
+    _print_rows(result["rows"], console, single)
+    times = (
+        "median and p99 of single calls" if single else "median of batches, divided by their calls"
+    )
     tables.print_notes(
         console,
-        f"size and count: each rank's input. Times: median{' and p99' if loaded else ''} {times}. "
-        "algbw, busbw: GB/s of 1e9 bytes",
+        f"size and count: each rank's input. Times: {times}. algbw, busbw: GB/s of 1e9 bytes",
         "as nccl-tests define them. weft: tensors in symmetric memory; weft (plain) and gloo: "
         "ordinary ones; MPI: numpy's.",
         tables.verdict(
