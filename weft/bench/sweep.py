@@ -2,8 +2,8 @@
 
 Batches of calls of all contenders alternate, so that noise affects all equally; processes of other
 contenders sleep meanwhile. Each batch follows an untimed call and a barrier, and ends on the
-slowest rank; with `neighbours`, also 0, each call is a batch, so that percentiles are of calls. Every
-result is verified before and after timing, on new data and poisoned outputs.
+slowest rank; with `neighbours`, also 0, each call is a batch, so that percentiles are of calls.
+Every result is verified before and after timing, on new data and poisoned outputs.
 """
 
 from __future__ import annotations
