@@ -78,6 +78,6 @@ def rows_of(key: Any, rows: slice, matrix: Tensor, reshaped: bool) -> Operand:
     if reshaped:
         shape, strides = matrix.shape, matrix.stride()
         return lambda tensors: tensors[key].as_strided(shape, strides)[rows]
-    if rows == slice(0, len(matrix)):
+    if rows == slice(0, matrix.shape[0]):
         return key
     return lambda tensors: tensors[key][rows]

@@ -314,9 +314,11 @@ class HostProgram(Program):
 
         return Computes(self.computations, sum(binding.rows), operand, weights, biased)
 
-    @torch.inference_mode(False)  # later calls may be outside of it
     def _matrix(self, binding: _native.Binding, region: Region, tensors: Tensors) -> Tensor:
         """The matrix of a region in the workspace, or in a peer's part of a symmetric tensor."""
+        if torch.is_inference_mode_enabled():  # later calls may be outside of it
+            with torch.inference_mode(False):
+                return self._matrix(binding, region, tensors)
         _, rows, columns, _, stride, address = binding.matrix(self.place(region))
         dtype, _ = self.kinds[region.buffer]
         bound = self.plan.buffers[region.buffer].given

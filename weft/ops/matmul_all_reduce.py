@@ -105,13 +105,14 @@ class _ReduceCall(SumCall):
     def __init__(self, world: World, options: Options, operands: Operands, result: Tensor) -> None:
         a, (b,), (bias,), _ = operands
         self.result, x = result, dims.to_front(a, 0)
+        rows = x.shape[0]
         sums = workload(
             "matmul_all_reduce",
-            tuple(split(len(x), world.ranks, rows_multiple([b]))),
+            tuple(split(rows, world.ranks, rows_multiple([b]))),
             operands,
             result.dtype,
         )
-        super().__init__(world, options, sums, x, b, result.view(len(x), b.shape[1]), bias)
+        super().__init__(world, options, sums, x, b, result.view(rows, b.shape[1]), bias)
 
     def overlapped(self) -> tuple[str, str]:
         world = self.world
