@@ -123,6 +123,7 @@ EXCEPTIONS = {
         native/python/call_cache.hpp: CallCache::kMost
         weft/engines/engine.py: _CACHED
         weft/world/listener.py: _LISTEN_BACKLOG
+        weft/world/tcp.py: _BUFFERS
         weft/world/listener.py: _UNIDENTIFIED
     """,
     "measurement: sizes and rounds at which a machine or a result is examined": """

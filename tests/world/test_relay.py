@@ -5,6 +5,7 @@ malformed messages name their sender.
 import queue
 import socket
 import threading
+from functools import partial
 
 import pytest
 
@@ -76,17 +77,35 @@ def test_a_lane_that_is_ahead_lets_the_other_finish_its_call(two):
         one.begin(call, 7, "", {}, {1: 2})
     other.begin(1, 7, "", {0: _Expected(1, (0, 1), taken)}, {})
     ahead = threading.Thread(
-        target=lambda: [one.send(1, Tag(0, call, 7), memoryview(b"lane 0")) for call in (1, 2)]
+        target=lambda: [one.send(1, Tag(0, call, 7), [memoryview(b"lane 0")]) for call in (1, 2)]
     )
     ahead.start()
     assert taken.get(timeout=LIMIT) == (1, 0, b"lane 0")
-    one.send(1, Tag(1, 1, 7), memoryview(b"lane 1"))
+    one.send(1, Tag(1, 1, 7), [memoryview(b"lane 1")])
     assert taken.get(timeout=LIMIT) == (1, 1, b"lane 1")
     other.begin(2, 7, "", {0: _Expected(2, (0, 1), taken)}, {})
-    one.send(1, Tag(1, 2, 7), memoryview(b"the last"))
+    one.send(1, Tag(1, 2, 7), [memoryview(b"the last")])
     assert {taken.get(timeout=LIMIT) for _ in range(2)} == {(2, 0, b"lane 0"), (2, 1, b"the last")}
     ahead.join(LIMIT)
     assert not ahead.is_alive()
+
+
+def test_messages_that_a_connection_does_not_take_at_once_stay_in_order(two):
+    one, other = two
+    taken, sent = queue.Queue(), queue.Queue()
+    for relay in two:
+        relay._send_control = lambda *_: None
+    messages = [b"rows %d " % n * (1 << 14) for n in range(96)]  # more than buffers hold
+    batches = [messages[n : n + 2] for n in range(0, len(messages), 2)]
+    one.begin(1, 7, "", {}, {1: len(messages)})
+    for number, batch in enumerate(batches):
+        views = [memoryview(rows) for rows in batch]
+        one.post("compute", 1, Tag(0, 1, 7), views, partial(sent.put, number))
+    assert sent.qsize() < len(batches), "this thread does not wait for the peer"
+    other.begin(1, 7, "", {0: _Expected(1, [0] * len(messages), taken)}, {})
+    for rows in messages:
+        assert taken.get(timeout=LIMIT) == (1, 0, rows)
+    assert [sent.get(timeout=LIMIT) for _ in batches] == [*range(len(batches))]
 
 
 def test_closing_ends_the_wait_for_an_earlier_call(two):
@@ -94,7 +113,7 @@ def test_closing_ends_the_wait_for_an_earlier_call(two):
     one._send_control = lambda *_: None
     for call in (1, 2):
         one.begin(call, 7, "", {}, {1: 1})
-    waiting = threading.Thread(target=one.send, args=(1, Tag(0, 2, 7), memoryview(b"rows")))
+    waiting = threading.Thread(target=one.send, args=(1, Tag(0, 2, 7), [memoryview(b"rows")]))
     waiting.start()
     one.close()
     waiting.join(LIMIT)
@@ -112,7 +131,7 @@ def test_a_leaving_rank_receives_the_messages_on_their_way(two):
     leaving.start()
     leaving.join(0.2)  # long enough for the connection to be closed
     one.begin(1, 7, "", {}, {1: 1})
-    one.send(1, Tag(0, 1, 7), memoryview(b"rows"))
+    one.send(1, Tag(0, 1, 7), [memoryview(b"rows")])
     assert taken.get(timeout=LIMIT) == (1, 0, b"rows")
     leaving.join(LIMIT)
     assert not leaving.is_alive()

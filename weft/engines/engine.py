@@ -357,6 +357,12 @@ class Program(ABC):
         the tensors.
         """
 
+    def prepare(self, at: int, *_: object) -> Any:
+        """The function that a repeated collective runs where its lane pauses, in the form of
+        `weft.engines.computes.Computes.prepare`.
+        """
+        raise PlanError(f"{self.plan.operator} does not pause at instruction {at}")
+
     @abstractmethod
     def execute(self, binding: Any, timeout: float | None = None) -> None:
         """Execute a program of one lane without computations, while this thread holds the world's

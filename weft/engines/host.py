@@ -181,7 +181,7 @@ class HostProgram(Program):
             self.engine.pending.append(self)
 
     def done(self) -> bool:
-        return self not in self.engine.pending or bool(self.world.executor.join(self.compiled, 0.0))
+        return self not in self.engine.pending or self.ended(0.0)
 
     def join(self, timeout: float = math.inf) -> bool:
         deadline = time.monotonic() + timeout
@@ -189,7 +189,7 @@ class HostProgram(Program):
         while self in self.engine.pending:
             left = deadline - time.monotonic()
             # in short waits, so that Python can handle a signal between them
-            if self.world.executor.join(self.compiled, min(max(left, 0.0), 0.05)):
+            if self.ended(min(max(left, 0.0), 0.05)):
                 self.engine.pending.remove(self)
                 if self.compiled.wait_failure(0)[0] != _native.WaitStatus.none:
                     raise self.stopped(0, self.timeout)
@@ -200,7 +200,11 @@ class HostProgram(Program):
 
     def stop(self, timeout: float) -> None:
         self.world.executor.stop(self.compiled)
-        self.world.executor.join(self.compiled, timeout)
+        self.ended(timeout)
+
+    def ended(self, seconds: float) -> bool:
+        """Whether the started execution ends within this time."""
+        return bool(self.world.executor.join(self.compiled, seconds))
 
     def rows_of(self, region: Region) -> tuple[int, int]:
         assert self.bound is not None

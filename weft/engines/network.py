@@ -2,16 +2,18 @@
 between hosts.
 
 It runs the result of `weft.plan.messages.lower_to_messages`. The native core interprets the lanes
-that compute and copy within the host. A channel is interpreted at both ends: a thread of the
-sender's lane sends each message, directly from the rows; the receiver, which has the sender's plan,
-receives each message directly into the rows and raises its signals, once all notified ranks have
-begun the call.
+that compute and copy within the host. A channel is interpreted at both ends. Messages are sent
+directly from the rows: those of the compute lane by the thread that runs it, which the core pauses
+for that, if they are few and need not wait, and else by a thread of the lane. The receiver, which
+has the sender's plan, receives each message directly into the rows and raises its signals, once all
+notified ranks have begun the call.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,7 +50,7 @@ class NetworkEngine(HostEngine):
     """Executes plans for one rank of a world on several hosts."""
 
     shared_memory = False  # ranks of other hosts are sent messages
-    caches_calls = False  # the call cache can only repeat calls that are all native
+    caches_calls = True
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
@@ -66,8 +68,8 @@ class NetworkEngine(HostEngine):
         program.run_locked({}, (), {})
 
 
-Sent = list[tuple[int, list[tuple[int, Place | None]]]]
-"""Batches to send: the receiver, and for each message its number in its channel and its rows, or
+Batch = tuple[int, list[tuple[int, Place | None]]]
+"""A batch to send: the receiver, and for each message its number in its channel and its rows, or
 None for a token.
 """
 
@@ -100,18 +102,23 @@ class NetworkProgram(HostProgram):
             )
             for sender, lane in incoming(plan, rank)
         ]
+        self.posted = {begin.signal for _, (begin, *_) in self.outgoing.get(LANES[0], ())}
+        """The signal by which the compute lane posts batches, if it does."""
         self.more_lanes = len(self.outgoing) + len(self.incoming)
         super().__init__(engine, plan, tensors, dtypes)
-        self.sends: list[tuple[str, Sent]] = []  # by lane
+        self.sends: list[tuple[str, list[Batch]]] = []  # by lane
         self.receives: list[tuple[int, str, list[int], list[Place | None]]] = []
         """The sender and its lane, the ranks that must have begun the call first, and the rows of
         each message.
         """
         self._compile_channels()
+        self.posts = self._posts()
+        """The batches of the compute lane by the instruction that posts them, where it pauses."""
         self.departures = Counter(
             to for _, sent in self.sends for to, messages in sent for _ in messages
         )
         self.spans: list[Timed] = []
+        self.over = threading.Event()
 
     def own_lanes(self) -> Mapping[str, Sequence[Instruction]]:
         return {
@@ -129,10 +136,13 @@ class NetworkProgram(HostProgram):
         """Execute once; the first product lets the threads that send begin first. They do not
         interrupt it, and the link would be idle for some milliseconds of it.
         """
-        begun = compute is None or not self.lanes[LANES.index("comm")]
+        begun = not self.lanes[LANES.index("comm")]
 
         def run(at: int) -> None:
             nonlocal begun
+            if at in self.posts:
+                self._post(at)
+                return
             if not begun:
                 for _ in range(_YIELDS):
                     os.sched_yield()
@@ -140,7 +150,39 @@ class NetworkProgram(HostProgram):
             assert compute is not None
             compute(at)
 
-        super().execute(binding, timeout, run if compute else None)
+        super().execute(binding, timeout, run)
+
+    def start(
+        self, binding: _native.Binding, retained: object = None, timeout: float | None = None
+    ) -> None:
+        """Begin an execution on a thread of its own, which can send."""
+        self.timeout, self.retained = timeout or self.world.timeout, retained
+        with self.world.fail_on_error:
+            self.apply(binding)
+            self.begin(self.timeout)
+            self.over.clear()
+            self.engine.relay.submit("started", self._run)
+            self.engine.pending.append(self)
+
+    def prepare(self, at: int, *_: object) -> Any:
+        """The post of an instruction of a repeated call."""
+        return (lambda *_: self._post(at)), [], 0, None, False
+
+    def _run(self) -> None:
+        """Run the compute lane of a started execution."""
+        try:
+            executor, end = self.world.executor, len(self.lanes[0])
+            at = executor.run(self.compiled, 0, 0)
+            while 0 <= at < end:
+                self._post(at)
+                at = executor.run(self.compiled, 0, at + 1)
+            if at < 0:
+                executor.stop(self.compiled)
+        finally:
+            self.over.set()
+
+    def ended(self, seconds: float) -> bool:
+        return self.over.wait(seconds)
 
     def begin(self, seconds: float) -> None:
         """Publish the call, and queue its receives and sends."""
@@ -157,8 +199,9 @@ class NetworkProgram(HostProgram):
             expected.lanes[LANES.index(lane)] = _Incoming(number, notified, rows)
         relay.begin(call, digest, self.bound.call, arrivals, self.departures)
         for number, (lane, sent) in enumerate(self.sends, len(LANES)):
-            tag = Tag(LANES.index(lane), call, digest)
-            relay.submit(lane, partial(self._send, number, lane, sent, tag, self.spans))
+            if lane != LANES[0]:
+                tag = Tag(LANES.index(lane), call, digest)
+                relay.submit(lane, partial(self._send, number, lane, sent, tag, self.spans))
 
     def rows(self, place: Place | None) -> _Rows:
         """The rows of a region in this call; zero rows for a token."""
@@ -184,17 +227,33 @@ class NetworkProgram(HostProgram):
                 return reached
             at = stopped
 
-    def _send(self, number: int, lane: str, sent: Sent, tag: Tag, spans: list[Timed]) -> None:
+    def _send(
+        self, number: int, lane: str, sent: list[Batch], tag: Tag, spans: list[Timed]
+    ) -> None:
         """Send a lane's messages to other hosts in one call."""
         relay, at = self.engine.relay, self.advance(number, 0)
         for to, messages in sent:
             if at < 0:
                 return
-            for index, place in messages:
-                start = _native.now()
-                relay.send(to, tag, self.rows(place).gathered())
-                spans.append((channel(lane, to), index, start, _native.now()))
+            start = _native.now()
+            relay.send(to, tag, [self.rows(place).gathered() for _, place in messages])
+            stop = _native.now()
+            spans += [(channel(lane, to), index, start, stop) for index, _ in messages]
             at = self.advance(number, at + 1)
+
+    def _post(self, at: int) -> None:
+        """Send the messages that an instruction of the compute lane posts."""
+        number, after, (to, messages) = self.posts[at]
+        compiled, spans, start = self.compiled, self.spans, _native.now()
+
+        def done() -> None:
+            stop = _native.now()
+            spans.extend((channel(LANES[0], to), index, start, stop) for index, _ in messages)
+            self.advance(number, after)
+
+        tag = Tag(0, compiled.call, compiled.digest)
+        rows = [self.rows(place).gathered() for _, place in messages]
+        self.engine.relay.post(LANES[0], to, tag, rows, done)
 
     def _spans(self) -> list[Timed]:
         return super()._spans() + self.spans
@@ -212,11 +271,12 @@ class NetworkProgram(HostProgram):
 
     def _compile_channels(self) -> None:
         compiled = self.compiled
-        for number, (lane, posted) in enumerate(self.outgoing.items(), len(LANES)):
-            sent: Sent = []
+        for number, (lane, outgoing) in enumerate(self.outgoing.items(), len(LANES)):
+            sent: list[Batch] = []
             # in the order of the lane
-            for to, (begin, messages, end) in sorted(posted, key=lambda item: item[1][0].count):
-                self._compile(number, 0, begin)
+            for to, (begin, messages, end) in sorted(outgoing, key=lambda item: item[1][0].count):
+                if lane != LANES[0]:
+                    self._compile(number, 0, begin)
                 compiled.pause(number)
                 self._compile(number, 0, end)
                 sent.append(
@@ -233,6 +293,29 @@ class NetworkProgram(HostProgram):
             notified = gate_ranks(self.plan, sender, lane, self.world.rank)
             places = [self.place(m.copy.dst) if m.copy else None for m in messages]
             self.receives.append((sender, lane, notified, places))
+
+    def _compile(self, lane: int, at: int, instruction: Instruction) -> None:
+        if lane == 0 and self._is_post(instruction):
+            self.compiled.pause(0)
+        else:
+            super()._compile(lane, at, instruction)
+
+    def _is_post(self, instruction: Instruction) -> bool:
+        """Whether an instruction of the compute lane posts a batch of messages."""
+        return isinstance(instruction, Notify) and instruction.signal in self.posted
+
+    def _posts(self) -> dict[int, tuple[int, int, Batch]]:
+        """The posts of the compute lane by the index of the instruction: the native lane that says
+        that the batch was sent, the place there, and the batch.
+        """
+        for number, (lane, sent) in enumerate(self.sends, len(LANES)):
+            if lane == LANES[0]:
+                indices = [at for at, each in enumerate(self.lanes[0]) if self._is_post(each)]
+                return {
+                    at: (number, 2 * i + 1, batch)
+                    for i, (at, batch) in enumerate(zip(indices, sent, strict=True))
+                }
+        return {}
 
 
 class _Rows(NamedTuple):

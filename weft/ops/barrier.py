@@ -30,4 +30,5 @@ def barrier(world: World | None = None, timeout: float | None = None) -> None:
     with world.exclusive:
         program.execute(binding, seconds)
     if own.caches_calls:
-        own.calls.add(barrier, (), None, None, None, None, program, binding, {}, [], None)
+        no_operands = None, None, None, None
+        own.calls.add(barrier, (), *no_operands, program, binding, {}, [], program.prepare)

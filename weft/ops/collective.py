@@ -156,7 +156,8 @@ def run(
     result = call.finish()
     if own.caches_calls and trial is None and not call.copied and not call.sizes_exchanged:
         operands = a, out, None, None
-        own.calls.add(check, options, *operands, program, binding, call.tensors, [result], None)
+        made = call.tensors, [result], program.prepare
+        own.calls.add(check, options, *operands, program, binding, *made)
     return result
 
 

@@ -113,6 +113,7 @@ def _repeatable(call: Call, key: Key) -> bool:
     *_, weights, biases = key
     return (
         engine(call.world).caches_calls
+        and engine(call.world).shared_memory  # else products are to be preceded by sends
         and len(call.tensors) == 1 + len(call.results)
         and _same(call.weights, weights)
         and (not call.biases or _same(call.biases, biases))

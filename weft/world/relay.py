@@ -20,14 +20,14 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Protocol
 
 import weft._native as _native
 from weft.errors import MismatchError, PeerLost, WeftError
 from weft.world.tcp import shutdown
-from weft.world.transport import Tag, Transport
+from weft.world.transport import Buffer, Tag, Transport
 
 LONGEST = 16385  # bytes of a message on the Unix sockets
 # Messages of the mesh: a note, a farewell, or a failure with the rank that caused it.
@@ -35,6 +35,7 @@ _OF_MESH = re.compile(rb"n|f$|a[^\n]*\n\d{1,9}\n", re.DOTALL)
 _LENGTH = struct.Struct("<I")  # of a control message, in front of it
 CALL = struct.Struct("<cQQ")  # of a call: its number and its digest; the text follows
 _TEXT = 512  # bytes of that text
+_AT_ONCE = 1 << 18  # bytes up to which the caller's thread sends rows as far as it need not wait
 _NOTICED = 0.5  # seconds until all threads have noticed that a peer hung up
 _LINGER = 0.5  # seconds that peers have to receive messages under way and to hang up
 
@@ -54,6 +55,32 @@ class Arrivals(Protocol):
         """Let `read` fill the place of the next message of a lane, `size` bytes; whether more
         messages follow.
         """
+
+
+class _Outbox:
+    """The messages to send to one peer, call after call, one thread at a time.
+
+    `calls` has the calls with unsent messages, and their number; `queued` counts the messages that
+    wait for a thread of a lane.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.calls: deque[list[int]] = deque()
+        self.sending, self.queued = False, 0
+
+    def is_turn(self, call: int) -> bool:
+        """Whether a message of a call may be sent now."""
+        return not self.sending and self.calls[0][0] == call
+
+    def sent(self, messages: int) -> None:
+        """Let another thread send, after this number of messages."""
+        with self.changed:
+            self.sending = False
+            self.calls[0][1] -= messages
+            if not self.calls[0][1]:
+                self.calls.popleft()
+            self.changed.notify_all()
 
 
 class Relay:
@@ -78,9 +105,7 @@ class Relay:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.local_ends: dict[int, socket.socket] = {}
         self.control_locks = {peer: threading.Lock() for peer in control}
-        self.row_locks = {peer: threading.Condition() for peer in control}
-        # by peer: the calls with unsent messages, and their number
-        self.unsent: dict[int, deque[list[int]]] = {peer: deque() for peer in control}
+        self.outboxes = {peer: _Outbox() for peer in control}
         self.incomplete = {peer: bytearray() for peer in control}  # control messages
         self.hung_up = {peer: threading.Event() for peer in control}
         self.rows_ended: set[int] = set()  # peers that have sent all their rows
@@ -126,7 +151,7 @@ class Relay:
         that a mismatch shows both. `departures` is the number of messages for each peer.
         """
         for peer, messages in departures.items():
-            self.unsent[peer].append([call, messages])
+            self.outboxes[peer].calls.append([call, messages])
         with self.changed:
             for peer, coming in arrivals.items():
                 self.expected[peer][call] = coming
@@ -137,24 +162,64 @@ class Relay:
             with self.control_locks[peer]:
                 self._send_control(peer, message)
 
-    def send(self, peer: int, tag: Tag, rows: memoryview) -> None:
-        """Send rows once all rows of earlier calls are sent; afterwards they may be overwritten.
-        Rows for a peer that has hung up are dropped.
+    def send(self, peer: int, tag: Tag, messages: Sequence[memoryview]) -> None:
+        """Send messages once all those of earlier calls are sent; afterwards their rows may be
+        overwritten. Rows for a peer that has hung up are dropped.
 
         One lane may be a call ahead of another. Its rows wait here: a peer that still needs the
         other lane's rows would not read past them.
         """
-        row_lock, unsent = self.row_locks[peer], self.unsent[peer]
-        with self._tolerates_hang_up(peer), row_lock:
-            row_lock.wait_for(lambda: self.closed or unsent[0][0] == tag.call)
-            try:
-                self.transport.send(peer, tag, rows)
-            finally:
-                if not self.closed:
-                    unsent[0][1] -= 1
-                    if not unsent[0][1]:
-                        unsent.popleft()
-                        row_lock.notify_all()
+        outbox = self.outboxes[peer]
+        with outbox.changed:
+            outbox.changed.wait_for(lambda: self.closed or outbox.is_turn(tag.call))
+            outbox.sending = True
+        self._send(peer, messages, lambda: self.transport.begin(peer, tag, messages))
+
+    def post(
+        self,
+        lane: str,
+        peer: int,
+        tag: Tag,
+        messages: Sequence[memoryview],
+        done: Callable[[], None],
+    ) -> None:
+        """Send messages as `send` does and call `done`, on this thread if that need not wait, or
+        else on that of `lane`.
+        """
+        outbox = self.outboxes[peer]
+        few = sum(map(len, messages)) <= _AT_ONCE
+        with outbox.changed:
+            begins = few and not outbox.queued and outbox.is_turn(tag.call)
+            outbox.sending, outbox.queued = outbox.sending or begins, outbox.queued + 1
+        rest: Sequence[Buffer] = ()
+        if begins:
+            with self._tolerates_hang_up(peer):
+                rest = self.transport.begin(peer, tag, messages)
+
+        def finish() -> None:
+            if begins:
+                self._send(peer, messages, lambda: rest)
+            else:
+                self.send(peer, tag, messages)
+            with outbox.changed:
+                outbox.queued -= 1
+            done()
+
+        if begins and not rest:
+            finish()
+        else:
+            self.submit(lane, finish)
+
+    def _send(
+        self, peer: int, messages: Sequence[memoryview], begin: Callable[[], Sequence[Buffer]]
+    ) -> None:
+        """Send what `begin` leaves of messages, while it is this thread's turn."""
+        try:
+            with self._tolerates_hang_up(peer):
+                self.transport.finish(peer, begin())
+        finally:
+            if not self.closed:
+                self.outboxes[peer].sent(len(messages))
 
     def submit(self, lane: str, job: Callable[[], None]) -> None:
         """Run a job on the thread of this lane, after its earlier jobs."""
@@ -195,7 +260,7 @@ class Relay:
         with self.closing:
             first, self.closed = not self.closed, True
             self.transport.abort()
-        for waiting in (self.changed, *self.row_locks.values()):
+        for waiting in (self.changed, *(outbox.changed for outbox in self.outboxes.values())):
             with waiting:
                 waiting.notify_all()
         deadline = time.monotonic() + _LINGER

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from weft.world.transport import Tag
+from weft.world.transport import Buffer, Tag
 
 HEADER = struct.Struct("<BQQQ")  # of a message: its tag and its size
+_BUFFERS = 512  # buffers that one system call may send
 _READ_AHEAD = 4096  # bytes that are read before it is known where they belong
 
 
@@ -22,12 +23,23 @@ class TcpTransport:
         for connection in connections.values():
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def send(self, rank: int, tag: Tag, rows: memoryview) -> None:
-        header, connection = HEADER.pack(*tag, len(rows)), self.connections[rank]
-        sent = connection.sendmsg([header, rows])
-        if sent < len(header) + len(rows):
-            connection.sendall(header[sent:])
-            connection.sendall(rows[max(0, sent - len(header)) :])
+    def begin(self, rank: int, tag: Tag, messages: Sequence[memoryview]) -> Sequence[Buffer]:
+        parts: list[Buffer] = []
+        for rows in messages:
+            parts += [HEADER.pack(*tag, len(rows)), rows]
+        try:
+            sent = self.connections[rank].sendmsg(parts[:_BUFFERS], [], socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return parts
+        for at, part in enumerate(parts):
+            if sent < len(part):
+                return [memoryview(part)[sent:], *parts[at + 1 :]]
+            sent -= len(part)
+        return []
+
+    def finish(self, rank: int, rest: Sequence[Buffer]) -> None:
+        for part in rest:
+            self.connections[rank].sendall(part)
 
     def poll(self, rank: int) -> tuple[Tag, int] | None:
         stream = self._streams[rank]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
+
+Buffer = bytes | memoryview
 
 
 class Tag(NamedTuple):
@@ -21,9 +24,12 @@ class Transport(Protocol):
     connection is broken or `abort` was called.
     """
 
-    def send(self, rank: int, tag: Tag, rows: memoryview) -> None:
-        """Send rows to a rank and return when they may be overwritten. May block until the rank
-        receives.
+    def begin(self, rank: int, tag: Tag, messages: Sequence[memoryview]) -> Sequence[Buffer]:
+        """Send messages to a rank as far as that does not block; returns the rest, to `finish`."""
+
+    def finish(self, rank: int, rest: Sequence[Buffer]) -> None:
+        """Send the rest of messages and return when they may be overwritten. May block until the
+        rank receives.
         """
 
     def poll(self, rank: int) -> tuple[Tag, int] | None:
@@ -40,7 +46,7 @@ class Transport(Protocol):
         """Send nothing more to a rank: its `poll` returns None after the messages under way."""
 
     def abort(self) -> None:
-        """End all waits in `send`, `poll` and `receive`, of other threads too."""
+        """End all waits in `finish`, `poll` and `receive`, of other threads too."""
 
     def close(self) -> None:
         """Release the connections of this process. No thread uses them any more."""

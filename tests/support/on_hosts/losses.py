@@ -108,10 +108,11 @@ def halfway():
     weft.init(timeout=20).close()  # from now on torch.distributed opens no more files
     worlds._default = None
 
-    def half(peer, tag, rows):
-        if not rows:
-            whole(peer, tag, rows)
+    def half(peer, tag, messages):
+        if not any(messages):
+            whole(peer, tag, messages)
             return
+        rows = next(filter(len, messages))
         world.relay.transport.connections[peer].sendall(
             tcp.HEADER.pack(*tag, len(rows)) + bytes(rows[: len(rows) // 2])
         )
