@@ -140,7 +140,7 @@ def run(
     call = check(world, a, out, *options)
     description = _description(check, call, a, options)
     trial = None
-    if call.plans:
+    if len(call.plans) > 1:
         choices = measured.choices(world, description, timeout)
         found = choices.of(call.key, call.plans)
         call = call._replace(plan=call.plans[found.name]())
@@ -152,7 +152,7 @@ def run(
             program.execute(binding, timeout)
     if trial is not None:
         execute = partial(program.execute, binding, timeout)
-        choices.measure(trial, execute, call.plans, description, timeout)
+        choices.measure(trial, execute, call.plans, call.size, description, timeout)
     result = call.finish()
     if own.caches_calls and trial is None and not call.copied and not call.sizes_exchanged:
         operands = a, out, None, None

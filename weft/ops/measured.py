@@ -49,8 +49,8 @@ _LATER = 4
 """Rounds after it."""
 _DROPPED_FROM = 1.5
 """Multiple of the least time above which a plan is dropped after the first rounds."""
-_BETTER = 0.95
-"""A plan replaces the first if its time is below this fraction of the first one's."""
+_SAME = 1.05
+"""Multiple of the least time up to which reading in place, with the fewest copies, is chosen."""
 _SLOWER = 1.5
 """Multiple of its record above which a stored choice is measured anew."""
 _BUSY = 0.1
@@ -67,8 +67,8 @@ class Class(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The plan of a class, its least time in nanoseconds, and whether other processes occupied the
-    cores while it was measured.
+    """The plan of a class, its least time in nanoseconds for a MiB, and whether other processes
+    occupied the cores while it was measured.
     """
 
     name: str
@@ -81,13 +81,19 @@ class Trial:
 
     def __init__(self, key: Class, names: list[str], record: int | None = None) -> None:
         self.key, self.names, self.record, self.first = key, names, record, True
-        self.calls: list[tuple[int, int]] = []
+        self.calls: list[tuple[int, int, int]] = []
+        """Begin and end of each call in nanoseconds, and its size in bytes."""
         self.delays, self.begun = _delays(), time.monotonic_ns()
 
     @property
     def name(self) -> str:
-        """The plan of the next call."""
-        return self.names[len(self.calls) % len(self.names)]
+        """The plan of the next call: in another order in each round, as calls of a program may
+        alternate, too.
+        """
+        return self._name(len(self.calls))
+
+    def _name(self, call: int) -> str:
+        return self.names[(call + call // len(self.names)) % len(self.names)]
 
     @property
     def complete(self) -> bool:
@@ -99,21 +105,24 @@ class Trial:
         follows, or the stored choice takes longer than its record.
         """
         *calls, delays, elapsed = times.unbind(1)
-        latest = torch.stack(calls).view(-1, len(self.names), 2, len(times)).amax(3)
-        least = (latest[self.first :, :, 1] - latest[self.first :, :, 0]).amin(0).tolist()
         busy = not oversubscribed and bool((delays > _BUSY * elapsed).any())
-        ns = dict(zip(self.names, least, strict=True))
+        latest = torch.stack(calls).view(-1, 3, len(times)).amax(2).tolist()
+        ns = dict.fromkeys(self.names, 1 << 53)
+        for call, (begin, end, size) in enumerate(latest):
+            if call >= len(self.names) or not self.first:
+                name = self._name(call)
+                ns[name] = min(ns[name], ((end - begin) << 20) // size)
         if self.record is not None:
-            slower = ns[self.name] > _SLOWER * self.record and not busy
-            return None if slower else Choice(self.name, min(self.record, ns[self.name]), False)
+            [(name, found)] = ns.items()
+            slower = found > _SLOWER * self.record and not busy
+            return None if slower else Choice(name, min(self.record, found), False)
         if self.first:
-            bound = _DROPPED_FROM * min(least)
+            bound = _DROPPED_FROM * min(ns.values())
             self.names = [name for name in self.names if ns[name] <= bound]
             self.first, self.calls = False, []
             if len(self.names) > 1:
                 return None
-        first = self.names[0]
-        best = min(self.names, key=lambda name: ns[name] * (_BETTER if name == first else 1))
+        best = min(self.names, key=lambda name: ns[name] / (_SAME if name == "read" else 1))
         return Choice(best, ns[best], busy)
 
 
@@ -148,18 +157,19 @@ class Choices:
         trial: Trial,
         execute: Callable[[], None],
         plans: Plans,
+        size: int,
         call: str,
         timeout: float | None,
     ) -> None:
-        """Execute a call by the next plan of a trial, and end the phase with its last call;
-        collective.
+        """Execute a call of `size` bytes by the next plan of a trial, and end the phase with its
+        last call; collective.
         """
         world = self.world
         agreement.synchronize(world, call, timeout)
         with world.exclusive:
             begin = time.monotonic_ns()
             execute()
-            trial.calls.append((begin, time.monotonic_ns()))
+            trial.calls.append((begin, time.monotonic_ns(), size))
         if not trial.complete:
             return
         own = [each for times in trial.calls for each in times]
