@@ -22,22 +22,18 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from weft.engines import engine
+from weft.ops import agreement
 from weft.ops.call import Call, Selection
-from weft.plan import Plan
 from weft.predict import tuned
-from weft.schedules import all_gather, broadcast
-from weft.schedules.levels import Levels
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import FEW_ROWS, ORDERS, Variant, Workload, size_class
+from weft.world.placement import waited_for_core
 
 _PIECES = (1, 2, 4, 8, 16, 32)
 """The numbers of pieces that are tried over a link."""
@@ -96,10 +92,10 @@ def measure(call: Call, trial: Trial, execute: Callable[[], None]) -> None:
     if not trial.includes(call):
         execute()
         return
-    waited, begin = _waited(), time.monotonic_ns()
+    before, begin = waited_for_core(), time.monotonic_ns()
     execute()
     end = time.monotonic_ns()
-    if not trial.record(call, begin, end, _waited() - waited):
+    if not trial.record(call, begin, end, waited_for_core() - before):
         return
     world, key = call.world, trial.key
     fastest = trial.end_round(_exchanged(call, trial), world.hosts)
@@ -108,14 +104,6 @@ def measure(call: Call, trial: Trial, execute: Callable[[], None]) -> None:
         # a network is not a property of this machine
         if world.rank == 0 and trial.round and key.chunk_rows is None and not world.multi_host:
             tuned.learn(call.workload, key.link, trial.measured(fastest.variant))
-
-
-def _waited() -> int:
-    """Nanoseconds that this thread has waited for a core; 0 where the kernel does not tell."""
-    try:
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1])
-    except (OSError, IndexError):
-        return 0
 
 
 def expected(call: Call) -> Selection:
@@ -291,9 +279,8 @@ def _agreed(call: Call, key: Class) -> list[Selection]:
         encoded = _ALGORITHMS.index(algorithm), pieces, ORDERS.index(order)
         numbers[4 * at : 4 * at + 3, 0] = torch.tensor(encoded)
         numbers[4 * at + 3] = torch.tensor(each.record, dtype=torch.float64).view(torch.int64)
-    tensors = {"a": numbers, "out": numbers[:0]} if own else {"a": numbers[:0], "out": numbers}
-    plan = _from_rank_0(world.levels, world.topology)
-    _untraced(call, f"{call.description}\n{key}", plan, tensors, (len(numbers),))
+    name = f"{call.description}\n{key}"
+    agreement.from_rank_0(world, name, numbers, call.options.timeout)
     return own or [
         Selection(
             Variant(_ALGORITHMS[name], pieces, ORDERS[order]), "as rank 0 decided", record=record
@@ -307,36 +294,7 @@ def _agreed(call: Call, key: Class) -> list[Selection]:
 
 def _exchanged(call: Call, trial: Trial) -> Tensor:
     """The times that all ranks measured in a round, a row for each rank."""
-    world, own = call.world, torch.tensor(trial.calls).view(1, -1)
-    every = own.new_empty(world.ranks, own.shape[1])
-    plan = _to_all(call.operator.name, world.levels, world.topology)
-    name = f"{call.description}\n{trial.key} took {own.shape[1]}"
-    _untraced(call, name, plan, {"a": own, "gathered": every}, (1,) * world.ranks)
-    return every
-
-
-@cache
-def _from_rank_0(levels: Levels, hosts: tuple[int, ...] | None) -> Plan:
-    plan = broadcast.push(0, hosts) if hosts else broadcast.eager(0, levels)
-    return replace(plan, operator="auto")
-
-
-@cache
-def _to_all(operator: str, levels: Levels, hosts: tuple[int, ...] | None) -> Plan:
-    ranks = len(levels[-1])
-    plan = (
-        all_gather.all_gather(ranks, 1, "push", hosts=hosts) if hosts else all_gather.eager(levels)
-    )
-    return replace(plan, operator=operator)
-
-
-def _untraced(
-    call: Call, name: str, plan: Plan, tensors: dict[str, Tensor], rows: tuple[int, ...]
-) -> None:
-    """Execute a plan as a part of a call, without recording it."""
-    world = call.world
-    recorder, world.recorder = world.recorder, None
-    try:
-        engine(world).execute_as(name, plan, tensors, rows, call.options.timeout)
-    finally:
-        world.recorder = recorder
+    own = torch.tensor(trial.calls)
+    name = f"{call.description}\n{trial.key} took {own.numel()}"
+    operator, timeout = call.operator.name, call.options.timeout
+    return agreement.of_all_ranks(call.world, operator, name, own, timeout)

@@ -28,6 +28,7 @@ from weft.engines import engine
 from weft.ops import agreement
 from weft.plan import Plan
 from weft.world import World
+from weft.world.placement import waited_for_core
 
 Plans = Mapping[str, Callable[[], Plan]]
 """The plans of a call that can be the fastest, by names of `NAMES`; the first serves calls that are
@@ -83,7 +84,7 @@ class Trial:
         self.key, self.names, self.record, self.first = key, names, record, True
         self.calls: list[tuple[int, int, int]] = []
         """Begin and end of each call in nanoseconds, and its size in bytes."""
-        self.delays, self.begun = _delays(), time.monotonic_ns()
+        self.waited, self.begun = waited_for_core(), time.monotonic_ns()
 
     @property
     def name(self) -> str:
@@ -173,7 +174,7 @@ class Choices:
         if not trial.complete:
             return
         own = [each for times in trial.calls for each in times]
-        own += [_delays() - trial.delays, time.monotonic_ns() - trial.begun]
+        own += [waited_for_core() - trial.waited, time.monotonic_ns() - trial.begun]
         name = f"{call}\ntimes of {len(trial.calls)} calls"
         times = agreement.of_all_ranks(world, trial.key.operator, name, torch.tensor(own), timeout)
         choice = trial.end_phase(times, world.oversubscribed)
@@ -207,14 +208,6 @@ def choices(world: World, call: str, timeout: float | None) -> Choices:
         )
     found: Choices = selections[Choices]
     return found
-
-
-def _delays() -> int:
-    """Nanoseconds for which this thread has waited for a core."""
-    try:
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1])
-    except (OSError, IndexError):
-        return 0
 
 
 def kept() -> tuple[Path | None, int, int]:

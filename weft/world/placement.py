@@ -42,6 +42,14 @@ def threads_per_rank(ranks: int) -> int:
     return topology.threads_for(host_topology(), os.sched_getaffinity(0), ranks)
 
 
+def waited_for_core() -> int:
+    """Nanoseconds for which this thread has waited for a core; 0 where the kernel does not tell."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+    except (OSError, IndexError):
+        return 0
+
+
 def bind(rank: int, ranks: int, threads: int) -> None:
     """Bind this process to the share of local rank `rank`, if the cores divide evenly among `ranks`
     ranks with `threads` threads each.
