@@ -36,6 +36,7 @@ _LENGTH = struct.Struct("<I")  # of a control message, in front of it
 CALL = struct.Struct("<cQQ")  # of a call: its number and its digest; the text follows
 _TEXT = 512  # bytes of that text
 _AT_ONCE = 1 << 18  # bytes up to which the caller's thread sends rows as far as it need not wait
+_TOGETHER = 1e-3  # seconds in which calls are begun that peers are told of by one message
 _NOTICED = 0.5  # seconds until all threads have noticed that a peer hung up
 _LINGER = 0.5  # seconds that peers have to receive messages under way and to hang up
 
@@ -105,6 +106,7 @@ class Relay:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.local_ends: dict[int, socket.socket] = {}
         self.control_locks = {peer: threading.Lock() for peer in control}
+        self.announcing = threading.Lock()
         self.outboxes = {peer: _Outbox() for peer in control}
         self.incomplete = {peer: bytearray() for peer in control}  # control messages
         self.hung_up = {peer: threading.Event() for peer in control}
@@ -112,6 +114,8 @@ class Relay:
         # by peer and the number of the call
         self.expected: dict[int, dict[int, Arrivals]] = {peer: {} for peer in control}
         self.call = 0  # the latest that has begun here
+        self.unannounced: deque[bytes] = deque()  # calls that peers have not been told of
+        self.begun = threading.Event()  # whether there are any
         self.changed = threading.Condition()
         self.senders: dict[str, tuple[threading.Thread, Jobs]] = {}  # by lane
         self.receivers: list[threading.Thread] = []
@@ -137,7 +141,7 @@ class Relay:
         # Both live until the world is closed, at the latest when the interpreter ends.
         self.executor, self.fail = executor, fail
         self.receivers = [_started(self._receive_rows, peer) for peer in self.peers]
-        self.forwarders = [_started(self._forward_control)]
+        self.forwarders = [_started(self._forward_control), _started(self._announce_calls)]
 
     def begin(
         self,
@@ -147,8 +151,8 @@ class Relay:
         arrivals: Mapping[int, Arrivals],
         departures: Mapping[int, int],
     ) -> None:
-        """Receive the rows of a call from now on, and send peers the call's digest and text, so
-        that a mismatch shows both. `departures` is the number of messages for each peer.
+        """Receive the rows of a call from now on, and soon send peers the call's digest and text,
+        so that a mismatch shows both. `departures` is the number of messages for each peer.
         """
         for peer, messages in departures.items():
             self.outboxes[peer].calls.append([call, messages])
@@ -158,9 +162,8 @@ class Relay:
             self.call = call
             self.changed.notify_all()
         message = CALL.pack(b"h", call, digest) + text.encode()[:_TEXT]
-        for peer in self.peers:
-            with self.control_locks[peer]:
-                self._send_control(peer, message)
+        self.unannounced.append(_LENGTH.pack(len(message)) + message)
+        self.begun.set()
 
     def send(self, peer: int, tag: Tag, messages: Sequence[memoryview]) -> None:
         """Send messages once all those of earlier calls are sent; afterwards their rows may be
@@ -260,6 +263,7 @@ class Relay:
         with self.closing:
             first, self.closed = not self.closed, True
             self.transport.abort()
+        self.begun.set()
         for waiting in (self.changed, *(outbox.changed for outbox in self.outboxes.values())):
             with waiting:
                 waiting.notify_all()
@@ -377,6 +381,22 @@ class Relay:
                 elif not self._forward_of_mesh(of_mesh[fd]):
                     poll.unregister(fd)
 
+    def _announce_calls(self) -> None:
+        """Send peers the calls that have begun here, those of a moment together: each message wakes
+        a thread of the peer, which takes as long as a call of few rows.
+        """
+        while self.begun.wait() and not self.closed:
+            time.sleep(_TOGETHER)
+            self.begun.clear()
+            self._announce()
+
+    def _announce(self) -> None:
+        with self.announcing:
+            calls = [self.unannounced.popleft() for _ in range(len(self.unannounced))]
+            for peer in self.peers if calls else ():
+                with self.control_locks[peer]:
+                    self._send_control(peer, b"".join(calls))
+
     def _forward_of_mesh(self, peer: int) -> bool:
         """Forward a message of the mesh if there is one; whether there may be more."""
         try:
@@ -395,15 +415,16 @@ class Relay:
         """Forward the next message of the mesh to a peer, without the files of notes, which cannot
         leave this host; False at the end.
         """
+        self._announce()
         with self.control_locks[peer]:
             message = self.local_ends[peer].recv(LONGEST, socket.MSG_DONTWAIT)
             if message:
-                self._send_control(peer, message)
+                self._send_control(peer, _LENGTH.pack(len(message)) + message)
         return bool(message)
 
-    def _send_control(self, peer: int, message: bytes) -> None:
+    def _send_control(self, peer: int, messages: bytes) -> None:
         try:
-            self.control[peer].sendall(_LENGTH.pack(len(message)) + message)
+            self.control[peer].sendall(messages)
         except OSError:
             # The receiving thread notices it. No message can follow the rest of this one.
             shutdown(self.control[peer], socket.SHUT_RDWR)
