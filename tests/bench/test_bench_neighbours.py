@@ -4,6 +4,7 @@ test asserts a time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -23,11 +24,16 @@ from weft.cli import app
 from weft.errors import WeftError
 
 START = """
-import sys, weft
+import os, sys, time, weft
 from weft.bench.neighbours import neighbours
-with weft.init() as world, neighbours(world, 2) as started:
-    print(*started, flush=True)
-    sys.stdin.read()
+
+def rank():
+    with weft.init() as world, neighbours(world, 2) as started:
+        print(os.getpid(), *started, flush=True)
+        time.sleep(1000)
+
+if __name__ == "__main__":
+    weft.launch(rank, 1) if "launched" in sys.argv else rank()
 """
 
 
@@ -59,18 +65,24 @@ def test_an_exception_ends_them():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_the_death_of_the_rank_ends_them(number):
-    command = [sys.executable, "-c", START]
+@pytest.mark.parametrize("started_by", ["itself", "launched"])
+def test_the_death_of_the_bench_ends_them(number, started_by, tmp_path):
+    """Of the only rank, or of the process that launched it."""
+    script = tmp_path / "bench.py"
+    script.write_text(START)
     with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
+        [sys.executable, script, started_by],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-    ) as rank:
-        alive = [os.pidfd_open(int(pid)) for pid in rank.stdout.readline().split()]
-        rank.send_signal(number)
+    ) as bench:
+        rank, *pids = map(int, bench.stdout.readline().split())
+        alive = [os.pidfd_open(pid) for pid in pids]
+        bench.send_signal(number)
         ended = [bool(select.select([each], [], [], 60)[0]) for each in alive]
+        bench.stdout.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank, signal.SIGKILL)  # it outlives a launcher that was killed
     for each in alive:
         os.close(each)
     assert ended == [True, True]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 import select
 import subprocess
 import sys
@@ -14,13 +14,17 @@ from weft.ops.barrier import barrier
 from weft.world import World
 
 _BUSY = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with its rank in any case
-if os.getppid() == int(sys.argv[1]):
-    os.sched_setaffinity(0, map(int, sys.argv[2].split(",")))
-    os.write(1, b"1")
-    while True:
-        pass
+import os, select, sys, threading
+
+def end_with_the_bench():
+    select.select([0, *map(int, sys.argv[2:])], [], [])
+    os._exit(0)
+
+os.sched_setaffinity(0, map(int, sys.argv[1].split(",")))
+threading.Thread(target=end_with_the_bench).start()
+os.write(1, b"1")
+while True:
+    pass
 """
 _START = 60.0  # seconds
 
@@ -31,8 +35,8 @@ def neighbours(world: World, count: int | None) -> Iterator[list[int]]:
     the host's ranks; none for None. Collective. Yields the process ids of those that this rank
     started.
 
-    The first rank of each host starts them, and they end with it. Raises `WeftError` if one does
-    not start.
+    The first rank of each host starts them, and they end with it, or with the process that launched
+    it, however that ends. Raises `WeftError` if one does not start.
     """
     host = world.hosts[world.rank]
     local = [rank for rank in range(world.ranks) if world.hosts[rank] == host]
@@ -53,12 +57,14 @@ def neighbours(world: World, count: int | None) -> Iterator[list[int]]:
 
 def _start(cores: list[int]) -> subprocess.Popen[bytes]:
     """A process that is busy by now."""
-    arguments = [str(os.getpid()), ",".join(map(str, cores))]
+    launcher = multiprocessing.parent_process()
+    pipes = [launcher.sentinel] if launcher else []  # closes when the launcher ends
     process = subprocess.Popen(
-        [sys.executable, "-ISc", _BUSY, *arguments],
-        stdin=subprocess.DEVNULL,
+        [sys.executable, "-ISc", _BUSY, ",".join(map(str, cores)), *map(str, pipes)],
+        stdin=subprocess.PIPE,  # closes when this rank ends
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,  # Ctrl-C reaches it, too
+        pass_fds=pipes,
     )
     assert process.stdout
     ready, _, _ = select.select([process.stdout], [], [], _START)
