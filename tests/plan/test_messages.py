@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import plans
 from support.mutants import deleted, edited, places
+from support.over_hosts import FUSED, PLAIN, groupings
 
 import weft._native as _native
 from weft.engines.engine import Engine
@@ -21,76 +21,19 @@ from weft.plan import Buffer, Copy, Notify, Plan, Region, Signal, Term, Wait
 from weft.plan.binding import bind
 from weft.plan.messages import batches, incoming, is_channel, lower_to_messages, target
 from weft.plan.proof import problems, verify
-from weft.schedules import all_reduce, all_to_all, broadcast, reduce_scatter
-from weft.schedules.all_gather import all_gather
 from weft.schedules.all_gather_matmul import all_gather_matmul
 from weft.schedules.barrier import barrier
 from weft.schedules.lanes import one_lane
 from weft.schedules.levels import nested
-from weft.schedules.matmul_all_reduce import matmul_all_reduce
-from weft.schedules.matmul_reduce_scatter import matmul_reduce_scatter
 from weft.schedules.peers import members, one_rank_per_host
 from weft.schedules.workload import Request
 
-Planner = Callable[[tuple[int, ...], int], Plan]
-"""From the hosts of ranks, and pieces, to a plan."""
-
-FUSED: dict[str, Planner] = {
-    f"{schedule.__name__} {algorithm}": lambda hosts, pieces, schedule=schedule, algorithm=algorithm: (
-        schedule(Request(len(hosts), pieces, algorithm, hosts=hosts, remote_reads=False))
-    )
-    for schedule, algorithms in {
-        all_gather_matmul: ("push", "ring", "sequential"),
-        matmul_reduce_scatter: ("push", "ring", "sequential"),
-        matmul_all_reduce: ("two_shot", "ring", "sequential"),
-    }.items()
-    for algorithm in algorithms
-}
-PLAIN: dict[str, Planner] = {
-    "all_gather push": lambda hosts, pieces: all_gather(len(hosts), pieces, "push", hosts=hosts),
-    "all_gather ring": lambda hosts, pieces: all_gather(len(hosts), pieces, "ring", hosts=hosts),
-    **{
-        f"{schedule.__name__.split('.')[-1]} {algorithm}": lambda hosts, pieces, schedule=schedule, algorithm=algorithm: (
-            schedule.put(pieces, hosts, algorithm)
-        )
-        for schedule, algorithms in {
-            reduce_scatter: ("push", "ring"),
-            all_reduce: ("two_shot", "ring"),
-        }.items()
-        for algorithm in algorithms
-    },
-    "all_reduce of adjacent ranks": lambda hosts, pieces: all_reduce.all_reduce(
-        len(hosts), pieces, "ring"
-    ),
-    "broadcast push": lambda hosts, pieces: broadcast.push(pieces % len(hosts), hosts),
-    "broadcast ring": lambda hosts, pieces: broadcast.ring(pieces, pieces % len(hosts), hosts),
-    "broadcast staged push": lambda hosts, pieces: broadcast.push(
-        pieces % len(hosts), hosts, staged=True
-    ),
-    "broadcast staged ring": lambda hosts, pieces: broadcast.ring(
-        pieces, pieces % len(hosts), hosts, staged=True
-    ),
-    "all_to_all": lambda hosts, pieces: all_to_all.all_to_all(len(hosts), pieces, hosts=hosts),
-    "all_to_all of few": lambda hosts, pieces: all_to_all.all_to_all(
-        len(hosts), pieces, hosts=hosts, few=True
-    ),
-}
 EXCHANGES = ("all_to_all", "all_to_all of few")
 FRUGAL = [
     name
     for name in [*FUSED, *PLAIN]
     if "gather" in name or not name.endswith(("ring", "adjacent ranks"))
 ] + ["broadcast ring"]
-
-
-@st.composite
-def groupings(draw):
-    """The hosts of ranks, at least two, in any order."""
-    on = draw(
-        st.lists(st.integers(0, 2), min_size=2, max_size=5).filter(lambda on: len(set(on)) > 1)
-    )
-    order = [*dict.fromkeys(on)]
-    return tuple(order.index(host) for host in on)
 
 
 @settings(max_examples=150, deadline=None)

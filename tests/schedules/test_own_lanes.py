@@ -13,7 +13,10 @@ from weft import PlanError, verify
 from weft.engines.engine import kinds
 from weft.plan import Notify, Signal
 from weft.plan.lazy import PerRank
-from weft.schedules.operators import OPERATORS
+from weft.schedules.all_gather import all_gather
+from weft.schedules.all_reduce import all_reduce
+from weft.schedules.levels import flat, nested
+from weft.schedules.operators import COLLECTIVES, OPERATORS
 from weft.schedules.workload import ORDERS, Request
 
 ALGORITHMS = [
@@ -72,6 +75,45 @@ def test_own_lanes_suffice(operator, algorithm, order, links):
                 assert derived(part, rank) == derived(every, rank), (request, rank)
                 assert part.digest == plan.digest
                 assert not any(lanes for other, lanes in enumerate(part.lanes) if other != rank)
+
+
+def check(planner, *arguments):
+    """Each rank's own lanes suffice; the plan is made once for each rank, so that no other lanes
+    are computed.
+    """
+    plan = planner(*arguments)
+    assert plan.uniform
+    every = replace(plan, lanes=tuple(plan.lanes))
+    for rank in range(plan.ranks):
+        part = planner(*arguments).part([rank])
+        assert derived(part, rank) == derived(every, rank), (arguments, rank)
+        assert part.digest == plan.digest
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+def test_own_lanes_of_collectives_suffice(ranks):
+    for name, collective in COLLECTIVES.items():
+        # the source of a broadcast does what no other rank does, and so do first and last hosts
+        algorithms = {*(collective.algorithms or [""])}
+        algorithms -= {"reduce_scatter": {"push", "ring"}, "broadcast": algorithms}.get(name, {*()})
+        every = itertools.product(sorted(algorithms), (1, 2, 8), (True, False))
+        for algorithm, cut, symmetric in every:
+            check(collective.plan, Request(ranks, cut, algorithm, symmetric))
+    for algorithm, cut, links in itertools.product(("pull", "push", "ring"), (1, 8), (1, 2)):
+        check(lambda *of, links=links: all_gather(*of, links=links), ranks, cut, algorithm)
+    for symmetric in itertools.product((True, False), repeat=2):
+        choices = dict(zip(("symmetric_a", "symmetric_out"), symmetric, strict=True))
+        check(lambda *of, choices=choices: all_reduce(*of, **choices), ranks, 2, "two_shot", "max")
+
+
+@pytest.mark.parametrize(
+    "levels", [flat(7), nested(60), nested(12, ((0,) * 4 + (1,) * 8,))], ids=len
+)
+def test_own_lanes_of_few_rows_suffice(levels):
+    for name, collective in COLLECTIVES.items():
+        if name != "broadcast":
+            few_rows = getattr(collective.few_rows, "__wrapped__", collective.few_rows)
+            check(few_rows, levels)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 
 from weft.plan import Compute, Instruction, Plan, Region, Signal, Wait
-from weft.plan.lazy import PerRank
 from weft.schedules.operators import OPERATORS
 
 Lane = list[Instruction]
@@ -37,13 +36,12 @@ def _rewritten(plan: Plan, rewrite: Callable[[Sequence[Instruction]], Lane]) -> 
     if plan.algorithm == OPERATORS[plan.operator].baseline:
         return plan
 
-    def lanes(rank: int) -> dict[str, tuple[Instruction, ...]]:
-        return {
+    return plan.with_lanes(
+        lambda lanes: {
             name: tuple(rewrite(lane)) if name == "compute" else lane
-            for name, lane in plan.lanes[rank].items()
+            for name, lane in lanes.items()
         }
-
-    return replace(plan, lanes=PerRank(plan.ranks, lanes, plan.request))
+    )
 
 
 def _own_rows_last(lane: Sequence[Instruction]) -> Lane:

@@ -275,7 +275,9 @@ class Program(ABC):
     original: Plan
     """The plan that was compiled, kept alive: its `id` is part of the key of this program."""
 
-    def __init__(self, engine: Engine, plan: Plan) -> None:
+    def __init__(self, engine: Engine, plan: Plan, common: Plan | None = None) -> None:
+        """`common` has all that ranks must agree on; by default it is that of the plan."""
+        common = common or plan.common([engine.world.rank])
         if plan.uniform:
             plan = plan.part([engine.world.rank])
         self.engine, self.world, self.plan = engine, engine.world, plan
@@ -289,9 +291,10 @@ class Program(ABC):
             raise PlanError(
                 f"engines have the lanes {' and '.join(LANES)}; the plan has {', '.join(lanes)}"
             )
-        engine.name(plan.signal_names())
+        engine.name(self.signal_names(common))
         self.lanes = [lanes.get(name, ()) for name in LANES]
-        self.shared = plan.shared_buffers(self.world.hosts)
+        # in a uniform plan one rank stands for all, whatever the hosts of its peers
+        self.shared = common.shared_buffers(None if plan.uniform else self.world.hosts)
         self.weights = tuple(
             dict.fromkeys(
                 i.weight
@@ -303,7 +306,7 @@ class Program(ABC):
         """The names of its weights, in the order of the computations."""
         copied = {
             region.buffer
-            for _, i in plan.instructions()
+            for _, i in common.instructions()
             if isinstance(i, Copy | Reduce)
             for region in reads(i)
         }
@@ -320,6 +323,10 @@ class Program(ABC):
                 raise ValueError(
                     f"{self.plan.operator} needs a tensor for the {buffer.role} {name!r}"
                 )
+
+    def signal_names(self, common: Plan) -> list[str]:
+        """The names of all signals of all ranks."""
+        return common.signal_names()
 
     def own_lanes(self) -> Mapping[str, Sequence[Instruction]]:
         """This rank's lanes that the native core interprets."""

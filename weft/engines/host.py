@@ -63,11 +63,19 @@ class HostProgram(Program):
 
     more_lanes = 0  # lanes of the native program in addition to `LANES`
 
-    def __init__(self, engine: HostEngine, plan: Plan, tensors: Tensors, dtypes: Dtypes) -> None:
-        super().__init__(engine, plan)
+    def __init__(
+        self,
+        engine: HostEngine,
+        plan: Plan,
+        tensors: Tensors,
+        dtypes: Dtypes,
+        common: Plan | None = None,
+    ) -> None:
+        common = common or plan.common([engine.world.rank])
+        super().__init__(engine, plan, common)
         plan, rank = self.plan, self.world.rank
         self.check_tensors(tensors)
-        found = kinds(plan, {name: tensor.dtype for name, tensor in tensors.items()}, dtypes)
+        found = kinds(common, {name: tensor.dtype for name, tensor in tensors.items()}, dtypes)
         # in the same order on all ranks
         self.kinds = {name: found[name] for name in plan.buffers if name in found}
         self.slots: dict[tuple[int, str], int] = {}

@@ -1,7 +1,7 @@
 """The network engine, for ranks on several hosts: the host engine within a host, and messages
 between hosts.
 
-It runs the result of `weft.plan.messages.lower_to_messages`. The native core interprets the lanes
+It runs this rank's part of `weft.plan.messages.lower_to_messages`. The core interprets the lanes
 that compute and copy within the host. A channel is interpreted at both ends. Messages are sent
 directly from the rows: those of the compute lane by the thread that runs it, which the core pauses
 for that, if they are few and need not wait, and else by a thread of the lane. The receiver, which
@@ -35,10 +35,12 @@ from weft.plan.messages import (
     incoming,
     is_channel,
     is_receive_gate,
-    lower_to_messages,
+    message_signals,
+    part_of_messages,
     target,
 )
 from weft.schedules.barrier import barrier
+from weft.schedules.peers import examples
 from weft.world import World
 from weft.world.transport import Tag
 
@@ -81,7 +83,8 @@ class NetworkProgram(HostProgram):
 
     def __init__(self, engine: NetworkEngine, plan: Plan, tensors: Tensors, dtypes: Dtypes) -> None:
         world, rank = engine.world, engine.world.rank
-        plan = lower_to_messages(plan, world.hosts)
+        common = plan.common(examples(world.hosts))
+        plan = part_of_messages(plan, world.hosts, rank)
         # by the lane of the rows
         self.outgoing: dict[str, list[tuple[int, tuple[Wait, list[Message], Notify]]]] = {}
         for name in plan.lanes[rank]:
@@ -105,7 +108,7 @@ class NetworkProgram(HostProgram):
         self.posted = {begin.signal for _, (begin, *_) in self.outgoing.get(LANES[0], ())}
         """The signal by which the compute lane posts batches, if it does."""
         self.more_lanes = len(self.outgoing) + len(self.incoming)
-        super().__init__(engine, plan, tensors, dtypes)
+        super().__init__(engine, plan, tensors, dtypes, common)
         self.sends: list[tuple[str, list[Batch]]] = []  # by lane
         self.receives: list[tuple[int, str, list[int], list[Place | None]]] = []
         """The sender and its lane, the ranks that must have begun the call first, and the rows of
@@ -119,6 +122,10 @@ class NetworkProgram(HostProgram):
         )
         self.spans: list[Timed] = []
         self.over = threading.Event()
+
+    def signal_names(self, common: Plan) -> list[str]:
+        lanes = {name for lanes in common.lanes for name in lanes}
+        return sorted({*super().signal_names(common), *message_signals(lanes)})
 
     def own_lanes(self) -> Mapping[str, Sequence[Instruction]]:
         return {

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from weft.plan import Compute, Instruction, Kernel, Plan, Region, Term, Value
 from weft.plan.kernel import Load, Rates, Run
-from weft.plan.lazy import Deferred, PerRank
+from weft.plan.language import Lanes
+from weft.plan.lazy import Deferred
 from weft.plan.values import Applied, Weight
 
 if TYPE_CHECKING:
@@ -59,8 +60,8 @@ def with_kernel(plan: Plan, kernel: Kernel) -> Plan:
             return replace(one, kernel=kernel)
         return one
 
-    def lanes(rank: int) -> dict[str, tuple[Instruction, ...]]:
-        return {name: tuple(map(instruction, lane)) for name, lane in plan.lanes[rank].items()}
+    def changed(lanes: Lanes) -> Lanes:
+        return {name: tuple(map(instruction, lane)) for name, lane in lanes.items()}
 
     def value(terms: Value) -> Value:
         return tuple(map(symbol, terms))
@@ -75,9 +76,9 @@ def with_kernel(plan: Plan, kernel: Kernel) -> Plan:
             return one
         return kernel.value(((one._replace(weights=None),),), one.weights)[0]
 
-    return replace(
-        plan,
-        lanes=PerRank(plan.ranks, lanes, plan.request and f"{plan.request} by {kernel.name}"),
+    return plan.with_lanes(
+        changed,
+        f"{plan.request} by {kernel.name}",
         result=Deferred(lambda: {region: value(terms) for region, terms in plan.result.items()}),
     )
 

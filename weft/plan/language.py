@@ -26,11 +26,11 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, zip_longest
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from weft.plan.kernel import Kernel
 from weft.plan.lazy import PerRank
@@ -160,6 +160,9 @@ class Wait:
 
 Instruction = Copy | Compute | Reduce | Notify | Wait
 
+Lanes = Mapping[str, tuple[Instruction, ...]]
+"""The lanes of a rank by name."""
+
 
 @dataclass(frozen=True)
 class Buffer:
@@ -210,7 +213,7 @@ class Plan:
     operator: str
     algorithm: str
     buffers: Mapping[str, Buffer]
-    lanes: Sequence[Mapping[str, tuple[Instruction, ...]]]
+    lanes: Sequence[Lanes]
     result: Mapping[Region, Value] = field(default_factory=dict)
     pieces: tuple[int, ...] = ()
     synchronizes: bool = False
@@ -218,7 +221,7 @@ class Plan:
 
     @property
     def request(self) -> str:
-        """A text that determines the lanes, if the plan is uniform; else empty."""
+        """A text that determines the lanes, if there is one; else empty."""
         return self.lanes.request if isinstance(self.lanes, PerRank) else ""
 
     @property
@@ -226,7 +229,21 @@ class Plan:
         """Whether all ranks do the same, so that the lanes of one rank have all signal names and
         buffers of the plan.
         """
-        return bool(self.request)
+        return bool(self.request) and not self._examples
+
+    def common(self, ranks: Collection[int]) -> Plan:
+        """A part with all signal names and buffers of the plan: what ranks must agree on follows
+        from it. In a uniform plan any `ranks` have them.
+        """
+        if not isinstance(self.lanes, PerRank) or not self.request:
+            return self
+        every, chosen = self.lanes, self._examples or ranks
+        lanes = (every.make(r) if r in chosen else {} for r in range(self.ranks))
+        return replace(self, lanes=tuple(lanes), result={})
+
+    @property
+    def _examples(self) -> Collection[int]:
+        return self.lanes.examples if isinstance(self.lanes, PerRank) else ()
 
     @property
     def digest(self) -> int:
@@ -238,10 +255,18 @@ class Plan:
         """The plan with the lanes of these ranks only, and without a result: it can be executed by
         a rank of a uniform plan, or simulated, but not proved.
         """
-        lanes = PerRank(
-            self.ranks, lambda rank: self.lanes[rank] if rank in ranks else {}, self.request
-        )
-        return replace(self, lanes=lanes, result={})
+        lanes = self.lanes if isinstance(self.lanes, PerRank) else PerRank.of(self.lanes)
+        return replace(self, lanes=lanes.only(ranks, {}), result={})
+
+    def with_lanes(
+        self, change: Callable[[Lanes], Lanes], request: str | None = None, **fields: Any
+    ) -> Plan:
+        """The plan with the lanes of each rank changed, and other `fields`; `request` determines
+        the changed lanes, if this plan has one.
+        """
+        lanes = self.lanes if isinstance(self.lanes, PerRank) else PerRank.of(self.lanes)
+        named = self.request and (self.request if request is None else request)
+        return replace(self, lanes=lanes.changed(change, named), **fields)
 
     @property
     def ranks(self) -> int:
@@ -317,18 +342,16 @@ class Plan:
     def promised(self, rank: int) -> dict[Signal, int]:
         """The counters of `rank`, each with its increase in one execution.
 
-        In a uniform plan it follows from the rank's own lanes: a plan waits for all its notifies
-        but "free", for which the next plan waits, and a rank that sends "free" to a peer gets
-        "free" from that peer.
+        If a text determines the lanes it follows from the rank's own: a plan waits for all its
+        notifies but "free", for which the next plan waits. In a uniform plan a rank that sends
+        "free" to a peer gets "free" from that peer; in others the notifies of peers are counted.
         """
-        if not self.uniform:
-            return dict(self.notified[rank])
-        totals: dict[Signal, int] = {}
-        for instruction in chain(*self.lanes[rank].values()):
+        totals = {} if self.uniform else dict(self.notified[rank])
+        for instruction in chain(*self.lanes[rank].values()) if self.request else ():
             match instruction:
                 case Wait(signal, count) if count > totals.get(signal, 0):
                     totals[signal] = count
-                case Notify(peer, Signal("free")):
+                case Notify(peer, Signal("free")) if self.uniform:
                     totals[Signal("free", peer)] = 1
         return totals
 

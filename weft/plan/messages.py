@@ -22,9 +22,8 @@ senders is then redundant if it notifies them later: lowering drops the notify a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
 
 from weft.errors import PlanError
 from weft.plan.language import (
@@ -38,8 +37,14 @@ from weft.plan.language import (
     accesses,
     writes,
 )
+from weft.plan.lazy import PerRank
 
 Lanes = dict[str, list[Instruction]]
+
+
+def message_signals(lanes: Iterable[str]) -> set[str]:
+    """The names of the signals of channels of these lanes."""
+    return {signal for name in lanes for signal in (_posted(name), _sent(name), _taken(name))}
 
 
 def lower_to_messages(plan: Plan, hosts: Sequence[int], gates: bool = True) -> Plan:
@@ -49,29 +54,110 @@ def lower_to_messages(plan: Plan, hosts: Sequence[int], gates: bool = True) -> P
     Raises `PlanError` for a plan that reads rows of another host, or writes to them in another
     manner than by a copy: messages only put.
     """
-    redundant, lanes = _redundant(plan, hosts), list[Lanes]()
-    for rank, before in enumerate(plan.lanes):
-        after: Lanes = {}
-        for name, lane in before.items():
-            after |= _Lowering(plan, hosts, rank, name, redundant).run(lane)
-        lanes.append(after)
+    every = dict(enumerate(plan.lanes))
+    redundant = _redundant(every, hosts)
+    lanes = [_lowered(plan, hosts, rank, before, redundant) for rank, before in every.items()]
     if gates:
-        _add_gates(lanes)
-    return replace(
-        plan, lanes=tuple({name: tuple(lane) for name, lane in own.items()} for own in lanes)
-    )
+        for rank, own in enumerate(lanes):
+            for name in [*filter(is_channel, own)]:
+                for peer, gate in _add_gates(rank, own, name).items():
+                    lanes[peer][receive_gate(target(name)[0], rank)] = [Notify(rank, gate)]
+    return replace(plan, lanes=tuple(map(_finished, lanes)))
 
 
-def _add_gates(lanes: Sequence[Lanes]) -> None:
-    """Add receive gates, and the waits of channels for the gates of all ranks that they notify."""
-    for rank, own in enumerate(lanes):
-        for name in [*filter(is_channel, own)]:
-            lane, to = target(name)
-            notified = {i.rank for i in own[name] if isinstance(i, Notify) and at_the_end(rank, i)}
-            opened = {peer: Signal(f"{lane} taken", peer) for peer in sorted({to} | notified)}
-            own[name] = [*(Wait(signal, 1) for signal in opened.values()), *own[name]]
-            for peer, signal in opened.items():
-                lanes[peer][receive_gate(lane, rank)] = [Notify(rank, signal)]
+def part_of_messages(plan: Plan, hosts: Sequence[int], rank: int) -> Plan:
+    """The part of `lower_to_messages` that concerns one rank: its lanes, and of its peers' lanes
+    what arrives at this rank.
+
+    If a text determines the lanes of `plan`, only parts of them are planned: of a peer's lanes what
+    concerns this rank's host.
+    """
+    if not (isinstance(plan.lanes, PerRank) and plan.request):
+        return lower_to_messages(plan, hosts)
+    here, every = hosts[rank], plan.lanes
+    remote = [peer for peer, host in enumerate(hosts) if host != here]
+    sent = {
+        peer: {
+            name: _concerning(lane, here, hosts) for name, lane in every.toward(peer, here).items()
+        }
+        for peer in remote
+    }
+    redundant = _redundant({rank: every[rank], **sent}, hosts)
+    # those that travel with an early signal to this rank may be redundant as well
+    early = [*_early(sent, hosts)]
+    senders = {i.signal for i in early if i.rank == rank and (rank, i.signal) not in redundant}
+    if waiting := {i.rank for i in early if i.signal in senders and i.rank != rank}:
+        more = {peer: every.make(peer) for peer in waiting}
+        redundant = _redundant({rank: every[rank], **more, **sent}, hosts)
+    own = _lowered(plan, hosts, rank, every[rank], redundant)
+    for name in [*filter(is_channel, own)]:
+        _add_gates(rank, own, name)
+    found = {rank: own}
+    for peer, lanes in sent.items():
+        channels = _lowered(plan, hosts, peer, lanes, redundant)
+        for name in filter(is_channel, [*channels]):
+            gates = _add_gates(peer, channels, name)
+            arriving = channels[name]
+            if target(name)[1] != rank:
+                arriving = [i for i in arriving if isinstance(i, Notify) and i.rank == rank]
+            if arriving:
+                found.setdefault(peer, {})[name] = arriving
+            if rank in gates:
+                own[receive_gate(target(name)[0], peer)] = [Notify(peer, gates[rank])]
+    for peer in (peer for peer, host in enumerate(hosts) if host == here and peer != rank):
+        found[peer] = {
+            name: [i for i in lane if i == Notify(rank, Signal("free", peer))]
+            for name, lane in every.toward(peer, here).items()
+        }
+    parts = [_finished(found.get(peer, {})) for peer in range(plan.ranks)]
+    return replace(plan, lanes=PerRank.of(parts, plan.request, [rank]), result={})
+
+
+def _concerning(lane: Sequence[Instruction], host: int, hosts: Sequence[int]) -> list[Instruction]:
+    """The instructions that concern ranks of a host, and one of those between two of them, which
+    separates messages.
+    """
+    found: list[Instruction] = []
+    separated = False
+    for instruction in lane:
+        match instruction:
+            case Copy(_, Region(peer)) | Notify(peer, _) | Wait(Signal(_, peer), _):
+                concerns = hosts[peer] == host
+            case _:
+                concerns = False
+        if concerns or not separated:
+            found.append(instruction)
+        separated = not concerns
+    return found
+
+
+def _finished(lanes: Lanes) -> Mapping[str, tuple[Instruction, ...]]:
+    return {name: tuple(lane) for name, lane in lanes.items()}
+
+
+def _lowered(
+    plan: Plan,
+    hosts: Sequence[int],
+    rank: int,
+    lanes: Mapping[str, Sequence[Instruction]],
+    redundant: Container[tuple[int, Signal]],
+) -> Lanes:
+    """The lanes of a rank with its channels."""
+    after: Lanes = {}
+    for name, lane in lanes.items():
+        after |= _Lowering(plan, hosts, rank, name, redundant).run(lane)
+    return after
+
+
+def _add_gates(rank: int, lanes: Lanes, name: str) -> dict[int, Signal]:
+    """Let a rank's channel begin with waits for the gates of all ranks that it notifies, which are
+    returned by rank.
+    """
+    lane, to = target(name)
+    notified = {i.rank for i in lanes[name] if isinstance(i, Notify) and at_the_end(rank, i)}
+    opened = {peer: Signal(_taken(lane), peer) for peer in sorted({to} | notified)}
+    lanes[name] = [*(Wait(signal, 1) for signal in opened.values()), *lanes[name]]
+    return opened
 
 
 def channel(lane: str, to: int) -> str:
@@ -82,6 +168,21 @@ def channel(lane: str, to: int) -> str:
 def is_channel(lane: str) -> bool:
     """Whether a lane of a lowered plan sends messages."""
     return ">" in lane
+
+
+def _posted(lane: str) -> str:
+    """The name of the signal that messages of a lane may be sent."""
+    return f"{lane} posted"
+
+
+def _sent(lane: str) -> str:
+    """The name of the signal that messages of a lane are sent; it counts for each receiver."""
+    return f"{lane} sent to"
+
+
+def _taken(lane: str) -> str:
+    """The name of the signal that a receive gate is open for messages of a lane."""
+    return f"{lane} taken"
 
 
 def ending(channel: str) -> str:
@@ -119,7 +220,9 @@ def target(lane: str) -> tuple[str, int]:
     return name, int(to)
 
 
-def _redundant(plan: Plan, hosts: Sequence[int]) -> dict[tuple[int, Signal], str]:
+def _redundant(
+    lanes: Mapping[int, Mapping[str, Sequence[Instruction]]], hosts: Sequence[int]
+) -> dict[tuple[int, Signal], str]:
     """The signals that need not be sent, by the rank that waits and the signal, each with the lane
     that waits.
 
@@ -127,25 +230,20 @@ def _redundant(plan: Plan, hosts: Sequence[int]) -> dict[tuple[int, Signal], str
     rows to that rank, and also waits for another signal of it: so no rank ends a call that another
     has yet to make.
     """
-    every = [
-        (rank, name, lane) for rank, lanes in enumerate(plan.lanes) for name, lane in lanes.items()
-    ]
-    waits = [
-        (rank, i.signal) for rank, _, lane in every for i in lane if isinstance(i, Wait) and i.count
-    ]
-    raised, waited = (
-        Counter((i.rank, i.signal) for *_, lane in every for i in lane if isinstance(i, Notify)),
-        Counter(waits),
-    )
-    first = {
-        (i.rank, i.signal)
-        for rank, _, lane in every
-        for i in takewhile(lambda i: isinstance(i, Notify), lane)
-        if isinstance(i, Notify)
-        and hosts[i.rank] != hosts[rank]
-        and raised[i.rank, i.signal] == waited[i.rank, i.signal] == 1
-    }
-    awaited = {(rank, signal.source) for rank, signal in waits if (rank, signal) not in first}
+    every = [(rank, name, lane) for rank, own in lanes.items() for name, lane in own.items()]
+    early = {(i.rank, i.signal) for i in _early(lanes, hosts)}
+    if not early:
+        return {}
+    raised, waited = Counter[tuple[int, Signal]](), Counter[tuple[int, Signal]]()
+    for rank, _, lane in every:
+        for i in lane:
+            match i:
+                case Notify(peer, signal) if (peer, signal) in early:
+                    raised[peer, signal] += 1
+                case Wait(signal, count) if count:
+                    waited[rank, signal] += 1
+    first = {each for each in early if raised[each] == waited[each] == 1}
+    awaited = {(rank, signal.source) for rank, signal in waited.keys() - first}
     found: dict[tuple[int, Signal], str] = {}
     for rank, name, lane in every:
         sent: set[int] = set()
@@ -160,6 +258,19 @@ def _redundant(plan: Plan, hosts: Sequence[int]) -> dict[tuple[int, Signal], str
                 ):
                     found[rank, signal] = name
     return found
+
+
+def _early(
+    lanes: Mapping[int, Mapping[str, Sequence[Instruction]]], hosts: Sequence[int]
+) -> Iterator[Notify]:
+    """The notifies of other hosts with which lanes begin."""
+    for rank, own in lanes.items():
+        for lane in own.values():
+            for i in lane:
+                if not isinstance(i, Notify):
+                    break
+                if hosts[i.rank] != hosts[rank]:
+                    yield i
 
 
 class _Lowering:
@@ -180,8 +291,10 @@ class _Lowering:
         self.to: int | None = None  # the receiver of the batch that is being posted
         self.posts = 0
         self.batches = Counter[int]()
-        # rows, by the receiver, that may not be written to before their batch is sent
+        # the receivers of batches for whose end the lane has not waited, each with the rows that
+        # may not be written to before; only the caller writes to inputs
         self.unsent: dict[int, list[Region]] = {}
+        self.reused: dict[int, list[Region]] = {}  # those with such rows
 
     def run(self, lane: Sequence[Instruction]) -> Lanes:
         for instruction in lane:
@@ -198,7 +311,10 @@ class _Lowering:
         match instruction:
             case Copy(src, dst) if self.hosts[src.rank] == here != self.hosts[dst.rank]:
                 self.post(instruction, dst.rank)
-                self.unsent.setdefault(dst.rank, []).append(src)
+                rows = self.unsent.setdefault(dst.rank, [])
+                if self.plan.buffers[src.buffer].role != "input":
+                    rows.append(src)
+                    self.reused[dst.rank] = rows
             case Notify(peer, signal) if (peer, signal) in self.redundant:
                 pass
             case Wait(signal) if (self.rank, signal) in self.redundant:
@@ -209,8 +325,9 @@ class _Lowering:
                     if self.to is not None and self.hosts[self.to] == self.hosts[peer]
                     else peer
                 )
-                for other in [other for other in self.unsent if other != to]:
-                    self.drain_reused(other)
+                # the notified rank may write to rows of other batches
+                for other in [other for other in self.reused if other != to]:
+                    self.drain(other)
                 self.post(instruction, to)
                 self.unsent.setdefault(to, [])
             case _:
@@ -221,11 +338,9 @@ class _Lowering:
                         "hosts can only be sent rows, by a copy; choose push or ring"
                     )
                 self.close()
-                for to in [*self.unsent]:
-                    if isinstance(instruction, Notify):
-                        self.drain_reused(to)
-                    elif any(
-                        dst.overlaps(src) for dst in writes(instruction) for src in self.unsent[to]
+                for to in [*self.reused]:
+                    if isinstance(instruction, Notify) or any(
+                        dst.overlaps(src) for dst in writes(instruction) for src in self.reused[to]
                     ):
                         self.drain(to)
                 self.lane.append(instruction)
@@ -235,7 +350,7 @@ class _Lowering:
         if self.to != to:
             self.close()
             self.posts += 1
-            ready = Signal(f"{self.name} posted", self.rank)
+            ready = Signal(_posted(self.name), self.rank)
             self.lane.append(Notify(self.rank, ready))
             self.channels.setdefault(to, []).append(Wait(ready, self.posts))
             self.to = to
@@ -248,22 +363,16 @@ class _Lowering:
             self.batches[self.to] += 1
             self.to = None
 
-    def drain_reused(self, to: int) -> None:
-        """Before a notify, wait until rows are sent that the notified rank may write to; only the
-        caller writes to inputs.
-        """
-        if any(self.plan.buffers[src.buffer].role != "input" for src in self.unsent[to]):
-            self.drain(to)
-
     def drain(self, to: int) -> None:
         """Wait until all messages posted for `to` are sent."""
         if self.to == to:
             self.close()
         self.lane.append(Wait(self.sent(to), self.batches[to]))
         del self.unsent[to]
+        self.reused.pop(to, None)
 
     def sent(self, to: int) -> Signal:
-        return Signal(f"{self.name} sent to", self.rank, to)
+        return Signal(_sent(self.name), self.rank, to)
 
 
 def incoming(plan: Plan, rank: int) -> list[tuple[int, str]]:

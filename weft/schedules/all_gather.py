@@ -24,16 +24,18 @@ from weft.schedules.lanes import (
     enter,
     leave,
     notify_all,
-    one_lane,
+    over_hosts,
     publish,
     wait_all,
 )
 from weft.schedules.levels import Levels, send_eagerly
 from weft.schedules.peers import (
     Hosts,
+    Layout,
     after,
     before,
     in_order,
+    layout,
     local_peers,
     members,
     one_rank_per_host,
@@ -82,8 +84,8 @@ def _published(
     """A gathering in which `readers` use this rank's rows in place, and this rank the rows of
     `peers`.
     """
-    pieces = request.pieces
-    own = publish(rank, request.ranks, [(0, pieces)], symmetric, readers, peers)
+    pieces, ranks = request.pieces, layout(request.hosts or range(request.ranks))
+    own = publish(rank, ranks, [(0, pieces)], symmetric, readers, peers)
     arrivals = [
         Arrival(Wait(Signal("ready", peer), 1), Region(peer, own.buffer, 0, pieces), peer * pieces)
         for peer in peers
@@ -123,22 +125,23 @@ def push(request: Request, rank: int, into: str = "inbox") -> Gathering:
     its rows to one rank of each other host, where all ranks of that host read them; ranks of its
     own host read its staged rows.
     """
-    ranks, pieces, order, hosts = (
-        request.ranks,
+    pieces, order, hosts = (
         request.pieces,
         request.order,
-        request.hosts or range(request.ranks),
+        layout(request.hosts or range(request.ranks)),
     )
+    if request.links > 1:
+        hosts = hosts.toward(None)  # links take turns over all hosts
     local = local_peers(rank, hosts)
     part = _published(request, rank, False, local, local)
-    sources = [peer for peer in after(rank, ranks) if peer not in local]
-    first, last = _open(into, rank, ranks, sources)
-    remote = dict.fromkeys(hosts[peer] for peer in before(rank, ranks) if peer not in local)
+    sources = [peer for peer in after(rank, hosts) if hosts[peer] != hosts[rank]]
+    first, last = _open(into, rank, hosts, sources)
+    remote = dict.fromkeys(hosts[peer] for peer in sources[::-1])
     notified = {rail_peer(rank, host, hosts): members(host, hosts) for host in remote}
     targets, transfers = [*notified], []
     for link in range(min(request.links, len(targets))):
         served = targets[link :: request.links]
-        lane = _enter(into, rank, ranks, served)
+        lane = _enter(into, rank, hosts, served)
         for peer, piece in in_order(order, served, pieces):
             lane.append(Copy(block(rank, "a", piece), block(peer, into, rank * pieces + piece)))
             lane += notify_all(rank, "arrived", notified[peer])
@@ -157,27 +160,24 @@ def ring(request: Request, rank: int, into: str) -> Gathering:
     it has to one rank of the next host, the rows of the nearest hosts first, and all ranks of a
     host read the rows that one of them has received.
     """
-    ranks, pieces, hosts = request.ranks, request.pieces, request.hosts or range(request.ranks)
-    count, local, arrived = max(hosts) + 1, local_peers(rank, hosts), Counter[int]()
-    following = [rail_peer(holder, (hosts[holder] + 1) % count, hosts) for holder in range(ranks)]
-    to, previous = following[rank], rail_peer(rank, (hosts[rank] - 1) % count, hosts)
+    pieces, hosts = request.pieces, layout(request.hosts or range(request.ranks))
+    count, local, arrived = len(hosts.members), local_peers(rank, hosts), Counter[int]()
+    to, previous = (rail_peer(rank, (hosts[rank] + step) % count, hosts) for step in (1, -1))
     sent = notify_all(rank, "arrived", members(hosts[to], hosts))
     part = _published(request, rank, False, local, local)
-    first, last = _open(into, rank, ranks, [previous] if count > 1 else [])
-    transfers = _enter(into, rank, ranks, [to] if count > 1 else [])
-    distances = {origin: (hosts[rank] - hosts[origin]) % count for origin in range(ranks)}
-    for origin in sorted(distances, key=distances.__getitem__):
-        before = holder = origin
-        for _ in range(distances[origin]):
-            before, holder = holder, following[holder]
+    first, last = _open(into, rank, hosts, [previous] if count > 1 else [])
+    transfers = _enter(into, rank, hosts, [to] if count > 1 else [])
+    for distance, origin, sender, holder in _journeys(hosts)[hosts[rank]]:
+        if not (hosts.sees(to) or hosts.sees(previous)):
+            break  # only adjacent hosts exchange rows
         for piece in range(pieces):
             here = block(holder, into, origin * pieces + piece)
-            if distances[origin]:
-                arrived[before] += 1
+            if distance:
+                arrived[sender] += 1
                 part.arrivals.append(
-                    Arrival(Wait(Signal("arrived", before), arrived[before]), here, here.start)
+                    Arrival(Wait(Signal("arrived", sender), arrived[sender]), here, here.start)
                 )
-            if holder == rank and distances[origin] + 1 < count:
+            if holder == rank and distance + 1 < count:
                 transfers += [part.arrivals[-1].wait] if origin != rank else []
                 transfers += [
                     Copy(
@@ -188,8 +188,23 @@ def ring(request: Request, rank: int, into: str) -> Gathering:
     return Gathering(first + part.first, [transfers], part.arrivals, last)
 
 
+@cache
+def _journeys(hosts: Layout) -> list[list[tuple[int, int, int, int]]]:
+    """For each host of a ring all ranks, nearest hosts first, each with the ranks that hold its
+    rows on their way: ``(distance in hosts, rank, its holder on the previous host, here)``.
+    """
+    count = len(hosts.members)
+    found: list[list[tuple[int, int, int, int]]] = [[] for _ in range(count)]
+    held = {origin: (origin, origin) for origin in range(len(hosts))}
+    for distance in range(count):
+        for origin, (sender, holder) in held.items():
+            found[hosts[holder]].append((distance, origin, sender, holder))
+            held[origin] = holder, rail_peer(holder, (hosts[holder] + 1) % count, hosts)
+    return found
+
+
 def _open(
-    into: str, rank: int, ranks: int, sources: Sequence[int]
+    into: str, rank: int, ranks: int | Layout, sources: Sequence[int]
 ) -> tuple[list[Instruction], list[Instruction]]:
     """The instructions before and after puts into this rank's memory: (first, last)."""
     if into == "gathered":
@@ -197,7 +212,7 @@ def _open(
     return [], leave(rank, ranks)
 
 
-def _enter(into: str, rank: int, ranks: int, targets: Sequence[int]) -> list[Instruction]:
+def _enter(into: str, rank: int, ranks: int | Layout, targets: Sequence[int]) -> list[Instruction]:
     """The instructions before a lane's puts into the memory of `targets`.
 
     A workspace is free when all ranks have left the previous plan, a caller's tensor when the
@@ -241,17 +256,18 @@ def all_gather(
         "gathered" if directly else "inbox",
         Request(ranks, pieces, algorithm, symmetric_a, order, hosts, links=links),
     )
-    stream = Stream("staged", [[Part(before(r, ranks), 0)] for r in range(ranks)], pieces)
     through_slots = algorithm == "pull" and not symmetric_a and ranks > 1
+    sent = [[Part(before(r, ranks), 0)] for r in range(ranks if through_slots else 0)]
+    stream = Stream("staged", sent, pieces)
     fanned_out = algorithm == "push" and symmetric_gathered and links == 1 and hosts is None
     gather = {"pull": direct, "push": push, "ring": ring}[algorithm]
 
-    def lanes(r: int) -> Lanes:
+    def lanes(r: int, hosts: Layout | None = None) -> Lanes:
         if through_slots:
             return {"compute": _through_slots(stream, r)}
         if fanned_out:
             return {"compute": _fan_out(request, r)}
-        part = gather(request, r, into)
+        part = gather(request._replace(hosts=hosts), r, into)
         own = keep(Region(r, "a", 0, pieces), r * pieces, r)
         lane = [*part.first, *([] if links > 1 else chain(*part.transfers))]
         staged = [at for at, instruction in enumerate(part.first) if isinstance(instruction, Copy)]
@@ -270,7 +286,9 @@ def all_gather(
         "all_gather",
         algorithm,
         buffers,
-        by_rank(ranks, lanes),
+        by_rank(ranks, lanes, (request, into))
+        if hosts is None
+        else over_hosts(layout(hosts), lanes, (request, into)),
         result,
         (pieces,) * ranks,
     )
@@ -281,19 +299,19 @@ def eager(levels: Levels) -> Plan:
     """All-gather of a few rows, symmetric or not: every rank sends its rows eagerly and reads its
     peers' rows.
     """
-    ranks, lanes = len(levels[-1]), []
-    for r in range(ranks):
+    ranks = len(levels[-1])
+
+    def lanes(r: int) -> Lanes:
         own = block(r, "a", 0)
         sent = send_eagerly([own], levels)
         fetched = chain(*(keep(block(peer, "eager", 0), peer, r) for peer in after(r, ranks)))
-        lanes.append(
-            [*sent[:1], *keep(own, r, r), *sent[1:], *fetched]
-        )  # own rows are copied in one pass
+        # own rows are copied in one pass
+        return {"compute": [*sent[:1], *keep(own, r, r), *sent[1:], *fetched]}
+
     buffers, result = gather_plan(ranks, 1, ["gathered"])
     buffers["eager"] = Buffer.of("eager", shards(ranks, 1))
-    return Plan(
-        "all_gather", "eager", buffers, one_lane(lanes), result, (1,) * ranks, synchronizes=True
-    )
+    every = by_rank(ranks, lanes, levels)
+    return Plan("all_gather", "eager", buffers, every, result, (1,) * ranks, synchronizes=True)
 
 
 def _through_slots(stream: Stream, rank: int) -> list[Instruction]:

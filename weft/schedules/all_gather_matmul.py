@@ -15,7 +15,8 @@ from weft.kernels.matmul import matmul
 from weft.plan import Copy, Instruction, Plan, Region
 from weft.schedules.all_gather import GATHERINGS, Arrival, all_gather, gather_plan, keep, push
 from weft.schedules.blocks import shard
-from weft.schedules.lanes import Lanes, by_rank, concurrent, enter
+from weft.schedules.lanes import Lanes, by_rank, concurrent, enter, over_hosts
+from weft.schedules.peers import Layout, layout
 from weft.schedules.workload import Operator, Request, Rows, Workload
 
 ALGORITHMS = ("direct", "push", "pull", "ring", "sequential")
@@ -41,13 +42,14 @@ def all_gather_matmul(request: Request) -> Plan:
             *kept,
         ]
 
-    def gather_then_multiply(r: int) -> Lanes:
+    def gather_then_multiply(r: int, hosts: Layout | None = None) -> Lanes:
         """First gather all rows, then multiply them by one product; the transfers of a single link
         are in the lane that multiplies.
         """
-        part, all_rows = push(request, r), Region(r, "inbox", 0, ranks * pieces)
+        part = push(request._replace(hosts=hosts), r)
+        all_rows = Region(r, "inbox", 0, ranks * pieces)
         own = Region(r, "a", 0, pieces)
-        lane = [*part.first, *(enter(r, ranks) if links > 1 else chain(*part.transfers))]
+        lane = [*part.first, *(enter(r, hosts or ranks) if links > 1 else chain(*part.transfers))]
         lane += [Copy(own, shard(r, "inbox", r, pieces))] if ranks > 1 else []
         for wait, region, at in join(part.arrivals, all_at_once=True):
             there = Region(r, "inbox", at, at + region.rows)
@@ -55,21 +57,20 @@ def all_gather_matmul(request: Request) -> Plan:
         lane += [*used(all_rows if ranks > 1 else own, 0, r), *part.last]
         return concurrent(lane, part.transfers if links > 1 else [])
 
-    def multiply_arrivals(r: int) -> Lanes:
-        part = GATHERINGS[algorithm](request, r, into)
+    def multiply_arrivals(r: int, hosts: Layout | None = None) -> Lanes:
+        part = GATHERINGS[algorithm](request._replace(hosts=hosts), r, into)
         own = used(Region(r, "a", 0, pieces), r * pieces, r)
         peers: list[Instruction] = []
         for wait, region, start in join(part.arrivals):
             peers += [wait, *used(region, start, r)]
         return concurrent([*part.first, *own, *peers, *part.last], part.transfers)
 
-    # a pull joins products of adjacent peers: for most ranks not all peers
-    uniform = request.hosts is None and algorithm != "pull"
-    lanes = by_rank(
-        ranks,
-        gather_then_multiply if algorithm == "sequential" else multiply_arrivals,
-        request if uniform else None,
-    )
+    make = gather_then_multiply if algorithm == "sequential" else multiply_arrivals
+    if request.hosts is None:
+        # a pull joins products of adjacent peers: for most ranks not all peers
+        lanes = by_rank(ranks, make, None if algorithm == "pull" else request)
+    else:
+        lanes = over_hosts(layout(request.hosts), make, request)
     return Plan("all_gather_matmul", algorithm, buffers, lanes, result, (pieces,) * ranks)
 
 

@@ -4,13 +4,13 @@ on all ranks.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Wait
 from weft.plan.binding import split
 from weft.schedules.blocks import block, everything, shard
 from weft.schedules.host_sums import part_of
-from weft.schedules.lanes import enter, leave, notify_all, wait_all
+from weft.schedules.lanes import Lanes, by_rank, enter, leave, notify_all, wait_all
 from weft.schedules.levels import Levels, send_eagerly
 from weft.schedules.peers import Hosts, after, before
 from weft.schedules.reduce_scatter import put_sums, reduce_published, sum_of, sum_plan
@@ -40,16 +40,18 @@ def all_reduce(
     """
     if algorithm == "two_shot" and not (symmetric_a or symmetric_out) and ranks > 1:
         staged, reduced = _streams(ranks, pieces)
-        lanes = [_through_slots(r, op, staged, reduced) for r in range(ranks)]
+        make = partial(_through_slots, op=op, staged=staged, reduced=reduced)
         spaces = {"staged": staged.slots, "reduced": reduced.slots}
     else:
         two_shot = _two_shot_into_out if symmetric_out else _two_shot
-        make = {"one_shot": _one_shot, "two_shot": two_shot, "ring": _ring}[algorithm]
-        lanes = [make(r, ranks, pieces, op, symmetric_a) for r in range(ranks)]
+        of = {"one_shot": _one_shot, "two_shot": two_shot, "ring": _ring}[algorithm]
+        make = partial(of, ranks=ranks, pieces=pieces, op=op, symmetric=symmetric_a)
         spaces = dict.fromkeys(
             ("staged", "reduced", "inbox"), Buffer.of("workspace", everything(ranks, pieces))
         )
-    return sum_plan("all_reduce", algorithm, ranks, pieces, lanes, spaces, everywhere=True)
+    request = ranks, pieces, op, symmetric_a, symmetric_out
+    lanes = by_rank(ranks, lambda rank: {"compute": make(rank)}, request)
+    return sum_plan("all_reduce", algorithm, pieces, lanes, spaces, everywhere=True)
 
 
 @cache
@@ -57,15 +59,16 @@ def eager(levels: Levels, op: str = "sum") -> Plan:
     """All-reduce of a few rows, symmetric or not: every rank sends its rows eagerly and reduces all
     rows, in rank order.
     """
-    ranks, lanes = len(levels[-1]), []
-    for r in range(ranks):
+    ranks = len(levels[-1])
+
+    def lanes(r: int) -> Lanes:
         everyone = tuple(Region(p, "a" if p == r else "eager", 0, ranks) for p in range(ranks))
-        lanes.append(
-            [*send_eagerly([everyone[r]], levels), Reduce(everyone, Region(r, "out", 0, ranks), op)]
-        )
+        reduced = Reduce(everyone, Region(r, "out", 0, ranks), op)
+        return {"compute": [*send_eagerly([everyone[r]], levels), reduced]}
+
     sent = Buffer.of("eager", everything(ranks, 1))
-    spaces = {"eager": sent}
-    return sum_plan("all_reduce", "eager", ranks, 1, lanes, spaces, everywhere=True)
+    every, spaces = by_rank(ranks, lanes, (levels, op)), {"eager": sent}
+    return sum_plan("all_reduce", "eager", 1, every, spaces, everywhere=True)
 
 
 def put(pieces: int, hosts: Hosts, algorithm: str, op: str = "sum") -> Plan:

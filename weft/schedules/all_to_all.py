@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from itertools import chain, product
+from itertools import product
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
 from weft.plan.binding import split
+from weft.plan.lazy import Deferred, PerRank
 from weft.schedules.blocks import around, block, shard, shards
-from weft.schedules.lanes import Published, notify_all, one_lane, publish, wait_all
+from weft.schedules.lanes import (
+    Lanes,
+    Published,
+    by_rank,
+    notify_all,
+    over_hosts,
+    publish,
+    wait_all,
+)
 from weft.schedules.levels import Levels, send_eagerly
-from weft.schedules.peers import Hosts, after, local_peers
+from weft.schedules.peers import Hosts, Layout, after, layout, local_peers
 from weft.schedules.staging import one_for_each, pipeline
 from weft.schedules.workload import Collective
 
@@ -35,16 +44,16 @@ def all_to_all(
     if hosts is None and not symmetric_a and ranks > 1:
         return _through_slots(ranks, pieces)
 
-    def lane(r: int) -> list[Instruction]:
-        local = local_peers(r, hosts or (0,) * ranks)
-        remote = [p for p in after(r, ranks) if p not in local]
+    def lane(r: int, hosts: Layout) -> list[Instruction]:
+        local = local_peers(r, hosts)
+        remote = [p for p in after(r, hosts) if hosts[p] != hosts[r]]
         parts = around(r * pieces, (r + 1) * pieces, ranks * pieces)
-        if hosts is not None:
+        if several:
             parts = [(p * pieces, (p + 1) * pieces) for p in sorted(local)]
         own = (
             _send(local[::-1], r, parts)
             if few
-            else publish(r, ranks, parts, symmetric_a, local[::-1], local)
+            else publish(r, hosts, parts, symmetric_a, local[::-1], local)
         )
         made = notify_all(r, "open", remote) + own.first
         for p in reversed(remote):
@@ -62,12 +71,19 @@ def all_to_all(
             ]
         return made + wait_all("arrived", remote) + own.last
 
+    several, of = hosts is not None, layout(hosts or (0,) * ranks)
+    request = pieces, symmetric_a, several, few
+    lanes = (
+        over_hosts(of, lambda r, hosts: {"compute": lane(r, hosts)}, (*request, of))
+        if several
+        else by_rank(ranks, lambda r: {"compute": lane(r, of)}, (ranks, *request))
+    )
     workspace = {
         "eager" if few else "staged": Buffer.of(
             "eager" if few else "workspace", shards(ranks, ranks * pieces)
         )
     }
-    return _plan(ranks, pieces, workspace, map(lane, range(ranks)), synchronizes=few)
+    return _plan(ranks, pieces, workspace, lanes, synchronizes=few)
 
 
 @cache
@@ -75,8 +91,9 @@ def eager(levels: Levels) -> Plan:
     """All-to-all of a few rows: every rank sends the rows for its peers eagerly and fetches its
     own.
     """
-    ranks, lanes = len(levels[-1]), []
-    for r in range(ranks):
+    ranks = len(levels[-1])
+
+    def lane(r: int) -> Lanes:
         others = [Region(r, "a", *part) for part in around(r, r + 1, ranks)]
         kept = Copy(block(r, "a", r), block(r, "out", r))
         fetched = [
@@ -87,10 +104,12 @@ def eager(levels: Levels) -> Plan:
             (at for at, instruction in enumerate(sent) if isinstance(instruction, Wait)), 0
         )
         # peers need not wait for the copy of this rank's own rows
-        lanes.append((*sent[:waits], kept, *sent[waits:], *fetched))
+        return {"compute": [*sent[:waits], kept, *sent[waits:], *fetched]}
+
     workspace = Buffer.of(
         "eager", [[r * ranks + p for p in range(ranks) if p != r] for r in range(ranks)]
     )
+    lanes = by_rank(ranks, lane, levels)
     return _plan(ranks, 1, {"eager": workspace}, lanes, synchronizes=True)
 
 
@@ -103,7 +122,7 @@ def _send(readers: Sequence[int], rank: int, parts: Sequence[tuple[int, int]]) -
 def _through_slots(ranks: int, pieces: int) -> Plan:
     stream = one_for_each(ranks, pieces)
 
-    def lane(rank: int) -> list[Instruction]:
+    def lane(rank: int) -> Lanes:
         own = shard(rank, "a", rank, pieces)
         kept = Copy(own, own._replace(buffer="out"))
 
@@ -111,33 +130,45 @@ def _through_slots(ranks: int, pieces: int) -> Plan:
             # peers need not wait for the copy of this rank's own rows
             return [*stream.stage_own(rank)(step), *([kept] if step == 0 else [])]
 
-        return pipeline(
-            rank, [stream], [stage, stream.fetch(rank, "out", [p * pieces for p in range(ranks)])]
-        )
+        starts = [p * pieces for p in range(ranks)]
+        return {"compute": pipeline(rank, [stream], [stage, stream.fetch(rank, "out", starts)])}
 
-    return _plan(ranks, pieces, {"staged": stream.slots}, map(lane, range(ranks)))
+    lanes = by_rank(ranks, lane, (ranks, pieces))
+    return _plan(ranks, pieces, {"staged": stream.slots}, lanes)
 
 
 def _plan(
     ranks: int,
     pieces: int,
     workspace: Mapping[str, Buffer],
-    lanes: Iterable[Sequence[Instruction]],
+    lanes: PerRank[Mapping[str, tuple[Instruction, ...]]],
     synchronizes: bool = False,
 ) -> Plan:
-    cut = shards(ranks**2, pieces)
+    every = range(ranks)
+
+    def received(r: int) -> Sequence[int]:
+        """The blocks for a rank: its piece of every rank's rows."""
+        if pieces == 1:
+            return range(r, ranks**2, ranks)
+        starts = ((p * ranks + r) * pieces for p in every)
+        return [number for start in starts for number in range(start, start + pieces)]
+
     buffers = {
         "a": Buffer.of("input", shards(ranks, ranks * pieces)),
-        "out": Buffer.of("output", [[*chain(*cut[r::ranks])] for r in range(ranks)]),
+        "out": Buffer.of("output", map(received, every)),
         **workspace,
     }
-    every = product(range(ranks), repeat=2)
-    result = {shard(r, "out", p, pieces): (Term(p, "a", (r - p) * pieces),) for r, p in every}
+    result = Deferred(
+        lambda: {
+            shard(r, "out", p, pieces): (Term(p, "a", (r - p) * pieces),)
+            for r, p in product(every, repeat=2)
+        }
+    )
     return Plan(
         "all_to_all",
         "eager" if synchronizes else "pull",
         buffers,
-        one_lane(lanes),
+        lanes,
         result,
         (pieces,) * ranks**2,
         synchronizes=synchronizes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from weft.plan import Plan
-from weft.schedules.lanes import one_lane
+from weft.schedules.lanes import by_rank
 from weft.schedules.levels import Levels, nested, synchronize
 from weft.schedules.workload import Collective
 
@@ -13,8 +13,10 @@ from weft.schedules.workload import Collective
 @cache
 def barrier(levels: Levels, name: str = "barrier") -> Plan:
     """No rank ends it before all have begun it. `name` is the name of its signals."""
-    lanes = (synchronize(rank, levels, name) for rank in range(len(levels[-1])))
-    return Plan(name, "levels", {}, one_lane(lanes), synchronizes=True)
+    lanes = by_rank(
+        len(levels[-1]), lambda rank: {"compute": synchronize(rank, levels, name)}, (name, levels)
+    )
+    return Plan(name, "levels", {}, lanes, synchronizes=True)
 
 
 COLLECTIVE = Collective(

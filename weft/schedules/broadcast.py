@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache, partial
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
+from weft.plan.lazy import PerRank
 from weft.schedules.blocks import block
-from weft.schedules.lanes import enter, leave, notify_all, one_lane, publish, wait_all
+from weft.schedules.lanes import (
+    by_rank,
+    enter,
+    leave,
+    notify_all,
+    over_hosts,
+    publish,
+    wait_all,
+)
 from weft.schedules.levels import Levels, synchronize
 from weft.schedules.peers import (
     Hosts,
+    Layout,
     before,
+    layout,
     local_peers,
     members,
     one_rank_per_host,
@@ -39,6 +50,8 @@ def broadcast(
     put = pieces // ranks if shared else 0
 
     def lane(rank: int) -> list[Instruction]:
+        if ranks == 1:
+            return []
         if symmetric_a:
             return (
                 _from_source(source, put, ranks)
@@ -49,19 +62,18 @@ def broadcast(
             rank, [stream], [stream.stage_own(rank), stream.fetch(rank, "out", [0] * ranks)]
         )
 
-    lanes = (lane(r) if ranks > 1 else [] for r in range(ranks))
-    return _plan("pull", ranks, pieces, source, lanes, staged=stream.slots)
+    lanes = by_rank(ranks, lambda rank: {"compute": lane(rank)})
+    return _plan("pull", pieces, source, lanes, staged=stream.slots)
 
 
 def _plan(
     algorithm: str,
-    ranks: int,
     pieces: int,
     source: int,
-    lanes: Iterable[Sequence[Instruction]],
+    lanes: PerRank[Mapping[str, tuple[Instruction, ...]]],
     **workspaces: Buffer,
 ) -> Plan:
-    every, none = range(pieces), range(0)
+    ranks, every, none = len(lanes), range(pieces), range(0)
     buffers = {
         "a": Buffer.of("input", [every if r == source else none for r in range(ranks)]),
         "staged": Buffer.of("workspace", [every] * ranks),
@@ -75,7 +87,7 @@ def _plan(
         "broadcast",
         algorithm,
         buffers,
-        one_lane(lanes),
+        lanes,
         result,
         (pieces,),
         synchronizes=algorithm == "eager",
@@ -110,15 +122,16 @@ def eager(source: int, levels: Levels) -> Plan:
     the eager buffer of the source.
     """
     ranks, shared = len(levels[-1]), block(source, "eager", 0)
-    lanes = [
-        [*barrier, Copy(shared, block(r, "out", 0))]
-        if r != source
-        else [Copy(block(r, "a", 0), shared), *barrier]
-        for r in range(ranks)
-        for barrier in [synchronize(r, levels, "ready")]
-    ]
+
+    def lane(r: int) -> list[Instruction]:
+        barrier = synchronize(r, levels, "ready")
+        if r != source:
+            return [*barrier, Copy(shared, block(r, "out", 0))]
+        return [Copy(block(r, "a", 0), shared), *barrier] if ranks > 1 else []
+
     sent = Buffer.of("eager", [range(1 if r == source else 0) for r in range(ranks)])
-    return _plan("eager", ranks, 1, source, lanes if ranks > 1 else [[]], eager=sent)
+    lanes = by_rank(ranks, lambda rank: {"compute": lane(rank)})
+    return _plan("eager", 1, source, lanes, eager=sent)
 
 
 def push(source: int, hosts: Hosts, *, staged: bool = False) -> Plan:
@@ -128,17 +141,17 @@ def push(source: int, hosts: Hosts, *, staged: bool = False) -> Plan:
     If every rank has a host of its own the rows are put into its ``out``, unless `staged`, which
     puts them into a workspace.
     """
-    ranks, alone = len(hosts), one_rank_per_host(hosts) and not staged
+    alone = one_rank_per_host(hosts) and not staged
     arrived = Wait(Signal("arrived", source), 1)
 
-    def lane(r: int) -> list[Instruction]:
+    def lane(r: int, hosts: Layout) -> list[Instruction]:
         if r != source and alone:
             return [Notify(source, Signal("open", r)), arrived]
         if r != source:
             holder = rail_peer(source, hosts[r], hosts)
-            return [arrived, Copy(block(holder, "staged", 0), block(r, "out", 0)), *leave(r, ranks)]
+            return [arrived, Copy(block(holder, "staged", 0), block(r, "out", 0)), *leave(r, hosts)]
         local, own = local_peers(r, hosts), block(r, "a", 0)
-        made = [] if alone else enter(r, ranks)
+        made = [] if alone else enter(r, hosts)
         if local:
             made += [Copy(own, own._replace(buffer="staged")), *notify_all(r, "arrived", local)]
         for host in other_hosts(r, hosts):
@@ -150,52 +163,72 @@ def push(source: int, hosts: Hosts, *, staged: bool = False) -> Plan:
             ]
         return made
 
-    return _plan("push", ranks, 1, source, map(lane, range(ranks)))
+    return _plan("push", 1, source, _over_hosts(source, layout(hosts), lane, alone))
 
 
 def ring(pieces: int, source: int, hosts: Hosts, *, staged: bool = False) -> Plan:
     """Broadcast over several hosts: each host puts pieces to the next host as they arrive, so that
     the source sends them once.
     """
-    ranks, around, lanes = len(hosts), max(hosts) + 1, []
-    into = "out" if one_rank_per_host(hosts) and not staged else "staged"
+    around, alone = len(layout(hosts).members), one_rank_per_host(hosts) and not staged
+    into = "out" if alone else "staged"
     holders = [rail_peer(source, (hosts[source] + step) % around, hosts) for step in range(around)]
-    for r in range(ranks):
+
+    def lane(r: int, hosts: Layout) -> list[Instruction]:
         step = (hosts[r] - hosts[source]) % around
         before, holder = Signal("arrived", holders[step - 1]), holders[step]
         following = holders[step + 1] if r == holder and step + 1 < around else None
-        lane: list[Instruction] = []
+        made: list[Instruction] = []
         if into == "out":  # the previous holder may write to it once this rank has made the call
-            lane += [Notify(holders[step - 1], Signal("open", r))] if step else []
-            lane += [Wait(Signal("open", following), 1)] if following is not None else []
+            made += [Notify(holders[step - 1], Signal("open", r))] if step else []
+            made += [Wait(Signal("open", following), 1)] if following is not None else []
         elif r == source:
-            lane += enter(r, ranks)
+            made += enter(r, hosts)
             if local_peers(r, hosts):
                 own = Region(r, "a", 0, pieces)
-                lane += [
+                made += [
                     Copy(own, own._replace(buffer="staged")),
                     *notify_all(r, "ready", local_peers(r, hosts)),
                 ]
         for piece in range(pieces):
             here = block(r, "a" if r == source else into, piece)
-            lane += [Wait(before, piece + 1)] if step else []
+            made += [Wait(before, piece + 1)] if step else []
             if following is not None:
-                lane += [
+                made += [
                     Copy(here, block(following, into, piece)),
                     *notify_all(r, "arrived", members(hosts[following], hosts)),
                 ]
             if into == "staged" and step:
-                lane.append(Copy(here._replace(rank=holder), block(r, "out", piece)))
+                made.append(Copy(here._replace(rank=holder), block(r, "out", piece)))
         if into == "staged" and r != source:
             if not step:
                 kept = Region(source, "staged", 0, pieces)
-                lane += [
+                made += [
                     Wait(Signal("ready", source), 1),
                     Copy(kept, kept._replace(rank=r, buffer="out")),
                 ]
-            lane += leave(r, ranks)
-        lanes.append(lane)
-    return _plan("ring", ranks, pieces, source, lanes)
+            made += leave(r, hosts)
+        return made
+
+    lanes = _over_hosts(source, layout(hosts), lane, alone, pieces)
+    return _plan("ring", pieces, source, lanes)
+
+
+def _over_hosts(
+    source: int,
+    hosts: Layout,
+    lane: Callable[[int, Layout], Sequence[Instruction]],
+    *choices: Hashable,
+) -> PerRank[Mapping[str, tuple[Instruction, ...]]]:
+    """The lanes of a broadcast over several hosts."""
+    around = len(hosts.members)
+    holders = [rail_peer(source, (hosts[source] + step) % around, hosts) for step in (0, 1, -1)]
+    return over_hosts(
+        hosts,
+        lambda rank, hosts: {"compute": lane(rank, hosts)},
+        (source, tuple(hosts), *choices),
+        *holders,
+    )
 
 
 def _planned(request: Request) -> Plan:

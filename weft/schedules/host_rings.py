@@ -26,7 +26,7 @@ class HostRing(HostPart):
     def of_rows(self, stage: Make) -> list[Instruction]:
         """Sums of existing rows; they are staged if ranks of a host read each other's."""
         # other hosts use workspaces only after host 0
-        first = [] if self.host else enter(self.rank, self.ranks)
+        first = [] if self.host else enter(self.rank, self.hosts)
         if self.source == "partial":
             first = self.make_all(stage)
         redundant = Notify(self.rank, Signal("made", self.rank))  # within one lane
@@ -39,15 +39,15 @@ class HostRing(HostPart):
     @cached_property
     def last(self) -> int:
         """The host at which sums are complete."""
-        return max(self.hosts)
+        return len(self.hosts.members) - 1
 
-    def all_pieces(self) -> list[Piece]:
-        """All pieces in the order of the rows, in which every rank makes and sends them."""
-        return [piece for owner in range(self.ranks) for piece in self.pieces(owner)]
-
+    @cached_property
     def own(self) -> list[Piece]:
         """The pieces that this rank adds up for its host, in the order of the rows."""
-        return [piece for piece in self.all_pieces() if self.reducer(piece.owner) == self.rank]
+        adjacent = ((self.host + step) % (self.last + 1) for step in (1, -1))
+        if self.hosts.visited not in (None, self.host, *adjacent):
+            return []  # only adjacent hosts exchange sums
+        return [piece for owner in self.hosts.holds(self.rank) for piece in self.pieces(owner)]
 
     def onward(self, owner: int) -> int | None:
         """The rank to which this one sends the complete sum of an owner's rows, if there is one."""
@@ -57,17 +57,16 @@ class HostRing(HostPart):
 
     def make_all(self, make: Make) -> list[Instruction]:
         """Make all pieces, and notify their reducers; or all rows at once."""
-        lane, rank = enter(self.rank, self.ranks), self.rank
+        lane, rank = enter(self.rank, self.hosts), self.rank
         if self.at_once:
             lane.append(make(rank, 0, self.ranks * self.cut))
-            return lane + notify_all(
-                rank, "made", dict.fromkeys(map(self.reducer, range(self.ranks)))
-            )
-        for piece in self.all_pieces():
-            lane += [
-                make(rank, piece.at, piece.at + 1),
-                Notify(self.reducer(piece.owner), Signal("made", rank)),
-            ]
+            return lane + notify_all(rank, "made", self.here)
+        for owner in self.hosts.seen:
+            for piece in self.pieces(owner):
+                lane += [
+                    make(rank, piece.at, piece.at + 1),
+                    Notify(self.reducer(owner), Signal("made", rank)),
+                ]
         return lane
 
     def add(self, producers: Sequence[int]) -> list[Instruction]:
@@ -76,7 +75,7 @@ class HostRing(HostPart):
         """
         lane: list[Instruction] = []
         arrived = Counter[int]()
-        for count, piece in enumerate(self.own(), 1):
+        for count, piece in enumerate(self.own, 1):
             rows = block(self.rank, self.source, piece.at)
             running, parts = (
                 rows._replace(buffer="running"),
@@ -122,7 +121,7 @@ class HostRing(HostPart):
         """Send complete sums on as they arrive, and copy this rank's to ``out``."""
         lane: list[Instruction] = []
         arrived = Counter[int]()
-        for piece in self.own() if self.host < self.last else ():
+        for piece in self.own if self.host < self.last else ():
             if self.everywhere or self.host <= self.hosts[piece.owner] < self.last:
                 before = rail_peer(
                     piece.owner, self.host - 1 if self.host else self.last, self.hosts
@@ -135,13 +134,13 @@ class HostRing(HostPart):
         elif self.host < self.last:
             summed = shard(self.rank, "summed", self.rank, self.cut)
             lane.append(Copy(summed, Region(self.rank, "out", 0, self.cut)))
-        return lane + leave(self.rank, self.ranks)
+        return lane + leave(self.rank, self.hosts)
 
     def take_all(self) -> list[Instruction]:
         """Copy all sums to ``out`` as their ranks on this host notify this one."""
         lane: list[Instruction] = []
         arrived = Counter[int]()
-        for owner in range(self.ranks):
+        for owner in self.hosts.seen:
             holder = self.reducer(owner)
             if holder != self.rank:
                 arrived[holder] += 1

@@ -20,6 +20,7 @@ from weft.schedules.blocks import block, everything, shard, shards
 from weft.schedules.lanes import Lanes, concurrent, enter, leave, notify_all, wait_all
 from weft.schedules.peers import (
     Hosts,
+    Layout,
     after,
     local_peers,
     members,
@@ -55,7 +56,7 @@ class HostPart:
 
     rank: int
     cut: int
-    hosts: Hosts
+    hosts: Layout
     op: str
     everywhere: bool
     at_once: bool = False
@@ -71,7 +72,7 @@ class HostPart:
         return self.hosts[self.rank]
 
     @cached_property
-    def here(self) -> list[int]:
+    def here(self) -> Sequence[int]:
         """The ranks of this host."""
         return members(self.host, self.hosts)
 
@@ -87,6 +88,10 @@ class HostPart:
     def reducer(self, owner: int) -> int:
         """The rank of this host that adds up an owner's pieces; on its own host the owner."""
         return rail_peer(owner, self.host, self.hosts)
+
+    def adds(self, owner: int) -> bool:
+        """Whether this rank adds up an owner's pieces."""
+        return self.reducer(owner) == self.rank
 
     def take(self, owner: int) -> Copy:
         """Copy an owner's sums to ``out``, from the reducer of this host."""
@@ -111,7 +116,7 @@ class HostSums(HostPart):
                 if self.everywhere
                 else self.add(piece, self.local_peers, "out", piece.number)
             )
-        return lane + (self.collect() if self.everywhere else leave(self.rank, self.ranks))
+        return lane + (self.collect() if self.everywhere else leave(self.rank, self.hosts))
 
     def of_products(self, make: Make) -> Lanes:
         """Sums of rows that are made meanwhile: first rows for other hosts, last this rank's
@@ -119,7 +124,7 @@ class HostSums(HostPart):
         """
         rank = self.rank
         comm = [step for piece in self.for_other_hosts() for step in self.put(piece, self.here)]
-        lane = enter(rank, self.ranks)
+        lane = enter(rank, self.hosts)
         for group in self.made(rank):
             lane.append(make(rank, group[0].at, group[-1].at + 1))
             if self.everywhere or group[0].owner != rank:
@@ -128,7 +133,7 @@ class HostSums(HostPart):
                 for piece in group:
                     lane += self.add(piece, self.local_peers, "out", piece.number)
         if not self.everywhere:
-            return concurrent([*lane, *leave(rank, self.ranks)], [comm])
+            return concurrent([*lane, *leave(rank, self.hosts)], [comm])
         for piece in self.pieces(rank):
             comm += self.share(piece, self.here)
         if not one_rank_per_host(self.hosts):
@@ -142,39 +147,43 @@ class HostSums(HostPart):
         waits for the next; then the blocks of ranks of this host; then the own block, in shrinking
         groups, so that only one piece is left to add in the end.
         """
-        first = self.here[0]
-        remote = [
-            grown(self.pieces(owner))
-            for host in other_hosts(first, self.hosts)
-            for owner in members(host, self.hosts)
-        ]
-        local = [[self.pieces(peer)] for peer in local_peers(producer, self.hosts)]
+        peers = local_peers(producer, self.hosts.toward(None))
+        local = [[self.pieces(peer)] for peer in peers]
         own = [group[::-1] for group in grown(self.pieces(producer)[::-1])][::-1]
-        return [group for groups in [*remote, *local, own] for group in groups]
+        return [*self.elsewhere, *(group for groups in [*local, own] for group in groups)]
+
+    @cached_property
+    def elsewhere(self) -> list[list[Piece]]:
+        """The groups of pieces for other hosts, in the order in which all ranks of this host make
+        them.
+        """
+        return [
+            group
+            for host in other_hosts(self.here[0], self.hosts)
+            for owner in members(host, self.hosts)
+            for group in grown(self.pieces(owner))
+        ]
 
     def for_other_hosts(self) -> list[Piece]:
         """The pieces that this rank adds up for other hosts."""
-        return [
-            piece
-            for group in self.made(self.rank)
-            for piece in group
-            if self.reducer(piece.owner) == self.rank != piece.owner
-        ]
+        return [piece for group in self.elsewhere for piece in group if self.adds(piece.owner)]
 
     def wait_for(self, piece: Piece, producers: Sequence[int]) -> list[Instruction]:
         """Wait for the signals of these ranks of the host that their rows of a piece are made."""
-        waits: list[Instruction] = []
-        for peer in producers:
-            groups = (
-                group for group in self.made(peer) if self.reducer(group[0].owner) == self.rank
-            )
-            count = (
-                1
-                if self.at_once
-                else next(number for number, group in enumerate(groups, 1) if piece in group)
-            )
-            waits.append(Wait(Signal("made", peer), count))
-        return waits
+        return [
+            Wait(Signal("made", peer), 1 if self.at_once else self.numbers[peer, piece])
+            for peer in producers
+        ]
+
+    @cached_property
+    def numbers(self) -> dict[tuple[int, Piece], int]:
+        """The number of the signal with which a rank of this host notifies this one of a piece."""
+        found: dict[tuple[int, Piece], int] = {}
+        for producer in self.here:
+            groups = (group for group in self.made(producer) if self.adds(group[0].owner))
+            for number, group in enumerate(groups, 1):
+                found |= {(producer, piece): number for piece in group}
+        return found
 
     def put(self, piece: Piece, producers: Sequence[int]) -> list[Instruction]:
         """Add up this host's rows of a piece, after `producers` have made theirs, and put the sum
@@ -195,11 +204,10 @@ class HostSums(HostPart):
         """Add up an own piece into block `at` of `into`, after `producers` have made their rows and
         the sums of other hosts have arrived.
         """
-        reducers = [
-            rail_peer(self.rank, host, self.hosts) for host in other_hosts(self.rank, self.hosts)
-        ]
+        others = other_hosts(self.rank, self.hosts)
+        reducers = [rail_peer(self.rank, host, self.hosts) for host in others]
         sums: list[Region] = []
-        for host in dict.fromkeys(self.hosts):
+        for host in sorted((self.host, *others)):
             products = [block(peer, self.source, piece.at) for peer in members(host, self.hosts)]
             sums += products if host == self.host else [self.place(piece, host)]
         waits = self.wait_for(piece, producers) + wait_all("arrived", reducers, piece.number + 1)
@@ -227,21 +235,18 @@ class HostSums(HostPart):
         """
         rank, together = self.rank, not one_rank_per_host(self.hosts)
         lane: list[Instruction] = []
-        for owner in [rank, *after(rank, self.ranks)]:
+        for owner in [rank, *after(rank, self.hosts)]:
             if owner != rank or (own_elsewhere and together):
                 lane.append(Wait(Signal("summed", owner), 1 if owner == rank else self.cut))
             lane += [self.take(owner)] if together else []
-        return lane + (leave(rank, self.ranks) if together else [])
+        return lane + (leave(rank, self.hosts) if together else [])
 
     def publish(self, make: Make) -> list[Instruction]:
         """Make all rows at once, and notify the reducers of this host."""
-        lane = enter(self.rank, self.ranks)
+        lane = enter(self.rank, self.hosts)
         if self.source == "partial":
-            notified = {self.reducer(owner) for owner in range(self.ranks)}
             lane.append(make(self.rank, 0, self.ranks * self.cut))
-            lane += notify_all(
-                self.rank, "made", (peer for peer in self.local_peers if peer in notified)
-            )
+            lane += notify_all(self.rank, "made", self.local_peers)
         return lane
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from weft.plan import Compute, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Wait
 from weft.plan.lazy import PerRank
-from weft.schedules.peers import after, before
+from weft.schedules.peers import Layout, after, before, examples
 
 Lanes = Mapping[str, Sequence[Instruction]]
 """The lanes of a rank by name."""
@@ -26,14 +26,14 @@ def wait_all(name: str, peers: Iterable[int], count: int = 1) -> list[Instructio
     return [Wait(Signal(name, peer), count) for peer in peers]
 
 
-def enter(rank: int, ranks: int) -> list[Instruction]:
+def enter(rank: int, ranks: int | Layout) -> list[Instruction]:
     """Wait until no rank uses a workspace for an earlier plan; every plan that uses workspaces
-    begins with it.
+    begins with it. `ranks` is their number, or their layout over hosts.
     """
     return wait_all("free", after(rank, ranks), 0)
 
 
-def leave(rank: int, ranks: int) -> list[Instruction]:
+def leave(rank: int, ranks: int | Layout) -> list[Instruction]:
     """Notify all peers that this rank has ended its use of all workspaces; every plan that uses
     workspaces ends with it.
     """
@@ -52,7 +52,7 @@ class Published(NamedTuple):
 
 def publish(
     rank: int,
-    ranks: int,
+    ranks: int | Layout,
     parts: Sequence[tuple[int, int]],
     symmetric: bool,
     readers: Sequence[int],
@@ -96,16 +96,11 @@ def without_products(plan: Plan) -> Plan:
                 return ()
         return (instruction,)
 
-    def lanes(rank: int) -> dict[str, tuple[Instruction, ...]]:
-        return {
-            name: tuple(each for i in lane for each in without(i))
-            for name, lane in plan.lanes[rank].items()
-        }
-
     buffers = {name: buffer for name, buffer in plan.buffers.items() if name != "a"}
-    return replace(
-        plan,
-        lanes=PerRank(plan.ranks, lanes, plan.request),
+    return plan.with_lanes(
+        lambda lanes: {
+            name: tuple(each for i in lane for each in without(i)) for name, lane in lanes.items()
+        },
         buffers=buffers | {"partial": replace(buffers["partial"], role="input")},
         result={},
     )
@@ -152,6 +147,26 @@ def by_rank(
         ranks,
         lambda rank: {name: tidy(lane) for name, lane in lanes(rank).items()},
         repr(request) if request else "",
+    )
+
+
+def over_hosts(
+    hosts: Layout, lanes: Callable[[int, Layout], Lanes], request: object, *different: int
+) -> PerRank[Mapping[str, tuple[Instruction, ...]]]:
+    """The lanes of all ranks of several hosts, tidy. `request` determines them.
+
+    `lanes` may leave out what it would do with ranks that a layout does not visit, but nothing
+    else. `different` ranks do what others do not.
+    """
+
+    return PerRank(
+        len(hosts),
+        lambda rank: {name: tidy(lane) for name, lane in lanes(rank, hosts).items()},
+        repr(request),
+        examples(hosts, *different),
+        lambda rank, host: {
+            name: tuple(lane) for name, lane in lanes(rank, hosts.toward(host)).items()
+        },
     )
 
 

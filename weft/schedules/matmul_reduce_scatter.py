@@ -22,10 +22,11 @@ from weft.schedules.lanes import (
     enter,
     leave,
     notify_all,
+    over_hosts,
     wait_all,
     without_products,
 )
-from weft.schedules.peers import after, before, in_order
+from weft.schedules.peers import Layout, after, before, in_order, layout
 from weft.schedules.workload import Operator, Request, Rows, Workload, accumulator
 
 ALGORITHMS = ("direct", "push", "put", "ring", "sequential")
@@ -60,10 +61,10 @@ def sum_of_products(
     share a host.
     """
     ranks, pieces, algorithm = request.ranks, request.pieces, request.algorithm
-    every, hosts = everything(ranks, pieces), request.hosts or range(ranks)
+    every, of = everything(ranks, pieces), layout(request.hosts or range(ranks))
     owned = every if everywhere else shards(ranks, pieces)
 
-    def lanes(rank: int) -> Lanes:
+    def lanes(rank: int, hosts: Layout = of) -> Lanes:
         if ranks == 1:  # a sum over one rank is its product
             return {"compute": [matmul(Region(0, "a", 0, pieces), Region(0, "out", 0, pieces))]}
         if algorithm == "ring":
@@ -81,12 +82,13 @@ def sum_of_products(
         **dict.fromkeys(("partial", "running", "summed", "hosted"), Buffer.of("workspace", every)),
         "inbox": Buffer.of("workspace", [[*every[0]] * ranks] * ranks)
         if adds_all_rows
-        else inbox(pieces, hosts),
+        else inbox(pieces, of),
         "out": Buffer.of("output", owned),
     }
-    # a ring begins at rank 0
-    uniform = request.hosts is None and algorithm != "ring"
-    every_lane = by_rank(ranks, lanes, request if uniform else None)
+    if request.hosts is None:  # a ring begins at rank 0
+        every_lane = by_rank(ranks, lanes, None if algorithm == "ring" else request)
+    else:
+        every_lane = over_hosts(of, lanes, request)
     result = sum_result(owned, product_buffer(algorithm, ranks))
     return Plan(operator, algorithm, buffers, every_lane, result, (pieces,) * ranks)
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import chain
 
 from weft.plan import Buffer, Copy, Instruction, Plan, Reduce, Region
 from weft.plan.binding import split
+from weft.plan.lazy import PerRank
 from weft.schedules.blocks import around, block, everything, shards, sum_result
 from weft.schedules.host_rings import HostRing
 from weft.schedules.host_sums import HostSums, spaces
-from weft.schedules.lanes import one_lane, publish, wait_all
+from weft.schedules.lanes import Lanes, by_rank, over_hosts, publish, wait_all
 from weft.schedules.levels import Levels, send_eagerly
-from weft.schedules.peers import Hosts, after, before, one_rank_per_host
+from weft.schedules.peers import Hosts, Layout, after, before, layout, one_rank_per_host
 from weft.schedules.staging import Arrival, Stream, one_for_each, pipeline
 from weft.schedules.workload import Collective, Request
 
@@ -35,22 +36,23 @@ def put_sums(
     """Sums over several hosts: a reduce-scatter or, if sums are kept `everywhere`, an
     all-reduce.
     """
-    ranks, kind = len(hosts), HostRing if algorithm == "ring" else HostSums
+    kind = HostRing if algorithm == "ring" else HostSums
     source = "a" if one_rank_per_host(hosts) else "partial"
-    lanes = (
-        kind(r, pieces, hosts, op, everywhere, at_once=True, source=source).of_rows(stage)
-        for r in range(ranks)
-    )
+
+    def lanes(rank: int, hosts: Layout) -> Lanes:
+        part = kind(rank, pieces, hosts, op, everywhere, at_once=True, source=source)
+        return {"compute": part.of_rows(stage)}
+
+    every = over_hosts(layout(hosts), lanes, (pieces, tuple(hosts), op, everywhere))
     workspaces = spaces(pieces, hosts)
-    return sum_plan(operator, algorithm, ranks, pieces, lanes, workspaces, everywhere=everywhere)
+    return sum_plan(operator, algorithm, pieces, every, workspaces, everywhere=everywhere)
 
 
 def sum_plan(
     operator: str,
     algorithm: str,
-    ranks: int,
     pieces: int,
-    lanes: Iterable[Sequence[Instruction]],
+    lanes: PerRank[Mapping[str, tuple[Instruction, ...]]],
     workspaces: Mapping[str, Buffer],
     *,
     everywhere: bool,
@@ -58,7 +60,7 @@ def sum_plan(
     """A reduce-scatter or, if sums are kept `everywhere`, an all-reduce through these workspaces;
     ``eager`` synchronizes.
     """
-    every = everything(ranks, pieces)
+    ranks, every = len(lanes), everything(len(lanes), pieces)
     owned = every if everywhere else shards(ranks, pieces)
     buffers = {"a": Buffer.of("input", every), "out": Buffer.of("output", owned), **workspaces}
     synchronizes = algorithm == "eager"
@@ -66,7 +68,7 @@ def sum_plan(
         operator,
         algorithm,
         buffers,
-        one_lane(lanes),
+        lanes,
         sum_result(owned),
         (pieces,) * ranks,
         synchronizes=synchronizes,
@@ -87,20 +89,16 @@ def reduce_scatter(ranks: int, pieces: int, op: str = "sum", *, symmetric_a: boo
     """
     stream = one_for_each(ranks, pieces)
 
-    def lane(rank: int) -> Sequence[Instruction]:
+    def lanes(rank: int) -> Lanes:
         if not symmetric_a and ranks > 1:
-            return _through_slots(rank, op, stream)
-        share = rank * pieces, (rank + 1) * pieces
-        return [
-            *chain(
-                *reduce_published(
-                    rank, ranks, pieces, share, Region(rank, "out", 0, pieces), op, symmetric=True
-                )
-            )
-        ]
+            return {"compute": _through_slots(rank, op, stream)}
+        share, out = (rank * pieces, (rank + 1) * pieces), Region(rank, "out", 0, pieces)
+        first, last = reduce_published(rank, ranks, pieces, share, out, op, symmetric=True)
+        return {"compute": [*first, *last]}
 
-    lanes, spaces = map(lane, range(ranks)), {"staged": stream.slots}
-    return sum_plan("reduce_scatter", "direct", ranks, pieces, lanes, spaces, everywhere=False)
+    every = by_rank(ranks, lanes, (ranks, pieces, op, symmetric_a))
+    spaces = {"staged": stream.slots}
+    return sum_plan("reduce_scatter", "direct", pieces, every, spaces, everywhere=False)
 
 
 def reduce_published(
@@ -131,16 +129,18 @@ def eager(levels: Levels, op: str = "sum") -> Plan:
     """Reduce-scatter of a few rows, symmetric or not: every rank sends the rows of its peers'
     shards eagerly and reduces its own shard.
     """
-    ranks, lanes = len(levels[-1]), []
-    for r in range(ranks):
+    ranks = len(levels[-1])
+
+    def lanes(r: int) -> Lanes:
         terms = tuple(
             block(p, "a", r) if p == r else block(p, "eager", r - (r > p)) for p in range(ranks)
         )
         sent = send_eagerly([Region(r, "a", *part) for part in around(r, r + 1, ranks)], levels)
-        lanes.append([*sent, Reduce(terms, block(r, "out", 0), op)])
+        return {"compute": [*sent, Reduce(terms, block(r, "out", 0), op)]}
+
     eager_blocks = Buffer.of("eager", [[p for p in range(ranks) if p != r] for r in range(ranks)])
-    spaces = {"eager": eager_blocks}
-    return sum_plan("reduce_scatter", "eager", ranks, 1, lanes, spaces, everywhere=False)
+    every, spaces = by_rank(ranks, lanes, (levels, op)), {"eager": eager_blocks}
+    return sum_plan("reduce_scatter", "eager", 1, every, spaces, everywhere=False)
 
 
 def _through_slots(rank: int, op: str, stream: Stream) -> list[Instruction]:
