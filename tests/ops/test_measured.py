@@ -86,6 +86,28 @@ def collectives(world, size, call):
     assert torch.equal(weft.all_to_all(shares), parts.flatten())
 
 
+def uneven(world):
+    """Calls of uneven parts, whose descriptions differ between ranks."""
+    ranks, rank = world.ranks, world.rank
+    for call in range(CALLS):
+        sizes = [
+            [20_000 + 1000 * source + 100 * p for p in range(ranks)] for source in range(ranks)
+        ]
+        mine = torch.full((sum(sizes[rank]),), float(rank + call))
+        theirs = [sizes[source][rank] for source in range(ranks)]
+        out = weft.all_to_all(mine, input_split_sizes=sizes[rank], output_split_sizes=theirs)
+        parts = [torch.full((size,), float(p + call)) for p, size in enumerate(theirs)]
+        assert torch.equal(out, torch.cat(parts))
+        shards = [30_000 + 1000 * r for r in range(ranks)]
+        parts = [torch.full((size,), float(r + call)) for r, size in enumerate(shards)]
+        assert torch.equal(weft.all_gather(parts[rank], shard_rows=shards), torch.cat(parts))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_calls_of_uneven_parts(ranks):
+    on_ranks(uneven, ranks)
+
+
 def found(world):
     choices = engine(world).selections[Choices]
     return {key: choice for key, choice in choices.found.items() if isinstance(choice, Choice)}

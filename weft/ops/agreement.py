@@ -18,7 +18,9 @@ from weft.world import World
 
 
 def synchronize(world: World, call: str, timeout: float | None = None) -> None:
-    """Wait until all ranks make the call that `call` describes; collective."""
+    """Wait until all ranks make a call; collective. `call` describes it: the first line for errors,
+    the second with the values that must be equal on all ranks, as in `Engine.execute_as`.
+    """
     with _unrecorded(world):
         engine(world).execute_as(call, barrier(world.levels, "begin"), {}, timeout=timeout)
 
@@ -26,8 +28,7 @@ def synchronize(world: World, call: str, timeout: float | None = None) -> None:
 def from_rank_0(world: World, call: str, numbers: Tensor, timeout: float | None = None) -> None:
     """Overwrite `numbers`, a column of equal size on all ranks, with those of rank 0; collective.
 
-    `call` describes the call of which this is a part, with the values that must be equal on all
-    ranks, as in `Engine.execute_as`.
+    `call` describes the call of which this is a part, as in `synchronize`.
     """
     source, none = world.rank == 0, numbers[:0]
     tensors = {"a": numbers if source else none, "out": none if source else numbers}

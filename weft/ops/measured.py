@@ -166,7 +166,7 @@ class Choices:
         last call; collective.
         """
         world = self.world
-        agreement.synchronize(world, call, timeout)
+        agreement.synchronize(world, f"{call}\n{trial.key}", timeout)
         with world.exclusive:
             begin = time.monotonic_ns()
             execute()
