@@ -674,6 +674,15 @@ def test_bench_joins_the_ranks_of_a_launcher():
     assert product["ranks"] == sweep["ranks"] == 2
 
 
+def test_one_rank_of_a_thousand_is_shown_at_once():
+    shown = CliRunner().invoke(app, ["plan", "show", "all-reduce", "-n", "1024", "--rank", "7"])
+    assert shown.exit_code == 0
+    assert [line for line in shown.stdout.splitlines() if line.startswith("rank ")] == ["rank 7"]
+    assert "not verified: proofs are of at most 64 ranks" in shown.stdout
+    wrong = CliRunner().invoke(app, ["plan", "show", "all-reduce", "-n", "4", "--rank", "4"])
+    assert wrong.exit_code == 2
+
+
 def test_plans_are_shown_and_proved():
     outcome = CliRunner().invoke(
         app, ["plan", "show", "all-gather-matmul", "--rows", "4,4,3", "--algorithm", "push"]

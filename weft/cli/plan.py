@@ -6,13 +6,19 @@ from enum import Enum
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.progress import Progress
 
 from weft.cli.options import refuse
 from weft.errors import PlanError
 from weft.plan.binding import bind
-from weft.plan.proof import verify
+from weft.plan.language import show as show_plan
+from weft.plan.proof import RUNS, verify
 from weft.predict.planners import PLANNERS
 from weft.schedules.workload import Request, pieces
+
+PROVED = 64
+"""The most ranks whose plan is proved: the time grows with their cube, and is seconds for these."""
 
 app = typer.Typer(
     help="Show plans: the instructions of every rank in one execution of an operator.",
@@ -51,9 +57,18 @@ def show(
     symmetric: Annotated[
         bool, typer.Option("--symmetric", help="The caller's tensors are in symmetric memory.")
     ] = False,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help=f"Show this rank only. Default: all, or rank 0 of more than {PROVED}."
+        ),
+    ] = None,
 ) -> None:
     """Print a plan, and prove for any number of rows that it has no race and no deadlock and
     computes its result.
+
+    Of many ranks one is shown, whose lanes are planned in a moment, and nothing is proved: the time
+    of a proof grows with the cube of the ranks.
     """
     planner = PLANNERS[operator.name]
     chosen = algorithm or planner.first
@@ -63,10 +78,19 @@ def show(
     parts = None if rows is None else _rows(rows, ranks)
     cut = pieces(max(parts) if parts else 4, chunk_rows)
     count = len(parts) if parts else ranks or 2
+    if rank is not None and rank >= count:
+        refuse("--rank", f"the ranks are 0 to {count - 1}; got {rank}")
     made = planner.plan(Request(count, cut, chosen, symmetric))
-    typer.echo(made if parts is None else bind(made, planner.shards(parts)))
+    bound = made if parts is None else bind(made, planner.shards(parts))
+    ranks_shown = range(count) if rank is None and count <= PROVED else [rank or 0]
+    typer.echo(show_plan(bound, ranks_shown))
+    if count > PROVED:
+        typer.echo(f"\nnot verified: proofs are of at most {PROVED} ranks")
+        return
     try:
-        verify(made)
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            proof = progress.add_task("proof", total=RUNS * count)
+            verify(made, ended=lambda: progress.advance(proof))
     except PlanError as error:
         typer.echo(f"\nNOT VERIFIED: {error}", err=True)
         raise typer.Exit(1) from None

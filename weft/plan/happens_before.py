@@ -9,7 +9,7 @@ clocks were invented by Mattern and Fidge; the race check is the happens-before 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, permutations
 
@@ -38,8 +38,9 @@ class Use:
 class Run:
     """One greedy run of a sequence of well-formed plans, in which each rank proceeds by itself."""
 
-    def __init__(self, plans: list[Plan]) -> None:
-        self.plans = plans
+    def __init__(self, plans: list[Plan], ended: Callable[[], object] = lambda: None) -> None:
+        """`ended` is called when a rank ends a plan."""
+        self.plans, self.ended = plans, ended
         self.found: dict[str, None] = {}  # an ordered set
         ranks = range(plans[0].ranks)
         self.lanes: list[list[str]] = [
@@ -126,6 +127,7 @@ class Run:
                 [*self.clocks[self.index[rank, "compute"]]],
                 dict(self.base[rank]),
             )
+            self.ended()
 
     def waiting(self, lane: int, wait: Instruction) -> str:
         """The state of a lane that waits: the count it waits for, and the count so far."""

@@ -380,20 +380,16 @@ def accesses(instruction: Instruction) -> tuple[Region, ...]:
     return reads(instruction) + writes(instruction)
 
 
-def show(plan: Plan) -> str:
-    """The plan as text: for each rank its lanes side by side."""
+def show(plan: Plan, ranks: Iterable[int] | None = None) -> str:
+    """The plan as text: for each rank, or each of these `ranks`, its lanes side by side."""
     lines = [f"{plan.operator} / {plan.algorithm} on {plan.ranks} ranks"]
     unit = "blocks" if plan.pieces else "rows"
     for name, buffer in plan.buffers.items():
-        lines.append(
-            f"  {buffer.role:<9} {name:<9} {unit} per rank: {', '.join(map(str, buffer.rows))}"
-        )
-    for rank, lanes in enumerate(plan.lanes):
-        lines += [
-            "",
-            f"rank {rank}",
-            *_columns({name: list(map(str, lane)) for name, lane in lanes.items()}),
-        ]
+        rows = buffer.rows if len({*buffer.rows}) > 1 or plan.ranks < 8 else (buffer.rows[0], "…")
+        lines.append(f"  {buffer.role:<9} {name:<9} {unit} per rank: {', '.join(map(str, rows))}")
+    for rank in range(plan.ranks) if ranks is None else ranks:
+        lanes = {name: list(map(str, lane)) for name, lane in plan.lanes[rank].items()}
+        lines += ["", f"rank {rank}", *_columns(lanes)]
     return "\n".join(lines)
 
 

@@ -14,7 +14,7 @@ any block, from its beginning on; and lanes wait only for signals, which empty b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import pairwise
 
@@ -39,17 +39,20 @@ from weft.plan.happens_before import Run
 from weft.plan.language import ANY_BLOCK
 from weft.plan.values import terms
 
+RUNS = 3
+"""Plans that the proof of a single plan runs: an adversary, and the plan twice."""
 
-def verify(*plans: Plan) -> None:
+
+def verify(*plans: Plan, ended: Callable[[], object] = lambda: None) -> None:
     """Prove that `plans` are correct on every interleaving if executed one after the other; a
-    single plan is executed twice.
+    single plan is executed twice. `ended` is called when a rank ends a plan.
 
     Raises `PlanError` naming every deadlock, every unordered pair of accesses to overlapping rows,
     every counter with two writers, every output row that is not written exactly once with the value
     that `Plan.result` promises, every access to a workspace that an earlier plan may still be
     using, and every rank that ends a synchronizing plan before another has begun it.
     """
-    found = problems(*plans)
+    found = problems(*plans, ended=ended)
     if found:
         name = " then ".join(
             f"{plan.operator}/{plan.algorithm} on {plan.ranks} ranks" for plan in plans
@@ -58,7 +61,7 @@ def verify(*plans: Plan) -> None:
         raise PlanError("\n  ".join([f"{name}: {len(found)} problem(s)", *found[:20], *more]))
 
 
-def problems(*plans: Plan) -> list[str]:
+def problems(*plans: Plan, ended: Callable[[], object] = lambda: None) -> list[str]:
     """The defects that `verify` reports; empty for correct plans."""
     if len({plan.ranks for plan in plans}) != 1:
         return [f"plans of different sizes: {[plan.ranks for plan in plans]} ranks"]
@@ -66,7 +69,7 @@ def problems(*plans: Plan) -> list[str]:
         return list(dict.fromkeys(malformed))
     adversary = _adversary(plans[0].ranks)
     inside = plans if len(plans) > 1 else plans * 2
-    return Run([adversary, *inside]).problems()
+    return Run([adversary, *inside], ended).problems()
 
 
 def _malformed(plan: Plan) -> Iterator[str]:
