@@ -23,6 +23,7 @@ from weft.plan.messages import (
     message_signals,
     part_of_messages,
 )
+from weft.plan.proof import verify
 from weft.schedules.barrier import barrier
 from weft.schedules.levels import nested
 from weft.schedules.peers import examples
@@ -81,7 +82,7 @@ def check(plan, again, hosts, ranks):
         assert agreed(again.common(examples(hosts)), near) == agreed(plan, near)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(groupings(9, 5), st.sampled_from([*PLANNERS]), st.integers(1, 3))
 def test_the_part_of_each_rank_is_that_of_the_whole_plan(hosts, name, pieces):
     check(*(PLANNERS[name](hosts, pieces) for _ in range(2)), hosts, range(len(hosts)))
@@ -99,6 +100,22 @@ def test_sampled_parts_of_large_worlds(name):
     for hosts in worlds:
         plan, again = (PLANNERS[name](hosts, 1) for _ in range(2))
         check(plan, again, hosts, draw.sample(range(len(hosts)), 2))
+
+
+@pytest.mark.parametrize("name", [*PLANNERS])
+def test_whole_plans_of_several_hosts_are_proved(name):
+    """As written, and lowered, which has many more lanes."""
+    verify(PLANNERS[name](tuple(rank // 8 for rank in range(32)), 1))
+    hosts = tuple(rank // 4 for rank in range(12))
+    verify(lower_to_messages(PLANNERS[name](hosts, 1), hosts))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["barrier", "all_gather push", "all_to_all", "reduce_scatter push"]
+)
+def test_whole_plans_of_many_ranks_are_proved(name):
+    verify(PLANNERS[name](tuple(rank // 16 for rank in range(128)), 1))
 
 
 @pytest.mark.slow
