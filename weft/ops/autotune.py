@@ -20,7 +20,6 @@ few rows and in float64.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -39,7 +38,7 @@ _PIECES = (1, 2, 4, 8, 16, 32)
 """The numbers of pieces that are tried over a link."""
 _LEAST_PIECE = 32
 """The number of rows below which a piece is not tried."""
-_CANDIDATES = 10
+_CANDIDATES = 16
 """The maximum number of candidates of a class."""
 DROPPED_FROM = (1.4, 1.2, 1.1, 1.05)
 """Multiples of the fastest time, after the second round and each later one, above which a candidate
@@ -152,7 +151,7 @@ def _candidates(call: Call) -> list[Selection]:
     variants = [first.variant, *map(call.variant, names)]
     if linked and chunk_rows is None:
         most = max(workload.rows) // _LEAST_PIECE
-        cut = [each for each in variants if each.algorithm not in operator.uncut][:1]
+        cut = [each for each in variants if each.algorithm not in operator.uncut]
         variants += [each._replace(pieces=n) for each in cut for n in _PIECES if n <= most]
     others = [Selection(each, "") for each in dict.fromkeys(variants) if each != first.variant]
     return [first, *others][:_CANDIDATES]
@@ -179,8 +178,8 @@ class Trial:
         """Of this round: begin and end of each call and the time that this rank waited for a core
         in it, in nanoseconds, and the size of its product.
         """
-        self.ns_per_element: dict[Variant, list[float]] = defaultdict(list)
-        """The times of each candidate, divided by the size of the product."""
+        self.ns_per_element: dict[Variant, float] = {}
+        """The shortest time of each candidate, divided by the size of the product."""
         self.ms: dict[Variant, float] = {}
         """The shortest time of each candidate, for `explain`."""
         self.took = self.waited = 0.0
@@ -223,7 +222,8 @@ class Trial:
         self.repeated = disturbed and not self.repeated
         sizes = measured[0, :, 3].tolist()
         for variant, ns, size in zip(self.turns, durations, sizes, strict=True):
-            self.ns_per_element[variant].append(ns / size)
+            shortest = self.ns_per_element.get(variant, float("inf"))
+            self.ns_per_element[variant] = min(shortest, ns / size)
             self.ms[variant] = min(self.ms.get(variant, float("inf")), 1e-6 * ns)
         self.calls = []
         if self.to_check:
@@ -232,18 +232,11 @@ class Trial:
 
     def measured(self, variant: Variant) -> tuned.Measured:
         """The time of a variant, to store."""
-        return tuned.Measured(variant, self._time(variant), self.busy)
-
-    def _time(self, variant: Variant) -> float:
-        """The nanoseconds per element of a variant: longer than a third of its measured times. Most
-        others may be of preempted calls, and the shortest of several be an exception, too.
-        """
-        times = sorted(self.ns_per_element[variant])
-        return times[(len(times) - 1) // 3]
+        return tuned.Measured(variant, self.ns_per_element[variant], self.busy)
 
     def _checked(self) -> Selection | None:
         """The stored variant, or None if all candidates have to be measured."""
-        if self.busy or self._time(self.first) <= _SLOWER * self.to_check:
+        if self.busy or self.ns_per_element[self.first] <= _SLOWER * self.to_check:
             return Selection(self.first, _STORED)
         self.to_check, self.turns = 0.0, self.candidates
         self.ns_per_element.clear()
@@ -253,14 +246,16 @@ class Trial:
     def _selected(self) -> Selection | None:
         """The fastest candidate, or None if another round has to follow."""
         if self.round:
-            bound = DROPPED_FROM[self.round - 1] * min(map(self._time, self.turns))
-            self.turns = [each for each in self.turns if self._time(each) <= bound]
+            bound = DROPPED_FROM[self.round - 1] * min(
+                self.ns_per_element[each] for each in self.turns
+            )
+            self.turns = [each for each in self.turns if self.ns_per_element[each] <= bound]
         self.round += 1
         if len(self.turns) > 1 and self.round <= len(DROPPED_FROM):
             return None
 
         def weighted(variant: Variant) -> float:
-            return self._time(variant) * (_BETTER if variant == self.first else 1)
+            return self.ns_per_element[variant] * (_BETTER if variant == self.first else 1)
 
         by_time = tuple(sorted(self.ms.items(), key=lambda each: each[1]))
         reason = "it was the fastest in the first calls of its class"
