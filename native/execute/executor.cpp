@@ -1,5 +1,6 @@
 #include "execute/executor.hpp"
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <thread>
@@ -45,6 +46,12 @@ void Executor::begin(Program& program, int64_t timeout) {
   const CallText& text = bound ? bound->text() : program.text;
   execution.reset(calls.begin(text, bound ? bound->published() : 0), text.digest);
   execution.timeout = timeout;
+  // A lane that yields to another process loses its core for some milliseconds, so the only lane of
+  // a plan waits longer before it does; of several, one may need the core of another.
+  constexpr int kPatient = 10;
+  const auto used = [](const auto& lane) { return !lane.empty(); };
+  const auto lanes = std::count_if(program.lanes.begin(), program.lanes.end(), used);
+  execution.spins = lanes > 1 ? spins_ : kPatient * spins_;
   if (program.eager) execution.eager = next_eager(program);
   for (size_t lane = 0; lane < program.lanes.size(); ++lane) {
     const auto& instructions = program.lanes[lane];
@@ -197,7 +204,8 @@ bool Executor::wait(Execution& execution, size_t lane, int at, const Instruction
   const auto same_call = [&] {  // X3, by S5
     return instruction.count && counter.call.load(std::memory_order_relaxed) == execution.mark;
   };
-  if (spin(counter, Compare::greater_equal, expected, spins_) && (!first || same_call())) {
+  const int spins = LaneThread::current() ? spins_ : execution.spins;
+  if (spin(counter, Compare::greater_equal, expected, spins) && (!first || same_call())) {
     execution.agreed[lane][source] = 1;
     if (had_to_wait) mark_link_ready(execution, lane);
     return true;
@@ -218,8 +226,8 @@ bool Executor::wait(Execution& execution, size_t lane, int at, const Instruction
   // is woken from sleep gets the core at once.
   const int yields = LaneThread::current() && source == rank_ ? 0 : kYields;
   const int64_t deadline = now() + execution.timeout;
-  bool arrived = wait_until(*instruction.counter, Compare::greater_equal, expected, spins_,
-                            deadline, interrupted, gone, yields);
+  bool arrived = wait_until(*instruction.counter, Compare::greater_equal, expected, 0, deadline,
+                            interrupted, gone, yields);
   // X3: by H1 a signal of a peer that has not started this call belongs to another call, made in
   // place of an earlier one of this rank. The peer detects that the calls differ.
   while (arrived && first && instruction.count && within_host &&

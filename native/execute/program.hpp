@@ -143,6 +143,7 @@ struct Execution {
   uint64_t mark = 0;  // both combined, for peers to compare
   EagerOffset eager;
   int64_t timeout = 0;  // of each wait, in nanoseconds
+  int spins = 0;        // of each wait of the caller's thread
 };
 
 // One rank's part of a plan: its lanes, the growth of its counters in an execution, and the state
