@@ -385,9 +385,12 @@ class Relay:
         """Send peers the calls that have begun here, those of a moment together: each message wakes
         a thread of the peer, which takes as long as a call of few rows.
         """
-        while self.begun.wait() and not self.closed:
+        while True:
+            self.begun.wait()
+            self.begun.clear()  # before the look at `closed`, which is set first
+            if self.closed:
+                return
             time.sleep(_TOGETHER)
-            self.begun.clear()
             self._announce()
 
     def _announce(self) -> None:
