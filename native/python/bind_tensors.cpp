@@ -15,11 +15,16 @@ void bind_tensors(nb::module_& m) {
       .def(nb::init<nb::object, bool, size_t>(), "tensor"_a, "counted"_a, "sampled"_a)
       .def("changed", &Watch::changed);
 
+  nb::class_<CallsLeft>(m, "CallsLeft")
+      .def(nb::init<uint64_t>(), "left"_a)
+      .def("take", &CallsLeft::take)
+      .def_ro("left", &CallsLeft::left);
+
   nb::class_<CallCache>(m, "CallCache", nb::type_slots(CallCache::slots))
       .def(nb::init<Executor&, nb::object>(), "executor"_a, "prepared"_a, nb::keep_alive<1, 2>())
       .def("add", &CallCache::add, "function"_a, "options"_a, "a"_a.none(), "out"_a.none(),
            "weights"_a.none(), "biases"_a.none(), "program"_a, "binding"_a, "tensors"_a,
-           "results"_a, "prepare"_a.none())
+           "results"_a, "prepare"_a.none(), "left"_a = nb::none())
       .def("call", &CallCache::call, "function"_a, "options"_a, "a"_a.none(), "out"_a.none(),
            "weights"_a.none(), "biases"_a.none(), "timeout"_a)
       .def("clear", &CallCache::clear)

@@ -51,6 +51,13 @@ struct Computation {
   bool biased;
 };
 
+// The number of calls after which calls that share it are checked anew, as if they were not cached.
+// All calls of one kind, cached or not, take one each, so ranks agree on it.
+struct CallsLeft {
+  uint64_t left;
+  bool take() { return left && left--; }
+};
+
 // An earlier call.
 //
 // C1  `layouts` has all properties of the operands on which the program and the binding depend:
@@ -77,6 +84,7 @@ struct CachedCall {
   nb::object program, binding;
   Binding& bound;
   nb::object prepare;  // (instruction, operands, weights): its Computation
+  std::shared_ptr<CallsLeft> left;
   std::vector<Placed> placed;
   std::vector<Result> results;
   std::map<int, Computation> computations = {};  // by instruction, made by the first call
@@ -96,15 +104,17 @@ class CallCache {
 
   // Cache a call of `function` that executed `program` with `binding`. `tensors` are the tensors of
   // the program's buffers; the call is not cached unless each of them is inside `a` or a result.
+  // `left` limits its repetitions.
   void add(nb::object function, nb::object options, nb::handle a, nb::handle out,
            nb::handle weights, nb::handle biases, nb::object program, nb::object binding,
            nb::typed<nb::dict, nb::str, nb::any> tensors, nb::typed<nb::list, nb::any> results,
-           nb::object prepare) {
+           nb::object prepare, std::shared_ptr<CallsLeft> left) {
     const Operands operands{a, out, weights, biases};
     if (!read(function, operands)) return;
     const uint64_t key = hashed(options);
     auto& bound = nb::cast<Binding&>(binding);
-    CachedCall made{function, options, layouts_, program, binding, bound, prepare, {}, {}};
+    CachedCall made{function, options, layouts_,        program, binding,
+                    bound,    prepare, std::move(left), {},      {}};
     std::vector<Place> within(1, a_);
     for (nb::handle result : results) {
       if (!view_.read(result)) return;
@@ -139,6 +149,7 @@ class CallCache {
     if (cached.layouts != layouts_ || !cached.options.equal(options)) return nb::none();  // C1
     cached.addresses = {a_.address, out_.address};
     if (!plain(cached, operands)) return nb::none();  // C3
+    if (cached.left && !cached.left->take()) return nb::none();
     const nb::object made = out.is_none() ? results(cached) : nb::borrow(out);
     exclusively(executor_, cached.program, [&] {
       for (const CachedCall::Placed& one : cached.placed)

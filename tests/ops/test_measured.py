@@ -17,23 +17,23 @@ from weft.ops.measured import Choice, Choices, Class, Trial
 
 KEY = Class("all_gather", 18)
 SIZES = [8 << 10, 64 << 10, 200 << 10, 1 << 20]
-CALLS = 24  # more than a trial of three plans takes
+CALLS = 34  # more than a trial of three plans takes
 
 
 def evaluated(trial, least, delay=0, oversubscribed=False):
     """The outcome of a phase in which rank 1 is late for every call, sizes alternate, and each plan
     takes its time of `least` for a MiB once and ten times as long in all other rounds.
     """
-    names = []
+    names, rows = [], []
     while not trial.complete:
         names.append(trial.name)
         trial.calls.append((0, 0, 0))
-    rows = []
     for rank in range(2):
         row = []
         for at, name in enumerate(names):
             begin, size = 1000 * at + 100 * rank, 2 << at % 2 << 20
-            took = least[name] * (size >> 20) * (1 if at // len(trial.names) == 1 else 10)
+            once = at // 2 // len(trial.names) == 1
+            took = least[name] * (size >> 20) * (1 if once else 10)
             row += [begin, 1000 * at + 100 + took - rank, size]
         rows.append([*row, delay * rank, 100])
     return trial.end_phase(torch.tensor(rows), oversubscribed)
@@ -113,6 +113,23 @@ def found(world):
     return {key: choice for key, choice in choices.found.items() if isinstance(choice, Choice)}
 
 
+def repeated(world):
+    """Calls on the same tensors, most of them from the call cache, on other layouts on each rank,
+    until their class is measured again, twice.
+    """
+    numbers = SIZES[2] // 4
+    out = torch.empty(world.ranks, numbers)
+    mine, chosen = torch.full((numbers,), float(world.rank)), []
+    for call in range(1300):
+        if (call + world.rank) % 7 == 0:
+            weft.all_gather(mine)
+        else:
+            weft.all_gather(mine, out=out.view(-1))
+        chosen.append(engine(world).selections[Choices].found[Class("all_gather", 18)])
+    assert torch.equal(out, torch.arange(float(world.ranks)).view(-1, 1).expand(-1, numbers))
+    assert len({id(each) for each in chosen if isinstance(each, Trial)}) == 2
+
+
 def every_call_is_right(first, folder):
     patch = pytest.MonkeyPatch()
     patch.setenv("WEFT_CACHE", str(folder))
@@ -123,8 +140,10 @@ def every_call_is_right(first, folder):
         again = weft.init()
         if again.rank:  # those of rank 0 serve all ranks
             patch.setenv("WEFT_CACHE", "/dev/null")
-        for call in range(CALLS):
-            collectives(again, SIZES[2], call)
+        for size in SIZES:
+            for call in range(CALLS):
+                collectives(again, size, call)
+        repeated(again)
     finally:
         patch.undo()
     return [{tuple(key): each.name for key, each in found(w).items()} for w in (first, again)]

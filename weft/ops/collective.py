@@ -139,12 +139,13 @@ def run(
             return result
     call = check(world, a, out, *options)
     description = _description(check, call, a, options)
-    trial = None
+    trial = left = None
     if len(call.plans) > 1:
         choices = measured.choices(world, description, timeout)
         found = choices.of(call.key, call.plans)
         call = call._replace(plan=call.plans[found.name]())
         trial = found if isinstance(found, measured.Trial) else None
+        left = choices.left.get(call.key)
     program: Any = own.program(call.plan, call.tensors, call.rows)
     with world.exclusive:
         binding = program.bind(call.tensors, call.rows, description)
@@ -156,7 +157,7 @@ def run(
     result = call.finish()
     if own.caches_calls and trial is None and not call.copied and not call.sizes_exchanged:
         operands = a, out, None, None
-        made = call.tensors, [result], program.prepare
+        made = call.tensors, [result], program.prepare, left
         own.calls.add(check, options, *operands, program, binding, *made)
     return result
 

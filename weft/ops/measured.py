@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 import weft.cache as cache
+from weft._native import CallsLeft
 from weft.engines import engine
 from weft.ops import agreement
 from weft.plan import Plan
@@ -44,10 +45,16 @@ OPERATORS = ("all_gather", "all_to_all", "broadcast")
 
 LEAST_BYTES = 4 << 10
 """Bytes of a rank up to which nothing is measured: two system calls take longer than the copies."""
-_FIRST = 3
+_FIRST = 2
 """Rounds before slow plans are dropped; the very first warms up."""
-_LATER = 4
+_LATER = 3
 """Rounds after it."""
+_IN_A_ROW = 2
+"""Calls of a plan in each round: the first finds memory as another plan has left it, and calls of a
+program may alternate, too.
+"""
+_MEASURED_AGAIN = 100
+"""Calls of a class after which it is measured again; later, after ten times as many each time."""
 _DROPPED_FROM = 1.5
 """Multiple of the least time above which a plan is dropped after the first rounds."""
 _SAME = 1.05
@@ -88,18 +95,17 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """The plan of the next call: in another order in each round, as calls of a program may
-        alternate, too.
-        """
+        """The plan of the next call."""
         return self._name(len(self.calls))
 
     def _name(self, call: int) -> str:
-        return self.names[(call + call // len(self.names)) % len(self.names)]
+        return self.names[call // _IN_A_ROW % len(self.names)]
 
     @property
     def complete(self) -> bool:
         """Whether all calls of this phase were made."""
-        return len(self.calls) == len(self.names) * (_FIRST if self.first else _LATER)
+        rounds = _FIRST if self.first else _LATER
+        return len(self.calls) == rounds * len(self.names) * _IN_A_ROW
 
     def end_phase(self, times: Tensor, oversubscribed: bool) -> Choice | None:
         """Evaluate the times of all ranks, a row for each; the choice, or None if another phase
@@ -110,7 +116,7 @@ class Trial:
         latest = torch.stack(calls).view(-1, 3, len(times)).amax(2).tolist()
         ns = dict.fromkeys(self.names, 1 << 53)
         for call, (begin, end, size) in enumerate(latest):
-            if call >= len(self.names) or not self.first:
+            if call >= _IN_A_ROW * len(self.names) or not self.first:
                 name = self._name(call)
                 ns[name] = min(ns[name], ((end - begin) << 20) // size)
         if self.record is not None:
@@ -131,19 +137,34 @@ class Choices:
     """The choices of a world, equal on all ranks."""
 
     def __init__(self, world: World, stored: Mapping[Class, Choice]) -> None:
-        self.world, self.found = world, dict[Class, Choice | Trial](stored)
-        self.checked = set[Class]()
+        self.world, self.stored = world, dict(stored)
+        self.found = dict[Class, Choice | Trial]()
+        self.left, self.periods = dict[Class, CallsLeft](), dict[Class, int]()
+        """The calls until a class is measured again, of which cached calls take one each, too, and
+        the number with which they began.
+        """
 
     def of(self, key: Class, plans: Plans) -> Choice | Trial:
-        """The choice or the trial of a class."""
+        """The choice or the trial of a class for a call, which takes part in it."""
         found = self.found.get(key)
-        if found is None or (isinstance(found, Choice) and found.name not in plans):
-            found = self.found[key] = Trial(key, [*plans])
-        elif isinstance(found, Choice) and key not in self.checked:
-            names, record = ([*plans], None) if found.busy else ([found.name], found.ns)
-            found = self.found[key] = Trial(key, names, record)
-        self.checked.add(key)
+        if found is None and (stored := self.stored.get(key)) and stored.name in plans:
+            known = not stored.busy
+            found = Trial(key, [stored.name] if known else [*plans], stored.ns if known else None)
+        elif found is None or (isinstance(found, Choice) and not self._serves(found, key, plans)):
+            found = Trial(key, [*plans])
+        self.found[key] = found
         return found
+
+    def _serves(self, choice: Choice, key: Class, plans: Plans) -> bool:
+        return choice.name in plans and self.left[key].take()
+
+    def _choose(self, key: Class, choice: Choice) -> None:
+        """Let a choice serve the calls of its class from now on."""
+        self.found[key] = choice
+        self.periods[key] = self.periods.get(key, _MEASURED_AGAIN // 10) * 10
+        self.left[key] = CallsLeft(self.periods[key])
+        if self.world.rank == 0:
+            _store(_setting(self.world), key, choice)
 
     def expected(self, key: Class, plans: Plans) -> Plan:
         """The plan of a call that is not measured."""
@@ -179,9 +200,7 @@ class Choices:
         times = agreement.of_all_ranks(world, trial.key.operator, name, torch.tensor(own), timeout)
         choice = trial.end_phase(times, world.oversubscribed)
         if choice is not None:
-            self.found[trial.key] = choice
-            if world.rank == 0:
-                _store(_setting(world), trial.key, choice)
+            self._choose(trial.key, choice)
         elif trial.record is not None:
             self.found[trial.key] = Trial(trial.key, [*plans])
 
