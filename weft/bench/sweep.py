@@ -30,6 +30,9 @@ from weft.measure.timing import Stopwatch, Times, largest, per_call, race, sessi
 from weft.measure.verification import Check, sum_over_ranks
 from weft.world import World
 
+_SETTLING, _SETTLING_CALLS = 0.3, 150
+"""The most seconds and calls before a contender is timed."""
+
 WEFT, PLAIN, GLOO = "weft", "weft (plain)", "gloo"
 
 
@@ -199,13 +202,19 @@ class Bench:
         def seconds(calls: int) -> float:
             return largest(self.world, contender.time(calls))[0] / calls
 
-        # the first calls may be slow, so the time of a call is measured again in a batch
         shared = self.world.oversubscribed
-        calls, _ = batches(seconds(3), oversubscribed=shared)
+        calls, most = batches(seconds(_settling(seconds(3))), oversubscribed=shared)
         if self.settings.neighbours is not None:
             return 1, *singles(seconds(calls))
         calls, most = batches(seconds(calls), oversubscribed=shared)
         return calls, 1, most
+
+
+def _settling(seconds: float) -> int:
+    """The number of calls, of `seconds` each, after which all contenders take the time of later
+    calls: weft and MPIs measure algorithms in the first ones.
+    """
+    return max(1, min(_SETTLING_CALLS, int(_SETTLING / seconds)))
 
 
 def measure(settings: SweepSettings) -> dict[str, Any]:
