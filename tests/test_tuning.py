@@ -110,6 +110,7 @@ EXCEPTIONS = {
         weft/world/onesided.py: _FOREVER
         weft/world/relay.py: _LINGER
         weft/world/relay.py: _NOTICED
+        weft/world/reports.py: _PEER_ENDS
         weft/world/rendezvous.py: STARTING
         weft/world/rendezvous.py: _GIVE_UP
         weft/world/rendezvous.py: _PATIENCE

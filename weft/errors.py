@@ -43,12 +43,12 @@ def set_base(base: type[RuntimeError]) -> None:
 class PeerLost(WeftError):
     """A peer died, closed its world or failed with an exception while this rank needed it.
 
-    `how` is the phrase for it in the message.
+    `how` is the phrase for it in the message, `pid` its process if that is on this host, else 0.
     """
 
-    def __init__(self, message: str, how: str = "died") -> None:
+    def __init__(self, message: str, how: str = "died", pid: int = 0) -> None:
         super().__init__(message)
-        self.how = how
+        self.how, self.pid = how, pid
 
 
 class PeerTimeout(WeftError, TimeoutError):

@@ -257,7 +257,7 @@ def test_selections_are_cached_on_disk(tmp_path):
 
 def candidates_of_measured_classes(world, directory):
     """The candidates of a class that was measured earlier, whatever the rule selects."""
-    os.environ["WEFT_CACHE"] = directory
+    os.environ["WEFT_CACHE"] = f"{directory}/{world.rank}"  # both store, and one may do so late
     tuned._stored.cache_clear()
     a, b = world.empty(400, 64), torch.randn(64, 32)
     case = Workload("all_gather_matmul", (400, 400), 64, 32, "float32", "float32", packed=False)

@@ -459,6 +459,31 @@ def test_the_exception_of_an_interrupt_is_raised_unchanged(kind):
     on_ranks(interrupted, 2, kind, context=group)
 
 
+def interrupted_start(world, monkeypatch):
+    """Ctrl-C may come while `new_group` starts a group's progress threads."""
+    if dist.get_rank() == 0:
+        start_thread = threading.Thread.start
+
+        def start_interrupted(thread):
+            start_thread(thread)
+            raise KeyboardInterrupt
+
+        before = {*threading.enumerate()}
+        monkeypatch.setattr(threading.Thread, "start", start_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            dist.new_group(backend="weft")
+        assert {*threading.enumerate()} == before
+    else:
+        second = dist.new_group(backend="weft")
+        with pytest.raises(weft.PeerLost, match=r"rank 0 .* closed its world"):
+            dist.barrier(second)
+
+
+def test_an_interrupted_start_of_a_group_leaves_no_threads():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        on_ranks(interrupted_start, 2, monkeypatch, context=group)
+
+
 def interrupted_message(world):
     """An interrupted message may be partly received: the group is closed, as by an interrupted
     collective.

@@ -70,8 +70,12 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         self.others: dist.ProcessGroup | None = None
         self.coalesced: list[Work] | None = None  # issued since `_start_coalescing`
         self.barriers = 0
-        for progress in filter(None, (self.queue, self.messages)):
-            progress.start()
+        try:
+            for progress in filter(None, (self.queue, self.messages)):
+                progress.start()
+        except BaseException:  # such as Ctrl-C
+            self.shutdown()
+            raise
 
     # Reductions
 

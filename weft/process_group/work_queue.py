@@ -244,7 +244,7 @@ class Progress(ABC):
         """End the threads, after the callbacks of finished works."""
         self.deferred.close()
         # in a signal handler the thread may wait for the interrupted call; it ends after that
-        if self.thread.ident is not None and not self.current_call():
+        if self.thread.is_alive() and not self.current_call():
             self.thread.join()
         for thread in self.callback_threads:
             thread.shutdown(wait=False)

@@ -100,7 +100,7 @@ def _first(error: ChildFailedError) -> tuple[int, ProcessFailure]:
     def blame(failed: tuple[int, ProcessFailure]) -> tuple[bool, bool, int]:
         failure = failed[1]
         return (
-            failure.exitcode == -signal.SIGTERM,
+            failure.exitcode == -signal.SIGTERM and not _message(failure),
             _message(failure).startswith("PeerLost"),
             failure.timestamp,
         )
@@ -124,13 +124,11 @@ def _callstack(failure: ProcessFailure) -> str:
 
 def _how(failure: ProcessFailure) -> str:
     """A phrase for how a rank ended."""
+    if message := _message(failure):
+        return f"failed: {message}"
     if failure.exitcode < 0:
         return f"was ended by {signal.Signals(-failure.exitcode).name}"
-    return (
-        f"failed: {message}"
-        if (message := _message(failure))
-        else f"ended with exit code {failure.exitcode}"
-    )
+    return f"ended with exit code {failure.exitcode}"
 
 
 def _rank(threads: int, bind: bool, fn: Callable[..., Any], *args: Any) -> Any:

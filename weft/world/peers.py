@@ -209,9 +209,8 @@ class Peers:
 
     def lost(self, peer: int, how: str, doing: str) -> WeftError:
         """The error for a lost peer that this rank waited for; closes the world."""
-        return self.fail(
-            PeerLost(f"{self.name_of(peer)} {how} while rank {self.rank} waited {doing}", how), peer
-        )
+        message = f"{self.name_of(peer)} {how} while rank {self.rank} waited {doing}"
+        return self.fail(PeerLost(message, how, self.pids[peer] * self.same_host(peer)), peer)
 
     def name_of(self, peer: int) -> str:
         """The name of a peer in errors."""

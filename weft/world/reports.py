@@ -5,8 +5,10 @@ logger ``weft``.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import select
 import sys
 from collections.abc import Callable
 from types import TracebackType
@@ -15,6 +17,9 @@ from weft.errors import MismatchError, PeerLost, WeftError
 
 ON = "WEFT_REPORTS"
 """The variable that ``weft run`` sets for its ranks."""
+
+_PEER_ENDS = 2.0
+"""Seconds for which a rank that lost a peer waits for the end of its process."""
 
 
 def report_as_launched() -> None:
@@ -44,10 +49,24 @@ def _reporting(before: Hook) -> Hook:
             ):
                 trace = _of_the_user(trace)
             before(kind, error.with_traceback(trace), trace)
+        if isinstance(error, PeerLost) and error.pid:
+            _wait_for_end_of(error.pid)
         if isinstance(error, Exception):
             get_error_handler().record_exception(error)
 
     return report
+
+
+def _wait_for_end_of(pid: int) -> None:
+    """Let a process end first, as the launcher ends the others with the first rank that has failed,
+    and would then not see how this one ended.
+    """
+    with contextlib.suppress(OSError):  # it has ended
+        process = os.pidfd_open(pid)
+        try:
+            select.select([process], [], [], _PEER_ENDS)
+        finally:
+            os.close(process)
 
 
 def _reported_by_peer(error: BaseException) -> bool:
