@@ -12,9 +12,11 @@ each round they exchange the times at which their calls began and ended. The dur
 from the latest begin to the latest end, so that it does not include the delay of a late rank. The
 clocks of hosts differ, so durations are computed per host, and the shortest one counts.
 
-Candidates are measured only if their results are bitwise equal. Every variant adds up sums in the
-same order, and torch's products are bitwise equal for any number of rows, except for kernels for
-few rows and in float64.
+Candidates are measured only for products of enough rows and not in float64, so that their results
+are bitwise equal as far as torch's products are: on processors with AMX a kernel may add up the K
+products of an element in another order for another number of rows, and variants differ in the last
+bits. Where all calls and runs must give the same ones, `torch.use_deterministic_algorithms` leaves
+the selection to the rule alone.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ _MEASURED_FROM = 1.7e-4
 """Seconds on the link, below which more pieces cost more than their overlap can gain."""
 _STORED = "it was measured to be the fastest"
 _SAME_BITS = 16
-"""The number of rows from which on a row of a product is bitwise independent of it."""
+"""The number of rows from which on torch's products use no kernels for few rows."""
 _DTYPES = ("float32", "bfloat16", "float16")
 _ALGORITHMS = sorted({name for operator in OPERATORS.values() for name in operator.algorithms})
 
@@ -136,6 +138,8 @@ def _candidates(call: Call) -> list[Selection]:
     """
     operator, workload, world = call.operator, call.workload, call.world
     first, chunk_rows = call.rule("auto"), call.options.chunk_rows
+    if torch.are_deterministic_algorithms_enabled():
+        return [first]
     if chunk_rows is None and world.topology is None:
         stored = tuned.find(workload, world.emulated_link)
         if stored and not stored.busy and call.possible(stored.variant.algorithm):
@@ -190,7 +194,7 @@ class Trial:
         return self.waited > _BUSY * self.took
 
     def includes(self, call: Call) -> bool:
-        """Whether all candidates give bitwise equal results for a call."""
+        """Whether no candidate multiplies so few rows of a call that torch uses other kernels."""
         least = min(call.workload.rows)
         return all(least >= _SAME_BITS * variant.pieces for variant in self.candidates)
 

@@ -50,12 +50,14 @@ def matmul_reduce_scatter(
     dimension, collectively.
 
     The result is that of `torch.matmul` followed by `torch.distributed.reduce_scatter_tensor` (plus
-    `bias`). Products are summed in rank order in float32 (float64 for float64) and rounded once, by
-    every algorithm, so equal inputs give bitwise equal results. The products themselves are in
-    float32, except that products of bfloat16 for a bfloat16 result are in bfloat16, as `torch.mm`
-    computes them. Several hosts are summed in the order of their first ranks; a host other than the
-    owner's first sums its products, and sends the sum in the dtype of a product: bfloat16 for a
-    bfloat16 result, unless `out_dtype` is float32.
+    `bias`). Products are summed in rank order in float32 (float64 for float64) and rounded once, so
+    equal inputs give bitwise equal results by one algorithm; other algorithms differ in the last
+    bits where torch's products depend on the number of rows multiplied at a time, on processors
+    with AMX (see `weft.ops.autotune`). The products themselves are in float32, except that products
+    of bfloat16 for a bfloat16 result are in bfloat16, as `torch.mm` computes them. Several hosts
+    are summed in the order of their first ranks; a host other than the owner's first sums its
+    products, and sends the sum in the dtype of a product: bfloat16 for a bfloat16 result, unless
+    `out_dtype` is float32.
 
     Gradients flow to a, b and bias. The gradients of a and b share one gather of the result's
     gradient, by `all_gather_matmul`; the gradient of bias is complete on every rank.
