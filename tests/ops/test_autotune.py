@@ -168,6 +168,14 @@ def test_a_preempted_call_decides_nothing(preempted):
     assert measured(trial_of(times), times)[0] == "sequential"
 
 
+@pytest.mark.parametrize("lucky", range(5))
+def test_a_lucky_call_decides_nothing(lucky):
+    fast = [1060] * 5
+    fast[lucky] = 950
+    times = {"push": 3000, "direct": 1000, "sequential": fast}
+    assert measured(trial_of(times), times)[0] == "direct"
+
+
 def test_a_stored_variant_is_checked_and_measured_again_if_it_became_slower():
     times = {"direct": 1000, "sequential": 900}
     trusted, changed = trial_of(times, record=800.0), trial_of(times, record=600.0)

@@ -22,7 +22,10 @@ the selection to the rule alone.
 from __future__ import annotations
 
 import time
+from bisect import insort
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -182,8 +185,8 @@ class Trial:
         """Of this round: begin and end of each call and the time that this rank waited for a core
         in it, in nanoseconds, and the size of its product.
         """
-        self.ns_per_element: dict[Variant, float] = {}
-        """The shortest time of each candidate, divided by the size of the product."""
+        self.ns_per_element: dict[Variant, list[float]] = defaultdict(list)
+        """The times of each candidate divided by the size of the product, shortest first."""
         self.ms: dict[Variant, float] = {}
         """The shortest time of each candidate, for `explain`."""
         self.took = self.waited = 0.0
@@ -226,8 +229,7 @@ class Trial:
         self.repeated = disturbed and not self.repeated
         sizes = measured[0, :, 3].tolist()
         for variant, ns, size in zip(self.turns, durations, sizes, strict=True):
-            shortest = self.ns_per_element.get(variant, float("inf"))
-            self.ns_per_element[variant] = min(shortest, ns / size)
+            insort(self.ns_per_element[variant], ns / size)
             self.ms[variant] = min(self.ms.get(variant, float("inf")), 1e-6 * ns)
         self.calls = []
         if self.to_check:
@@ -236,11 +238,11 @@ class Trial:
 
     def measured(self, variant: Variant) -> tuned.Measured:
         """The time of a variant, to store."""
-        return tuned.Measured(variant, self.ns_per_element[variant], self.busy)
+        return tuned.Measured(variant, self.ns_per_element[variant][0], self.busy)
 
     def _checked(self) -> Selection | None:
         """The stored variant, or None if all candidates have to be measured."""
-        if self.busy or self.ns_per_element[self.first] <= _SLOWER * self.to_check:
+        if self.busy or self.ns_per_element[self.first][0] <= _SLOWER * self.to_check:
             return Selection(self.first, _STORED)
         self.to_check, self.turns = 0.0, self.candidates
         self.ns_per_element.clear()
@@ -250,16 +252,16 @@ class Trial:
     def _selected(self) -> Selection | None:
         """The fastest candidate, or None if another round has to follow."""
         if self.round:
-            bound = DROPPED_FROM[self.round - 1] * min(
-                self.ns_per_element[each] for each in self.turns
-            )
-            self.turns = [each for each in self.turns if self.ns_per_element[each] <= bound]
+            shortest = {each: self.ns_per_element[each][0] for each in self.turns}
+            bound = DROPPED_FROM[self.round - 1] * min(shortest.values())
+            self.turns = [each for each in self.turns if shortest[each] <= bound]
         self.round += 1
         if len(self.turns) > 1 and self.round <= len(DROPPED_FROM):
             return None
 
         def weighted(variant: Variant) -> float:
-            return self.ns_per_element[variant] * (_BETTER if variant == self.first else 1)
+            two_shortest = self.ns_per_element[variant][:2]  # a single call may be lucky
+            return fmean(two_shortest) * (_BETTER if variant == self.first else 1)
 
         by_time = tuple(sorted(self.ms.items(), key=lambda each: each[1]))
         reason = "it was the fastest in the first calls of its class"
