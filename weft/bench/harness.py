@@ -31,7 +31,10 @@ BATCH, BATCHES = 1e-3, 2.0
 """Seconds of the calls of a batch, much longer than reading the clock or leaving a barrier; and the
 most seconds for all batches of one contender, of which there are at least three.
 """
-_SINGLES = 50  # calls of a round that are timed one by one: 1000 in the default number of rounds
+_SINGLES = 500
+"""Calls of a round that are timed one by one. After the pause between two rounds a busy neighbour
+has the core of a rank, which delays a call or two: not to be the 1 % beyond p99.
+"""
 _REPEATED = 5  # fewest calls of a batch, if short: the first finds data of others in the caches
 _OVERSUBSCRIBED = 10  # factor of the length of a batch if ranks share cores
 
