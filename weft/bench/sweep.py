@@ -30,7 +30,7 @@ from weft.measure.timing import Stopwatch, Times, largest, per_call, race, sessi
 from weft.measure.verification import Check, sum_over_ranks
 from weft.world import World
 
-_SETTLING, _SETTLING_CALLS = 0.3, 150
+_SETTLING, _SETTLING_CALLS = 1.0, 150
 """The most seconds and calls before a contender is timed."""
 
 WEFT, PLAIN, GLOO = "weft", "weft (plain)", "gloo"
