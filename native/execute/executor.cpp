@@ -48,7 +48,7 @@ void Executor::begin(Program& program, int64_t timeout) {
   execution.timeout = timeout;
   // A lane that yields to another process loses its core for some milliseconds, so the only lane of
   // a plan waits longer before it does; of several, one may need the core of another.
-  constexpr int kPatient = 10;
+  constexpr int kPatient = 100;
   const auto used = [](const auto& lane) { return !lane.empty(); };
   const auto lanes = std::count_if(program.lanes.begin(), program.lanes.end(), used);
   execution.spins = lanes > 1 ? spins_ : kPatient * spins_;
