@@ -112,7 +112,7 @@ def measure(settings: OverlapSettings) -> dict[str, Any]:
             **figures.of_overlap(*(time.median for time in own.values())),
             "wrong": {name: check.wrong for name, check in checks.items()},
             "verified": not any(check.wrong for check in checks.values()),
-            **environment(world),
+            **environment(world, settings),
         }
 
 
@@ -162,9 +162,13 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
         )
     tables.print_notes(
         console,
+        *tables.cut_short(
+            result["times_ms"] | result["baselines_ms"], result["options"]["iterations"]
+        ),
         tables.verdict(
             result, "on every rank, before and after timing, on new inputs and poisoned outputs."
         ),
+        tables.machine(result),
     )
 
 

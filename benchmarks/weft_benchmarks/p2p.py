@@ -182,7 +182,7 @@ def measure(settings: CopySettings) -> dict[str, Any]:
             "neighbours": settings.neighbours,
             "rows": rows,
             "verified": not any(row["wrong"] for row in rows),
-            **environment(world),
+            **environment(world, settings),
         }
 
 

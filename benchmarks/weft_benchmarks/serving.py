@@ -235,7 +235,7 @@ def measure(settings: ServingSettings) -> dict[str, Any]:
                 for name in IMPLEMENTATIONS
             },
             "verified": not any(wrong.values()),
-            **environment(world),
+            **environment(world, settings),
         }
 
 

@@ -40,6 +40,8 @@ SCHEMA = {
     "neighbours": type(None),
     "rows": list,
     "verified": bool,
+    "options": dict,
+    "date": str,
     "machine": dict,
     "versions": dict,
 }
@@ -148,7 +150,9 @@ def test_bandwidths_are_those_of_nccl_tests():
 
 
 def test_statistics_are_in_microseconds_per_call():
-    assert per_call([0.004, 0.002, 0.012], calls=2) == pytest.approx(Times(2000.0, 1000.0, 6000.0))
+    assert per_call([0.004, 0.002, 0.012], calls=2) == pytest.approx(
+        Times(2000.0, 3000.0, 1000.0, 6000.0)
+    )
     assert per_call([float(i) for i in range(1, 201)], calls=1).p99 == 198e6
 
 
@@ -312,7 +316,8 @@ def test_a_sweep_on_two_ranks(tmp_path):
     assert kinds(made) == SCHEMA
     assert made["verified"]
     assert all(
-        kinds(row) == ROW and [*row["time_us"]] == ["median", "min", "p99"] for row in made["rows"]
+        kinds(row) == ROW and [*row["time_us"]] == ["median", "mean", "min", "p99"]
+        for row in made["rows"]
     )
     found = {(row["size_bytes"], row["implementation"], row["in_place"]) for row in made["rows"]}
     assert found == {

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from importlib import import_module
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,6 +39,7 @@ from weft.predict.planners import PLANNERS
 from weft.schedules.workload import Variant, Workload
 
 SMALL = ["--shape", "64x64x32", "--warmup", "1", "--iterations", "2", "--threads", "1"]
+TIMES = dict.fromkeys(("median", "mean", "min", "max", "p99"), float) | {"runs": int}
 SCHEMA = {
     "benchmark": str,
     "ranks": int,
@@ -48,22 +50,22 @@ SCHEMA = {
     "out_dtype": str,
     "algorithm": str,
     "chunk_rows": int,
+    "reason": str,
+    "notes": list,
     "link": type(None),
-    "times_ms": {
-        view: dict.fromkeys(("median", "min", "max", "p99"), float)
-        for view in ("compute", "communicate", "sequential", "pipelined")
-    },
-    "baselines_ms": {
-        name: dict.fromkeys(("median", "min", "max", "p99"), float)
-        for name in ("gloo+torch.mm", "one process")
-    },
+    "times_ms": dict.fromkeys(("compute", "communicate", "sequential", "pipelined"), TIMES),
+    "baselines_ms": dict.fromkeys(("gloo+torch.mm", "one process"), TIMES),
+    "streamed_ms": dict,
     "speedup": float,
     "overlap_percent": float,
     "limit_ratio": float,
     "tflops": float,
+    "wrong": dict,
     "verified": bool,
     "max_error": float,
     "error_bound": float,
+    "options": dict,
+    "date": str,
     "machine": {
         "cpu": str,
         "cores": int,
@@ -77,11 +79,11 @@ SCHEMA = {
 }
 
 
-def kinds(value):
-    """The types of a JSON value, with its nesting."""
+def kinds(value, schema=SCHEMA):
+    """The types of a JSON value, with the nesting of the schema."""
     return (
-        {key: kinds(inner) for key, inner in value.items()}
-        if isinstance(value, dict)
+        {key: kinds(inner, schema.get(key)) for key, inner in value.items()}
+        if isinstance(value, dict) and isinstance(schema, dict)
         else type(value)
     )
 
@@ -108,6 +110,8 @@ ENVIRONMENT = {
         "stores": "adaptive",
     },
     "versions": {"weft": "0", "torch": "0", "python": "0"},
+    "options": {"warmup": 3, "iterations": 20, "seed": 0},
+    "date": "2026-11-25T12:00:00+00:00",
 }
 
 
@@ -115,7 +119,7 @@ def result(**changes):
     """A result with made-up times."""
     names = ("compute", "communicate", "sequential", "pipelined")
     times = {
-        name: Statistics(median, median - 1, median + 1, median + 1, 20)
+        name: Statistics(median, median, median - 1, median + 1, median + 1, 20)
         for name, median in zip(names, (10.0, 8.0, 18.0, 12.0), strict=True)
     }
     made = {
@@ -123,7 +127,7 @@ def result(**changes):
         "choice": Selection(Variant("direct"), "as asked for"),
         "chunk_rows": 500,
         "times": times,
-        "baselines": dict.fromkeys((GLOO, ALONE), Statistics(24.0, 20.0, 30.0, 30.0, 20)),
+        "baselines": dict.fromkeys((GLOO, ALONE), Statistics(24.0, 25.0, 20.0, 30.0, 30.0, 20)),
         "ablation": {},
         "checks": {name: Check(0, 1e-6, 1e-3) for name in (*names, GLOO, ALONE)},
         "environment": ENVIRONMENT,
@@ -137,7 +141,7 @@ def text_of(result):
 
     console = Console(width=200, record=True, file=None, quiet=False)
     with console.capture() as captured:
-        report.print_tables(result, console)
+        report.print_tables(report.to_json(result), console)
     return captured.get()
 
 
@@ -152,7 +156,7 @@ def test_figures_follow_their_formulas():
 
 
 def test_statistics_are_in_milliseconds():
-    assert summarize([0.001, 0.004, 0.002]) == Statistics(2.0, 1.0, 4.0, 4.0, 3)
+    assert summarize([0.001, 0.006, 0.002]) == Statistics(2.0, 3.0, 1.0, 6.0, 6.0, 3)
 
 
 def test_interleaving_runs_every_view_in_every_round():
@@ -334,15 +338,17 @@ def test_json_of_a_wrong_result():
 
 def test_tables_mark_slower_wrong_and_emulated():
     assert "SLOWER" not in text_of(result())
-    assert "0.50x SLOWER" in text_of(result(baselines={GLOO: Statistics(6.0, 5.0, 7.0, 7.0, 20)}))
+    assert "0.50x SLOWER" in text_of(
+        result(baselines={GLOO: Statistics(6.0, 6.0, 5.0, 7.0, 7.0, 20)})
+    )
     checks = result().checks | {"pipelined": Check(4, torch.inf, 1e-3)}
-    assert "pipelined WRONG" in text_of(result(checks=checks))
+    assert "pipelined (direct) WRONG" in text_of(result(checks=checks))
     assert "NOT VERIFIED" in text_of(result(checks=checks))
     assert "EMULATED LINK" in text_of(
         result(environment=ENVIRONMENT | {"link": {"gbps": 10.0, "latency_us": 5.0}})
     )
     assert "too slow for 20 runs: 3 measured" in text_of(
-        result(baselines={GLOO: Statistics(6.0, 5.0, 7.0, 7.0, 3)})
+        result(baselines={GLOO: Statistics(6.0, 6.0, 5.0, 7.0, 7.0, 3)})
     )
 
 
@@ -351,7 +357,7 @@ def test_times_are_drawn(tmp_path, suffix):
     path = tmp_path / f"times.{suffix}"
     plots.draw_times(
         report.to_json(
-            result(ablation=dict.fromkeys(("cascade", "overlapped"), Statistics(3, 2, 4, 4, 20)))
+            result(ablation=dict.fromkeys(("cascade", "overlapped"), Statistics(3, 3, 2, 4, 4, 20)))
         ),
         path,
     )
@@ -445,7 +451,8 @@ def test_bench_on_two_ranks(tmp_path):
         "--timeline",
         tmp_path / "timeline.svg",
     ]
-    more = ["--json", "-", "--save-outputs", tmp_path / "outputs", "--seed", "5"]
+    folders = ["--save-outputs", tmp_path / "outputs", "--save-data", tmp_path / "data"]
+    more = ["--json", "-", "--seed", "5", *folders]
     command = [
         *COMMAND,
         "bench",
@@ -470,6 +477,51 @@ def test_bench_on_two_ranks(tmp_path):
         out = torch.load(tmp_path / "outputs" / f"rank{rank}.pt")
         assert out.shape == (64, 32)
         assert out.isfinite().all()
+    check_saved_data(tmp_path / "data", made["error_bound"])
+    saved = tmp_path / "saved.json"
+    saved.write_text(outcome.stdout)
+    again = CliRunner().invoke(app, ["show", str(saved), "--plot", str(tmp_path / "again.png")])
+    assert again.exit_code == 0
+    table = [line.split() for line in outcome.stderr.splitlines() if " 20 " in f"{line} "]
+    assert [line.split() for line in again.stdout.splitlines() if " 20 " in f"{line} "] == table
+    assert (tmp_path / "again.png").stat().st_size > 1000
+
+
+def check_saved_data(folder, bound):
+    """Check saved outputs of all_gather_matmul as a stranger would, with NumPy alone."""
+    ranks = [np.load(folder / f"rank{rank}.npz") for rank in range(2)]
+    gathered = np.concatenate([rank["a"] for rank in ranks]).astype(np.float64)
+    for rank in ranks:
+        product = gathered @ rank["b"].astype(np.float64)
+        assert np.allclose(product, rank["expected"], rtol=1e-12, atol=1e-12)
+        assert np.abs(rank["out"] - product).max() <= bound
+
+
+def test_saved_results_are_shown(tmp_path):
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps(report.to_json(result())))
+    shown = CliRunner().invoke(app, ["show", str(file)])
+    assert "pipelined (direct)" in shown.stdout
+    header, *rows = CliRunner().invoke(app, ["show", "--csv", str(file)]).stdout.splitlines()
+    assert header == "view,median_ms,mean_ms,min_ms,max_ms,p99_ms,runs"
+    assert rows[3] == "pipelined,12.0,12.0,11.0,13.0,13.0,20"
+    assert len(rows) == 6
+    for text, why in (
+        ("[]", "no result of weft bench"),
+        ("{", "is not JSON"),
+        ('{"benchmark": "x"}', "has no benchmark 'x'"),
+        ('{"benchmark": "all-gather-matmul"}', "another version of weft has written it"),
+    ):
+        file.write_text(text)
+        refused = CliRunner().invoke(app, ["show", str(file)])
+        assert (refused.exit_code, why in refused.stderr) == (1, True), refused.stderr
+
+
+def test_an_algorithm_that_streams_is_shown_beside_sequential():
+    times = Statistics(13.0, 13.0, 12.0, 14.0, 14.0, 20)
+    shown = text_of(result(streamed={"direct": times}))
+    assert "takes 1.08 times the time of" in shown
+    assert "communicate is 80% of compute" in shown
 
 
 @pytest.mark.data

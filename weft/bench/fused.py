@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import weft
+from weft.bench import data
 from weft.bench.alone import ALONE, all_cores
 from weft.bench.baselines import GLOO
 from weft.bench.harness import environment, link_of, poison, progress, verified, worst
@@ -68,6 +69,8 @@ class Result:
         environment: the ranks, the link, the neighbours (None if not asked for), the machine and
             the versions, as in the JSON.
         notes: further sentences that explain the times.
+        streamed: where auto has selected to communicate first, the times of an algorithm that
+            multiplies while rows arrive.
     """
 
     settings: FusedSettings
@@ -80,6 +83,7 @@ class Result:
     environment: dict[str, Any]
     traces: list[Trace]
     notes: tuple[str, ...] = ()
+    streamed: dict[str, Statistics] = field(default_factory=dict)
 
 
 class View(NamedTuple):
@@ -104,8 +108,8 @@ class Views(ABC):
 
 
 class Subject(Views):
-    """The tensors of one rank and the views on them: `VIEWS`, the baselines, and the steps that
-    `ablation` names, in order.
+    """The tensors of one rank and the views on them: `VIEWS`, the baselines, the algorithm
+    `streamed`, if any, and the steps that `ablation` names, in order.
 
     The weight is packed, as in a model that runs many times; the baselines have plain ones.
     `compared` tells whether the operator has baselines: gloo, and on one host one process.
@@ -203,6 +207,12 @@ class Subject(Views):
                 call, out, check = self.one_process()
                 call = call if world.rank == 0 else lambda: None
                 self.views[ALONE] = View(call, (out,), check, partial(all_cores, world))
+        self.streamed = ""
+        first = self.choice.variant.algorithm == self.call.operator.baseline
+        if first and settings.algorithm == "auto" and world.ranks > 1:
+            self.streamed, _ = self.call.overlapped()
+            call = self.operator(self.streamed, settings.chunk_rows)
+            self.views[self.streamed] = self.view(call)
         self.ablation: dict[str, str] = {}
 
     @abstractmethod
@@ -268,6 +278,9 @@ def measure(
                 subject.views["pipelined"].outputs[0],
                 settings.save_outputs / f"rank{world.rank}.pt",
             )
+        if settings.save_data:
+            operands = subject.a, subject.problem.weight, subject.out
+            data.save(settings.save_data, world, settings.operator, subject.rows, *operands)
         return Result(
             settings,
             subject.choice,
@@ -281,10 +294,11 @@ def measure(
                 "hosts": len(set(world.hosts)),
                 "link": link_of(world),
                 "neighbours": settings.neighbours,
-                **environment(world),
+                **environment(world, settings),
             },
             traces=[trace for trace in traces if trace],
             notes=subject.notes,
+            streamed={name: times[name] for name in filter(None, [subject.streamed])},
         )
 
 

@@ -11,6 +11,8 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
+from datetime import datetime, timezone
 from time import monotonic
 from typing import Any, Protocol, TypeVar
 
@@ -21,11 +23,14 @@ from torch import Tensor
 
 import weft._native as _native
 import weft.cache as cache
-from weft.bench.settings import parse_sizes
+from weft.bench.settings import Shape, parse_sizes
 from weft.measure.timing import Statistics, largest
 from weft.measure.verification import Check
 from weft.version import __version__
 from weft.world import World
+
+_FILES = {"json_file", "plot", "trace", "timeline", "save_outputs", "save_data"}
+"""The options that name files, which are not in a result."""
 
 BATCH, BATCHES = 1e-3, 2.0
 """Seconds of the calls of a batch, much longer than reading the clock or leaving a barrier; and the
@@ -54,15 +59,29 @@ class Sizes(Protocol):
 
 
 def times_ms(rows: Mapping[str, Statistics]) -> dict[str, dict[str, float]]:
-    """The times of rows as a JSON object."""
+    """The times of rows as a JSON object; `runs` is the number of measured ones."""
     return {
-        name: {key: getattr(times, key) for key in ("median", "min", "max", "p99")}
+        name: {key: getattr(times, key) for key in ("median", "mean", "min", "max", "p99")}
+        | {"runs": times.iterations}
         for name, times in rows.items()
     }
 
 
-def environment(world: World, **baselines: str) -> dict[str, Any]:
-    """The entries of a result for the machine and the versions; `baselines` are further versions.
+def options_of(settings: Any) -> dict[str, Any]:
+    """The options of a benchmark as a JSON object: warm-up, iterations, seed and all others that
+    decide what is measured.
+    """
+    values = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    return {
+        name: str(value) if isinstance(value, Shape) else value
+        for name, value in values.items()
+        if name not in _FILES
+    }
+
+
+def environment(world: World, settings: Any, **baselines: str) -> dict[str, Any]:
+    """The entries of a result for its options, the time at which it ended (UTC), the machine and
+    the versions; `baselines` are further versions.
 
     `cores` is the number of cores that the ranks may use together.
     """
@@ -75,7 +94,12 @@ def environment(world: World, **baselines: str) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "stores": _native.stores(),
     }
-    return {"machine": machine, "versions": versions() | baselines}
+    return {
+        "options": options_of(settings),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine,
+        "versions": versions() | baselines,
+    }
 
 
 def versions() -> dict[str, str]:

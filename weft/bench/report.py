@@ -1,11 +1,11 @@
-"""The result of a fused operator's benchmark as JSON and as tables."""
+"""The result of a fused operator's benchmark as JSON, and the tables of such a JSON object."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -13,10 +13,12 @@ from rich.text import Text
 
 from weft.bench import tables
 from weft.bench.alone import ALONE
-from weft.bench.fused import Result
 from weft.bench.harness import times_ms
-from weft.measure.timing import Statistics
+from weft.bench.settings import Shape
 from weft.predict import figures
+
+if TYPE_CHECKING:
+    from weft.bench.fused import Result
 
 
 def to_json(result: Result) -> dict[str, Any]:
@@ -41,124 +43,132 @@ def to_json(result: Result) -> dict[str, Any]:
         "out_dtype": settings.result_dtype,
         "algorithm": result.choice.variant.algorithm,
         "chunk_rows": result.chunk_rows,
+        "reason": result.choice.reason,
+        "notes": [*result.notes],
         "link": environment["link"],
         "times_ms": times_ms(result.times),
         "baselines_ms": times_ms(result.baselines),
+        "streamed_ms": times_ms(result.streamed),
         **_figures(result),
+        "wrong": {name: check.wrong for name, check in result.checks.items()},
         "verified": not any(check.wrong for check in result.checks.values()),
         "max_error": _finite(max(check.max_error for check in products)),
         "error_bound": _finite(max(check.bound for check in products)),
-        "machine": environment["machine"],
-        "versions": environment["versions"],
+        **{key: environment[key] for key in ("options", "date", "machine", "versions")},
     }
     return report | ({"ablation_ms": times_ms(result.ablation)} if result.ablation else {})
 
 
-def print_tables(result: Result, console: Console) -> None:
-    """Print the times, the figures, and the notes that explain them."""
-    console.print(Text(title(result), "bold"), soft_wrap=True)
-    console.print(
-        _table(result, result.times | result.baselines, result.baselines), _figure_table(result)
-    )
-    if result.ablation:
-        first = next(iter(result.ablation))
-        console.print(_table(result, result.ablation, {first: result.ablation[first]}))
-    tables.print_notes(console, *_notes(result))
+def print_tables(report: dict[str, Any], console: Console) -> None:
+    """Print the times, the figures, and the notes that explain them, of a result as JSON."""
+    console.print(Text(title(report), "bold"), soft_wrap=True)
+    baselines, ablation = report["baselines_ms"], report.get("ablation_ms", {})
+    rows = report["times_ms"] | report["streamed_ms"] | baselines
+    console.print(_table(report, rows, baselines), _figure_table(report))
+    if ablation:
+        first = next(iter(ablation))
+        console.print(_table(report, ablation, {first: ablation[first]}))
+    tables.print_notes(console, *_notes(report))
 
 
-def title(result: Result) -> str:
+def title(report: dict[str, Any]) -> str:
     """The operator, the ranks, the shape, the dtypes, the algorithm and the link, in one line."""
-    settings, environment = result.settings, result.environment
-    dtypes = (
-        settings.dtype
-        if settings.result_dtype == settings.dtype
-        else f"{settings.dtype} to {settings.result_dtype}"
-    )
-    link = (
-        f", emulated link of {environment['link']['gbps']:g} Gbit/s" if environment["link"] else ""
-    )
-    ranks, hosts = environment["ranks"], environment["hosts"]
+    dtype, result_dtype = report["dtype"], report["out_dtype"]
+    dtypes = dtype if result_dtype == dtype else f"{dtype} to {result_dtype}"
+    link = f", emulated link of {report['link']['gbps']:g} Gbit/s" if report["link"] else ""
+    ranks, hosts = report["ranks"], report["hosts"]
     size = f"{ranks} rank{'s' if ranks > 1 else ''}{f' on {hosts} hosts' if hosts > 1 else ''}"
-    name, algorithm = settings.operator.replace("_", "-"), result.choice.variant.algorithm
-    loaded = tables.loaded(environment)
-    return f"{name}: {size}, {settings.shape}, {dtypes}, {algorithm}{link}{loaded}"
+    what = f"{size}, {Shape(**report['shape'])}, {dtypes}, {report['algorithm']}"
+    return f"{report['benchmark']}: {what}{link}{tables.loaded(report)}"
 
 
-def _table(
-    result: Result, rows: Mapping[str, Statistics], compared: Mapping[str, Statistics]
-) -> Table:
+Times = Mapping[str, Mapping[str, float]]
+"""Times in milliseconds as in JSON, by the names of the measured calls."""
+
+
+def _table(report: dict[str, Any], rows: Times, compared: Times) -> Table:
     """The times of `rows`, and the ratios to the baselines `compared` of all that do the same."""
     versus = (f"vs {name.partition('+')[0]}" for name in compared)
     table = tables.table(("", *tables.TIMES.values(), "runs", *versus))
     for name, times in rows.items():
         incomparable = name in ("compute", "communicate") or name in compared
         ratios = [
-            Text() if incomparable else tables.ratio(baseline.median / times.median)
+            Text() if incomparable else tables.ratio(baseline["median"] / times["median"])
             for baseline in compared.values()
         ]
-        checked = result.checks.get(name)
-        label = tables.named(name, checked.wrong if checked else 0)
-        numbers = (f"{getattr(times, key):.3f}" for key in tables.TIMES)
-        table.add_row(label, *numbers, str(times.iterations), *ratios)
+        ran = f" ({report['algorithm']})" if name == "pipelined" else ""
+        label = tables.named(f"{name}{ran}", report["wrong"].get(name, 0))
+        numbers = (f"{times[key]:.3f}" for key in tables.TIMES)
+        table.add_row(label, *numbers, str(times["runs"]), *ratios)
     return table
 
 
-def _figure_table(result: Result) -> Table:
-    table, figure = Table(box=None, show_header=False, pad_edge=False), _figures(result)
-    table.add_row("speedup", tables.ratio(figure["speedup"]), "sequential / pipelined")
+def _figure_table(report: dict[str, Any]) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_row("speedup", tables.ratio(report["speedup"]), "sequential / pipelined")
     table.add_row(
-        "overlap", f"{figure['overlap_percent']:.0f} %", "of communicate is hidden behind compute"
+        "overlap", f"{report['overlap_percent']:.0f} %", "of communicate is hidden behind compute"
     )
     table.add_row(
         "limit ratio",
-        f"{figure['limit_ratio']:.3f}",
+        f"{report['limit_ratio']:.3f}",
         "pipelined / max(compute, communicate); 1 is the limit",
     )
-    table.add_row("TFLOP/s", f"{figure['tflops']:.3f}", "of each rank's product, pipelined")
+    table.add_row("TFLOP/s", f"{report['tflops']:.3f}", "of each rank's product, pipelined")
     table.columns[1].justify = "right"
     return table
 
 
-def _notes(result: Result) -> Iterator[Text]:
-    settings = result.settings
+def _notes(report: dict[str, Any]) -> Iterator[Text]:
     yield Text()
-    if emulated := result.environment["link"]:
+    if emulated := report["link"]:
         link = f"{emulated['gbps']:g} Gbit/s, {emulated['latency_us']:g} us per transfer"
         yield Text(
             "EMULATED LINK: each rank's copies to and from peers take at least as long as on a "
             f"link of {link}.",
             "yellow",
         )
-    algorithm, reason = result.choice.variant.algorithm, result.choice.reason
-    yield Text(f"{algorithm}, at most {result.chunk_rows} rows per transfer: {reason}.")
-    yield from map(Text, result.notes)
-    if ALONE in result.baselines:
-        threads = result.environment["ranks"] * result.environment["machine"]["threads_per_rank"]
+    chunk = f"at most {report['chunk_rows']} rows per transfer"
+    yield Text(f"{report['algorithm']}, {chunk}: {report['reason']}.")
+    for name, times in report["streamed_ms"].items():
+        yield Text(_why_not_streamed(report, name, times["median"]))
+    yield from map(Text, report["notes"])
+    if ALONE in report["baselines_ms"]:
+        threads = report["ranks"] * report["machine"]["threads_per_rank"]
         yield Text(
             f"{ALONE}: the products of all ranks by torch.mm on rank 0 with {threads} threads, "
             "while the others sleep."
         )
-    for name, times in {**result.times, **result.baselines, **result.ablation}.items():
-        if times.iterations < settings.iterations:
-            yield Text(
-                f"{name} is too slow for {settings.iterations} runs: {times.iterations} measured.",
-                "yellow",
-            )
-    wrong = [name for name, check in result.checks.items() if check.wrong]
+    wanted = report["options"]["iterations"]
+    kinds = ("times_ms", "streamed_ms", "baselines_ms", "ablation_ms")
+    every = {name: times for kind in kinds for name, times in report.get(kind, {}).items()}
+    yield from tables.cut_short(every, wanted)
+    wrong = [name for name, count in report["wrong"].items() if count]
     if wrong:
         yield Text(
             f"NOT VERIFIED: wrong results from {', '.join(wrong)}. The times are meaningless.",
             "bold red",
         )
     else:
-        report = to_json(result)
         errors = f"largest error {report['max_error']:.2g}, bound {report['error_bound']:.2g}"
         yield Text(
             "Verified on every rank, before and after timing, on new inputs and poisoned outputs: "
             f"{errors}.",
             "green",
         )
-    yield tables.machine(result.environment)
+    yield tables.machine(report)
+
+
+def _why_not_streamed(report: dict[str, Any], name: str, streamed: float) -> str:
+    """A sentence on what an algorithm that streams would take, in milliseconds, and why."""
+    compute, communicate, _, pipelined = (time["median"] for time in report["times_ms"].values())
+    takes = f"{name}, which multiplies while rows arrive, takes {streamed / pipelined:.2f} times"
+    if streamed < pipelined:
+        return f"{takes} the time of {report['algorithm']}: too little gain for auto to be sure of."
+    return (
+        f"{takes} the time of {report['algorithm']}: communicate is {communicate / compute:.0%} of "
+        "compute, and cutting the product costs more than hiding that gains."
+    )
 
 
 def _figures(result: Result) -> dict[str, float]:

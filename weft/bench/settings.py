@@ -132,6 +132,7 @@ Seed = Annotated[int, Option(min=0, help="Seed of the random data.")]
 Baseline = Annotated[
     str | None, Option(help="gloo or none; default gloo without an emulated link.")
 ]
+_DATA = "Save each rank's input, weight, output and expected output as rank<r>.npz, for NumPy."
 _FUSED_BASELINE = "gloo, and on one host one process with all cores; or none: default with a link."
 _LINK = "Emulate a slower link; auto: communication takes as long as compute."
 Gbps = Annotated[str | None, _option(_gbps, "GBPS|auto", _LINK)]
@@ -201,6 +202,7 @@ class FusedSettings(Compared):
     save_outputs: Annotated[
         Path | None, Option(metavar="DIR", help="Save each rank's output as rank<r>.pt.")
     ] = None
+    save_data: Annotated[Path | None, Option(metavar="DIR", help=_DATA)] = None
     threads: Threads = None
     neighbours: Neighbours = None
 

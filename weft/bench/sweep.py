@@ -243,7 +243,7 @@ def measure(settings: SweepSettings) -> dict[str, Any]:
             "neighbours": settings.neighbours,
             "rows": rows,
             "verified": not any(row["wrong"] for row in rows),
-            **environment(world, **versions),
+            **environment(world, settings, **versions),
         }
 
 
@@ -263,7 +263,7 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
     """Print the rows of a result, and the notes that explain them."""
     op = f", {result['op']}" if result["op"] else ""
     about = f"{result['ranks']} ranks, {result['dtype']}{op}, {result['algorithm']}"
-    single = result["neighbours"] is not None
+    single = result.get("neighbours") is not None
     console.print(Text(f"{result['benchmark']}: {about}{tables.loaded(result)}", "bold"))
     _print_rows(result["rows"], console, single)
     times = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -41,8 +41,17 @@ def named(name: str, wrong: int) -> Text:
 
 def loaded(result: dict[str, Any]) -> str:
     """What the heading of a result says of busy neighbours: nothing if there were none."""
-    count = result["neighbours"]
+    count = result.get("neighbours")
     return f", beside {count} busy process{'es' if count > 1 else ''}" if count else ""
+
+
+def cut_short(times: dict[str, Any], iterations: int) -> Iterator[Text]:
+    """A warning for each measured call that had fewer runs than `iterations`, being slow."""
+    for name, time in times.items():
+        if time["runs"] < iterations:
+            yield Text(
+                f"{name} is too slow for {iterations} runs: {time['runs']} measured.", "yellow"
+            )
 
 
 def machine(result: dict[str, Any]) -> Text:

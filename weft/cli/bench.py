@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
 
 from weft.bench import repository
 from weft.bench import settings as kinds
@@ -53,7 +52,14 @@ def _fused(settings: FusedSettings) -> None:
         name = settings.operator.replace("_", "-")
         refuse("--baseline", f"{name} has no baseline to compare with: use --baseline none")
     measure = partial(fused.measure, kind)
-    options.run_benchmark(settings, measure, _print, plots.draw_times, report.to_json)
+    options.run_benchmark(
+        settings,
+        measure,
+        report.print_tables,
+        plots.draw_times,
+        report.to_json,
+        more=_write_traces,
+    )
 
 
 def _check_fused(settings: FusedSettings) -> None:
@@ -86,22 +92,20 @@ def _check_fused(settings: FusedSettings) -> None:
         refuse("--link-gbps", "a single rank sends nothing over a link: use --ranks 2 or more")
     options.check_gloo(settings)
     try:
-        if settings.save_outputs:
-            settings.save_outputs.mkdir(parents=True, exist_ok=True)
+        for directory in filter(None, (settings.save_outputs, settings.save_data)):
+            directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        refuse("--save-outputs", f"cannot make the directory: {error}")
+        refuse("--save-outputs / --save-data", f"cannot make the directory: {error}")
 
 
 def _either(names: list[str]) -> str:
     return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else "".join(names)
 
 
-def _print(result: Result, console: Console) -> None:
-    """Print the result, and write the traces of single instructions."""
+def _write_traces(result: Result) -> None:
     from weft.bench import report
 
-    report.print_tables(result, console)
-    options.write_traces(result.settings, result.traces, report.title(result))
+    options.write_traces(result.settings, result.traces, report.title(report.to_json(result)))
 
 
 def _sweep(settings: SweepSettings) -> None:

@@ -228,10 +228,11 @@ def write_traces(settings: Any, traces: Sequence[Trace], title: str) -> None:
 def run_benchmark(
     settings: Any,
     measure: Callable[[Any], Any],
-    show: Callable[[Any, Console], None],
+    show: Callable[[dict[str, Any], Console], None],
     draw: Callable[[dict[str, Any], Path], None],
     to_json: Callable[[Any], dict[str, Any]] = lambda result: result,
     *,
+    more: Callable[[Any], None] = lambda result: None,
     alone: str = "",
     in_process: bool = False,
 ) -> None:
@@ -239,8 +240,8 @@ def run_benchmark(
     and picture.
 
     It runs on ranks started here, or on the ranks of a launcher, of which this process is one, or
-    `in_process`. `alone`: the reason to refuse a single rank. Errors and wrong results end with
-    exit status 1.
+    `in_process`. `alone`: the reason to refuse a single rank. `more` writes further files. Errors
+    and wrong results end with exit status 1.
     """
     rank, ranks = (0, settings.ranks or 2) if in_process else world_size(settings.ranks)
     if ranks < 2 and alone:
@@ -263,7 +264,8 @@ def run_benchmark(
         )
     result = to_json(found)
     if not rank:
-        show(found, Console(stderr=settings.json_file == "-"))
+        show(result, Console(stderr=settings.json_file == "-"))
+        more(found)
         write_json(result, settings.json_file)
         if settings.plot:
             draw(result, settings.plot)

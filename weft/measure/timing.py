@@ -38,6 +38,7 @@ class Statistics(NamedTuple):
     """
 
     median: float
+    mean: float
     min: float
     max: float
     p99: float
@@ -48,6 +49,7 @@ class Times(NamedTuple):
     """Microseconds per call in the measured batches, each the time of the slowest rank."""
 
     median: float
+    mean: float
     min: float
     p99: float
 
@@ -55,7 +57,8 @@ class Times(NamedTuple):
 def summarize(seconds: Sequence[float]) -> Statistics:
     """The statistics of the iterations' seconds."""
     times = sorted(1e3 * second for second in seconds)
-    return Statistics(statistics.median(times), times[0], times[-1], _p99(times), len(times))
+    middle = statistics.median(times), statistics.fmean(times)
+    return Statistics(*middle, times[0], times[-1], _p99(times), len(times))
 
 
 def per_call(seconds: Sequence[float], calls: int = 1) -> Times:
@@ -64,7 +67,7 @@ def per_call(seconds: Sequence[float], calls: int = 1) -> Times:
     p99 is the smallest time that 99 % of the batches do not exceed.
     """
     times = sorted(1e6 * second / calls for second in seconds)
-    return Times(statistics.median(times), times[0], _p99(times))
+    return Times(statistics.median(times), statistics.fmean(times), times[0], _p99(times))
 
 
 def _p99(times: Sequence[float]) -> float:

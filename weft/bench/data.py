@@ -1,0 +1,40 @@
+"""The operands and results of a benchmark as NumPy files, for checks by other programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.ops.operator import find
+from weft.world import World
+
+
+def save(
+    directory: Path, world: World, name: str, rows: Sequence[int], a: Tensor, b: Tensor, out: Tensor
+) -> None:
+    """Write ``rank<r>.npz`` with the arrays of this rank: its input `a`, its weight `b`, its result
+    `out`, and what is `expected` by the definition of the operator `name`, in float64; collective.
+
+    `rows` are the operator's rows of each rank. NumPy has no bfloat16: such values are written as
+    float32, which holds them exactly.
+    """
+    operator, own = find(name), (a.clone(), b)
+    operands = [own] * world.ranks
+    if world.ranks > 1:
+        dist.all_gather_object(operands, own)
+    inputs, weights = ([each.double() for each in part] for part in zip(*operands, strict=True))
+    result_rows = [operator.schedule.result_rows(rows, rank) for rank in range(world.ranks)]
+    expected = operator.reference(inputs, weights, result_rows)[world.rank]
+    arrays = {"a": a, "b": b, "out": out, "expected": expected}
+    file = directory / f"rank{world.rank}.npz"
+    np.savez(file, **{name: _array(tensor) for name, tensor in arrays.items()})
+
+
+def _array(tensor: Tensor) -> Any:
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()

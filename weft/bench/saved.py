@@ -1,0 +1,90 @@
+"""Saved results of ``weft bench``: the functions that print and draw each kind, and CSV."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from weft.bench import plots, report, repository, sweep
+from weft.bench.settings import FUSED, sweeps
+
+Result = dict[str, Any]
+
+
+class Shown(NamedTuple):
+    """The functions that print a kind of results, and draw it into a file."""
+
+    print: Callable[[Result, Console], None]
+    draw: Callable[[Result, Path], None]
+
+
+def load(file: Path) -> Result:
+    """The result in a file. Raises `ValueError` if it is none, `OSError` if it cannot be read."""
+    try:
+        found = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from None
+    if not isinstance(found, dict) or "benchmark" not in found:
+        raise ValueError(f"{file} is no result of weft bench --json")
+    return found
+
+
+def shown(result: Result) -> Shown:
+    """The functions for a result. Raises `ValueError` for a benchmark that this version lacks."""
+    name = result["benchmark"]
+    if result.get("device") == "cuda":
+        if "shape" in result:
+            return Shown(repository.module("gpu.products").print_times, plots.draw_times)
+        gathers = repository.module("gpu.gathers")
+        return Shown(gathers.print_table, gathers.draw)
+    if name in FUSED:
+        return Shown(report.print_tables, plots.draw_times)
+    if name.replace("-", "_") in sweeps():
+        return Shown(sweep.print_tables, plots.draw_sweep)
+    if name in repository.COMMANDS:
+        found = repository.module(name)
+        return Shown(found.print_tables, getattr(found, "draw", plots.draw_times))
+    raise ValueError(f"this version of weft has no benchmark {name!r}")
+
+
+def to_csv(result: Result) -> str:
+    """A line for each row of a result: its case, and its times in microseconds or milliseconds as
+    the columns say.
+    """
+    rows = [*_rows(result)]
+    columns = dict.fromkeys(column for row in rows for column in row)
+    text = StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _rows(result: Result) -> Iterator[dict[str, Any]]:
+    """The measured implementations, each with its numbers side by side."""
+    for row in result.get("rows", []):
+        yield _flat(row)
+    for name, figures in result.get("ways", {}).items():
+        yield {"implementation": name} | _flat(figures)
+    for kind in ("times_ms", "streamed_ms", "baselines_ms", "ablation_ms"):
+        for name, times in result.get(kind, {}).items():
+            yield {"view": name} | {
+                f"{key}_ms" if key != "runs" else key: time for key, time in times.items()
+            }
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """The numbers and words of a row; those of an object in it are named after it."""
+    flat = dict[str, Any]()
+    for name, value in row.items():
+        if isinstance(value, dict):
+            flat |= {f"{key}_{name.removeprefix('time_')}": each for key, each in value.items()}
+        elif not isinstance(value, list):
+            flat[name] = value
+    return flat

@@ -1,0 +1,40 @@
+"""``weft show``: a saved result of ``weft bench`` as tables, as a picture, or as CSV."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from weft.bench.settings import Plot
+from weft.cli import options
+
+
+def show(
+    file: Annotated[Path, typer.Argument(help="A result of weft bench --json.")],
+    plot: Plot = None,
+    as_csv: Annotated[
+        bool, typer.Option("--csv", help="Print a line for each row, for other programs.")
+    ] = False,
+) -> None:
+    """Show a saved result again: the tables that weft bench printed, or the picture."""
+    options.check_files(None, None, plot)
+    from weft.bench import saved
+
+    with options.failing("weft show"):
+        result = saved.load(file)
+        kind = saved.shown(result)
+        try:
+            if as_csv:
+                typer.echo(saved.to_csv(result), nl=False)
+            else:
+                kind.print(result, Console())
+            if plot:
+                kind.draw(result, plot)
+        except KeyError as missing:
+            raise ValueError(
+                f"{file} has no {missing}: another version of weft has written it; use that one, "
+                "or --csv"
+            ) from None
