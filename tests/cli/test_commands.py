@@ -5,9 +5,11 @@ asserts a time.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -485,6 +487,29 @@ def test_bench_on_two_ranks(tmp_path):
     table = [line.split() for line in outcome.stderr.splitlines() if " 20 " in f"{line} "]
     assert [line.split() for line in again.stdout.splitlines() if " 20 " in f"{line} "] == table
     assert (tmp_path / "again.png").stat().st_size > 1000
+
+
+def descendants(pid):
+    """The processes that a process has started, and theirs."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [*children, *(each for child in children for each in descendants(child))]
+
+
+@pytest.mark.slow
+def test_a_bench_that_is_terminated_says_so_in_one_line():
+    options = ["--iterations", "100000", "--neighbours", "1"]
+    command = [*COMMAND, "bench", "all-gather-matmul", *options]
+    bench = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    # the server of forks, the tracker of its resources, two ranks, and the neighbour that one of
+    # them starts once they have a world
+    while bench.poll() is None and len(descendants(bench.pid)) < 5:
+        os.sched_yield()
+    bench.terminate()
+    _, messages = bench.communicate(timeout=60)
+    assert (bench.returncode, messages) == (143, "weft bench: stopped by SIGTERM\n")
 
 
 def check_saved_data(folder, bound):

@@ -40,7 +40,7 @@ def _fused(settings: FusedSettings) -> None:
         options.only(
             settings, "--peers host", _ON_GPU | {"operator", "shape", "peers", "dtype", "seed"}
         )
-        options.need_gpu()
+        options.need_gpu("--peers host")
         products = options.from_repository("--peers host", "gpu.products")
         options.run_benchmark(
             settings, products.from_host, products.print_times, plots.draw_times, in_process=True
@@ -115,7 +115,7 @@ def _sweep(settings: SweepSettings) -> None:
         options.only(
             settings, "--device cuda", _ON_GPU | {"operation", "device", "sizes", "comm_sms"}
         )
-        options.need_gpu()
+        options.need_gpu("--device cuda")
         gathers = options.from_repository("--device cuda", "gpu.gathers")
         options.run_benchmark(
             settings, gathers.all_gathers, gathers.print_table, gathers.draw, in_process=True

@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -113,12 +114,12 @@ def check_gloo(settings: Any) -> None:
         refuse("--baseline", f"{why}: use --baseline none")
 
 
-def need_gpu() -> None:
-    """End with exit status 2 without a GPU."""
+def need_gpu(option: str) -> None:
+    """End with exit status 2 without a GPU; `option` has asked for one."""
     import torch
 
     if not torch.cuda.is_available():
-        refuse("--device", "torch finds no GPU here: omit the option, or use --device cpu")
+        refuse(option, "torch finds no GPU here: without this option, ranks compute on the CPU")
 
 
 def world_size(ranks: int | None) -> tuple[int | None, int]:
@@ -187,7 +188,7 @@ def check_cache() -> None:
 @contextmanager
 def failing(command: str, json_file: str | None = None) -> Iterator[None]:
     """Print errors of the ``with`` block, failures and unsupported requests, and end with exit
-    status 1.
+    status 1; of a signal that ends the process, print its name.
 
     If the JSON goes to stdout, all other output of this process and of started ranks, such as the
     messages of gloo on its connections in torch 2.9, goes to stderr.
@@ -203,6 +204,11 @@ def failing(command: str, json_file: str | None = None) -> Iterator[None]:
         except (RuntimeError, ValueError, OSError) as error:
             typer.echo(f"{command}: {error}", err=True)
             raise typer.Exit(1) from None
+        except SystemExit as stopped:  # of a signal that the launcher of ranks handles
+            if isinstance(stopped.code, int) and stopped.code > 128:
+                name = signal.Signals(stopped.code - 128).name
+                typer.echo(f"{command}: stopped by {name}", err=True)
+            raise
 
 
 def write_json(result: dict[str, Any], file: str | None) -> None:
