@@ -162,9 +162,7 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
         )
     tables.print_notes(
         console,
-        *tables.cut_short(
-            result["times_ms"] | result["baselines_ms"], result["options"]["iterations"]
-        ),
+        *tables.cut_short(result),
         tables.verdict(
             result, "on every rank, before and after timing, on new inputs and poisoned outputs."
         ),

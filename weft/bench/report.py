@@ -139,10 +139,7 @@ def _notes(report: dict[str, Any]) -> Iterator[Text]:
             f"{ALONE}: the products of all ranks by torch.mm on rank 0 with {threads} threads, "
             "while the others sleep."
         )
-    wanted = report["options"]["iterations"]
-    kinds = ("times_ms", "streamed_ms", "baselines_ms", "ablation_ms")
-    every = {name: times for kind in kinds for name, times in report.get(kind, {}).items()}
-    yield from tables.cut_short(every, wanted)
+    yield from tables.cut_short(report)
     wrong = [name for name, count in report["wrong"].items() if count]
     if wrong:
         yield Text(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from weft.bench import plots, report, repository, sweep
+from weft.bench import plots, report, repository, sweep, tables
 from weft.bench.settings import FUSED, sweeps
 
 Result = dict[str, Any]
@@ -72,11 +72,10 @@ def _rows(result: Result) -> Iterator[dict[str, Any]]:
         yield _flat(row)
     for name, figures in result.get("ways", {}).items():
         yield {"implementation": name} | _flat(figures)
-    for kind in ("times_ms", "streamed_ms", "baselines_ms", "ablation_ms"):
-        for name, times in result.get(kind, {}).items():
-            yield {"view": name} | {
-                f"{key}_ms" if key != "runs" else key: time for key, time in times.items()
-            }
+    for name, times in tables.times_of(result).items():
+        yield {"view": name} | {
+            f"{key}_ms" if key != "runs" else key: time for key, time in times.items()
+        }
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:

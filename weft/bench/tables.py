@@ -45,9 +45,16 @@ def loaded(result: dict[str, Any]) -> str:
     return f", beside {count} busy process{'es' if count > 1 else ''}" if count else ""
 
 
-def cut_short(times: dict[str, Any], iterations: int) -> Iterator[Text]:
-    """A warning for each measured call that had fewer runs than `iterations`, being slow."""
-    for name, time in times.items():
+def times_of(result: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """The times in milliseconds of all measured calls of a result, by their names."""
+    kinds = ("times_ms", "streamed_ms", "baselines_ms", "ablation_ms")
+    return {name: times for kind in kinds for name, times in result.get(kind, {}).items()}
+
+
+def cut_short(result: dict[str, Any]) -> Iterator[Text]:
+    """A warning for each measured call that had fewer runs than were asked for, being slow."""
+    iterations = result["options"]["iterations"]
+    for name, time in times_of(result).items():
         if time["runs"] < iterations:
             yield Text(
                 f"{name} is too slow for {iterations} runs: {time['runs']} measured.", "yellow"
