@@ -60,6 +60,13 @@ def example(name, *arguments, cwd=ROOT):
     return printed.getvalue()
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_per_rank():
+    printed = run(WEFT, "run", "-n", "2", EXAMPLES / "gpu_per_rank.py")
+    assert "2 rank(s) on cpu: (1024, 256), as expected" in printed
+
+
 @pytest.mark.data
 @pytest.mark.parametrize(
     "name",

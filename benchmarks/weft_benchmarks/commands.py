@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.bench.settings import parse_sizes
+from weft.bench.settings import LIBRARIES, parse_sizes
 from weft.cli import options
 from weft.cli.options import refuse
 from weft_benchmarks.settings import CopySettings, OverlapSettings, ServingSettings
@@ -18,7 +18,8 @@ def overlap(settings: OverlapSettings) -> None:
 
     if len(parse_sizes(settings.size)) > 1:
         refuse("--size", f"expected one size; got {settings.size!r}")
-    options.check_gloo(settings)
+    options.check_baselines(settings, LIBRARIES)
+    settings = options.placed(settings)
     options.run_benchmark(settings, overlap.measure, overlap.print_tables, plots.draw_times)
 
 

@@ -16,15 +16,16 @@ from rich.console import Console
 from rich.text import Text
 
 from weft.bench import collectives, tables
-from weft.bench.baselines import gloo_collective
+from weft.bench.baselines import collective, group_of
 from weft.bench.fused import View, Views, interleave, verify
 from weft.bench.harness import environment, link_of, times_ms
 from weft.bench.neighbours import neighbours
 from weft.bench.plots import size_name
 from weft.bench.settings import Shape, SweepSettings, parse_sizes
+from weft.kernels.methods import on_device
 from weft.kernels.packed import pack
 from weft.kernels.products import multiply
-from weft.measure.timing import Stopwatch, session
+from weft.measure.timing import Stopwatch, session, stopwatch_of
 from weft.measure.verification import Check, Problem
 from weft.ops.all_gather import all_gather, all_gather_async
 from weft.predict import figures
@@ -40,9 +41,13 @@ class Overlap(Views):
     def __init__(self, settings: OverlapSettings, world: World) -> None:
         dtype = getattr(torch, settings.dtype)
         m, k, n = settings.shape
-        self.problem = Problem(m, k, n, dtype, dtype, seed=settings.seed, rank=world.rank)
-        self.x, self.out = torch.empty(m, k, dtype=dtype), torch.empty(m, n, dtype=dtype)
-        self.weight = pack(self.problem.weight)
+        device, on_gpu = world.device, world.device.type == "cuda"
+        self.problem = Problem(
+            m, k, n, dtype, dtype, seed=settings.seed, rank=world.rank, device=device
+        )
+        self.x, self.out = (torch.empty(m, c, dtype=dtype, device=device) for c in (k, n))
+        weight = self.problem.weight
+        self.weight = weight if on_gpu else pack(weight)
         sweep = SweepSettings("all_gather", dtype=settings.dtype, seed=settings.seed)
         count = collectives.count_of(parse_sizes(settings.size)[0], sweep, world.ranks)
         self.data = collectives.Data(world, sweep, count)
@@ -50,22 +55,23 @@ class Overlap(Views):
             world.empty(count, dtype=dtype),
             world.empty(count * world.ranks, dtype=dtype),
         )
-        product = partial(multiply, self.x, self.weight, self.out)
+        multiplied = partial(on_device, bias=None) if on_gpu else multiply
+        product = partial(multiplied, self.x, self.weight, self.out)
         gather = partial(all_gather, self.a, out=self.gathered, world=world)
         begin = partial(all_gather_async, self.a, out=self.gathered, world=world)
         self.check_product = partial(self.problem.check_product, self.out)
         self.views = {
             "compute": View(product, (self.out,), self.check_product),
             "communicate": View(gather, (self.gathered,), self._check_gathered),
-            "sequential": self._both(lambda: (gather(), product())),
+            "sequential": self._both(partial(_one_by_one, gather, product)),
             "overlapped": self._both(partial(_concurrently, product, begin)),
         }
-        if settings.gloo:
-            mm = partial(torch.mm, self.x, self.problem.weight, out=self.out)
-            by_gloo = gloo_collective("all_gather", self.a, self.gathered, "sum")
-            self.views["gloo sequential"] = self._both(lambda: (by_gloo(), mm()))
-            self.views["gloo overlapped"] = self._both(
-                partial(_concurrently, mm, partial(by_gloo, async_op=True))
+        mm = partial(torch.mm, self.x, weight, out=self.out)
+        for name in settings.baselines:
+            theirs = partial(collective, "all_gather", self.a, self.gathered, group=group_of(name))
+            self.views[f"{name} sequential"] = self._both(partial(_one_by_one, theirs(), mm))
+            self.views[f"{name} overlapped"] = self._both(
+                partial(_concurrently, mm, theirs(background=True))
             )
 
     def renew(self, run: int) -> None:
@@ -90,11 +96,15 @@ def measure(settings: OverlapSettings) -> dict[str, Any]:
     link.
     """
     [gathered] = parse_sizes(settings.size)
-    with session(settings.threads) as world, neighbours(world, settings.neighbours):
-        stopwatch, overlap = Stopwatch(world), Overlap(settings, world)
+    with (
+        session(settings.threads, **settings.place) as world,
+        neighbours(world, settings.neighbours),
+    ):
+        stopwatch, overlap = stopwatch_of(world), Overlap(settings, world)
         copies = _emulate(settings, world, overlap, stopwatch)
         times, checks = verify(overlap, world, lambda: interleave(overlap, stopwatch, settings))
-        baselines = {name: time for name, time in times.items() if name.startswith("gloo")}
+        compared = tuple(f"{name} " for name in settings.baselines) or ("none ",)
+        baselines = {name: time for name, time in times.items() if name.startswith(compared)}
         own = {name: time for name, time in times.items() if name not in baselines}
         return {
             "benchmark": "overlap",
@@ -168,6 +178,11 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
         ),
         tables.machine(result),
     )
+
+
+def _one_by_one(first: Callable[[], object], second: Callable[[], object]) -> None:
+    first()
+    second()
 
 
 def _concurrently(product: Callable[[], object], begin: Callable[[], Any]) -> None:

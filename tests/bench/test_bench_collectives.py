@@ -160,7 +160,7 @@ def test_statistics_are_in_microseconds_per_call():
     "dtype", ["float16", "bfloat16", "float32", "float64", "int8", "int32", "int64"]
 )
 def test_sums_are_exact(dtype):
-    world = SimpleNamespace(ranks=3, rank=1)
+    world = SimpleNamespace(ranks=3, rank=1, device=torch.device("cpu"))
     data = Data(world, SweepSettings("all_reduce", dtype=dtype), 300)
     sources = [stream[5:305] for stream in data.streams]
     exact = functools.reduce(torch.add, [source.to(torch.int64) for source in sources])

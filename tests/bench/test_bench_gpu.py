@@ -36,8 +36,11 @@ def test_a_missing_gpu_is_reported_first(options):
 @pytest.mark.parametrize(
     ("options", "refused"),
     [
-        (["all-gather", "--device", "cuda", "--baseline", "gloo"], "--baseline"),
-        (["all-gather", "--device", "cuda", "--neighbours", "1"], "--neighbours"),
+        (["all-gather", "--device", "cuda", "--comm-sms", "4", "--baseline", "none"], "--baseline"),
+        (
+            ["all-gather", "--device", "cuda", "--comm-sms", "4", "--neighbours", "1"],
+            "--neighbours",
+        ),
         (["all-gather-matmul", "--peers", "host", "--baseline", "gloo"], "--baseline"),
         (["all-gather-matmul", "--peers", "host", "--neighbours", "1"], "--neighbours"),
     ],

@@ -23,12 +23,12 @@ from weft.bench import fused, plots, report
 from weft.bench import subjects as case
 from weft.bench.alone import ALONE
 from weft.bench.baselines import (
-    GLOO,
-    gloo_all_gather_matmul,
-    gloo_matmul_all_reduce,
-    gloo_matmul_reduce_scatter,
+    all_gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
 )
 from weft.bench.fused import Result, measure
+from weft.bench.fused_baselines import LABELS
 from weft.bench.settings import AllGatherMatmul, FusedSettings, Shape
 from weft.cli import app, options
 from weft.doctor import checks as doctor
@@ -96,6 +96,8 @@ COMMAND = [
     "weft",
 ]
 
+
+GLOO = LABELS["gloo"]
 
 ENVIRONMENT = {
     "ranks": 2,
@@ -282,7 +284,7 @@ def test_baselines_sum_products(m, monkeypatch):
     a, b = torch.randn(m, 5).half(), torch.randn(5, 2).half()
     out = torch.empty(m, 2)
     whole = a.float() @ b.float()
-    for baseline in (gloo_matmul_reduce_scatter, gloo_matmul_all_reduce):
+    for baseline in (matmul_reduce_scatter, matmul_all_reduce):
         baseline(a, b, out.fill_(torch.nan))()
         torch.testing.assert_close(out, whole)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -292,30 +294,31 @@ def test_baselines_sum_products(m, monkeypatch):
         monkeypatch.setattr(
             dist,
             name,
-            lambda into, product, op: into.copy_(3 * product[shard : 2 * shard]),
+            lambda into, product, op, **_: into.copy_(3 * product[shard : 2 * shard]),
             raising=False,
         )
     sizes = [m // 3 + (rank < m % 3) for rank in range(3)]
     kept = torch.empty(sizes[1], 2)
-    gloo_matmul_reduce_scatter(a, b, kept)()
+    matmul_reduce_scatter(a, b, kept)()
     torch.testing.assert_close(kept, 3 * torch.split(whole, sizes)[1])
 
 
 @pytest.mark.parametrize("rows", [[3], [3, 3, 3], [4, 0, 2]])
 def test_baseline_multiplies_all_rows(rows, monkeypatch):
-    monkeypatch.setattr(
-        case.gloo_all_gather_matmul.__globals__["dist"], "is_initialized", lambda: True
-    )
+    monkeypatch.setattr(all_gather_matmul.__globals__["dist"], "is_initialized", lambda: True)
     shards, b = [torch.randn(n, 5).half() for n in rows], torch.randn(5, 2).half()
     padded = torch.zeros(len(rows), max(rows), 5).half()
     for shard, place in zip(shards, padded, strict=True):
         place[: len(shard)] = shard
     for name in ("all_gather_into_tensor", "all_gather_single"):
         monkeypatch.setattr(
-            torch.distributed, name, lambda into, own: into.copy_(padded.view(-1, 5)), raising=False
+            torch.distributed,
+            name,
+            lambda into, own, **_: into.copy_(padded.view(-1, 5)),
+            raising=False,
         )
     out = torch.empty(sum(rows), 2)
-    gloo_all_gather_matmul(shards[0], b, out, rows)()
+    all_gather_matmul(shards[0], b, out, rows)()
     torch.testing.assert_close(out, torch.cat(shards).float() @ b.float())
 
 
@@ -379,7 +382,13 @@ def test_times_are_drawn(tmp_path, suffix):
         (["--link-gbps", "fast"], "positive"),
         (["--link-gbps", "10", "-n", "1"], "--ranks 2"),
         (["--link-gbps", "10", "--baseline", "gloo"], "--baseline none"),
-        (["--baseline", "nccl"], "none or gloo"),
+        (["--baseline", "nccl"], "none, gloo, gloo-chunks"),
+        (["--baseline", "gloo-chunks", "--shape", "9x8x8"], "takes equal shards"),
+        (["--device", "cuda", "--baseline", "gloo"], "none, nccl, nccl-chunks, torch"),
+        (["--device", "cuda", "--engine", "host"], "use streams or triton"),
+        (["--engine", "triton"], "use host or reference or streams or interpreter"),
+        (["--engine", "streams", "--link-gbps", "1"], "does not emulate links"),
+        (["--engine", "reference", "--trace", "t.json"], "has no lanes over time"),
         (["--chunk-rows", "8", "--algorithm", "direct"], "push, pull or ring"),
         (["--ablate", "--algorithm", "sequential"], "push, pull or ring"),
         (["--plot", "times.pdf"], ".png or .svg"),
@@ -394,6 +403,51 @@ def test_invalid_options_are_refused(arguments, advice):
     )
     assert outcome.exit_code == 2
     assert advice in " ".join(outcome.stderr.replace("│", " ").split())
+
+
+def bench_json(*arguments):
+    """The result of ``weft bench``."""
+    outcome = CliRunner().invoke(app, ["bench", *arguments, "--json", "-"])
+    assert outcome.exit_code == 0, outcome.stderr
+    return json.loads(outcome.stdout)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("engine", ["reference", "streams", "interpreter"])
+def test_another_engine_executes_the_same_benchmark(engine):
+    if engine == "interpreter":
+        pytest.importorskip("triton", "3.6")
+    made = bench_json("all-gather-matmul", *SMALL, "--algorithm", "push", "--engine", engine)
+    assert made["verified"]
+    assert made["options"]["engine"] == engine
+    compared = ["gloo+torch.mm", "one process"] if engine == "streams" else []
+    assert [*made["baselines_ms"]] == compared
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(
+    "operator", ["all-gather-matmul", "matmul-reduce-scatter", "matmul-all-reduce"]
+)
+def test_baselines_in_chunks_are_verified(operator):
+    made = bench_json(operator, *SMALL, "--dtype", "bfloat16", "--baseline", "gloo-chunks")
+    assert made["verified"]
+    assert [*made["baselines_ms"]] == ["gloo-chunks"]
+
+
+def test_ranks_take_the_gpu_of_their_local_rank(monkeypatch):
+    from weft.world.device_memory import device_of_rank
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert device_of_rank() == torch.device("cuda:1")
+    assert "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES" not in os.environ
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert device_of_rank() == torch.device("cuda:1")
+    assert os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] == "1"
 
 
 def test_gloo_is_refused_for_an_operator_without_baselines(monkeypatch):

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.world import default_here, init_by_store
+from weft.engines import use_reference
 
 _context = multiprocessing.get_context("forkserver")
 _COMPILER = [
@@ -91,12 +91,16 @@ def group(backend: str = "weft", timeout: float = 20.0) -> Iterator[dist.Process
 @contextlib.contextmanager
 def stream_world() -> Iterator[weft.World]:
     """The default world of ranks whose plans run as on a GPU: each lane on a thread."""
-    with group("gloo"):
-        store = dist.PrefixStore("streams", dist.distributed_c10d._get_default_store())
-        ranks = dist.get_rank(), dist.get_world_size()
-        with init_by_store(store, *ranks, timeout=20, streams=True) as made:
-            default_here(made)
-            yield made
+    with weft.init(timeout=20, streams=True) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def reference_world() -> Iterator[weft.World]:
+    """The default world of ranks that each execute the plans of all ranks."""
+    with weft.init(timeout=20) as made:
+        use_reference(made)
+        yield made
 
 
 def start(

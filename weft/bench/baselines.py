@@ -1,45 +1,64 @@
-"""Baselines: the same work as a user would write it with torch and gloo."""
+"""Baselines: the same work as a user would write it with torch and gloo, or on GPUs NCCL.
+
+A baseline of a fused operator is a call that returns its result.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.kernels.methods import on_device
 from weft.plan.binding import split
 
-GLOO = "gloo+torch.mm"
+Group = dist.ProcessGroup | None
+"""A process group, or None for the default one."""
 
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
 
 
-def gloo_all_gather_matmul(
-    a: Tensor, b: Tensor, out: Tensor, rows: Sequence[int]
-) -> Callable[[], None]:
-    """``dist.all_gather_into_tensor`` on gloo, then ``torch.mm`` into `out`.
+def group_of(backend: str) -> Group:
+    """The group of all ranks by ``gloo``, which is the default one, or ``nccl``; collective."""
+    return None if backend == "gloo" else dist.new_group(backend=backend)
+
+
+def all_gather_matmul(
+    a: Tensor, b: Tensor, out: Tensor, rows: Sequence[int], group: Group = None
+) -> Callable[[], Tensor]:
+    """``dist.all_gather_into_tensor``, then ``torch.mm`` into `out`.
 
     Shards of different sizes are padded to the largest, since the collective takes equal ones, and
     are multiplied one by one.
     """
     shard = a if min(rows) == max(rows) else a.new_zeros(max(rows), a.shape[1])
     gathered = a.new_empty(max(rows) * len(rows), a.shape[1])
-    gather = gloo_collective("all_gather", shard, gathered, "sum")
+    gather = collective("all_gather", shard, gathered, group=group)
     multiply = products(_parts(gathered, out, rows), b)
 
-    def call() -> None:
+    def call() -> Tensor:
         if shard is not a:
             shard[: len(a)].copy_(a)
         gather()
         multiply()
+        return out
 
     return call
 
 
-def gloo_matmul_reduce_scatter(a: Tensor, b: Tensor, out: Tensor) -> Callable[[], None]:
-    """``torch.mm``, then ``dist.reduce_scatter_tensor`` on gloo into `out`.
+def matmul_reduce_scatter(
+    a: Tensor, b: Tensor, out: Tensor, group: Group = None
+) -> Callable[[], Tensor]:
+    """``torch.mm``, then ``dist.reduce_scatter_tensor`` into `out`.
 
     If rows do not divide evenly, the product is padded, since the collective takes equal shards.
     """
@@ -47,24 +66,28 @@ def gloo_matmul_reduce_scatter(a: Tensor, b: Tensor, out: Tensor) -> Callable[[]
     product = out.new_zeros(max(rows) * len(rows), b.shape[1])
     shard = out if min(rows) == max(rows) else out.new_empty(max(rows), b.shape[1])
     multiply = products([(own, result) for result, own in _parts(product, a, rows)], b)
-    scatter = gloo_collective("reduce_scatter", product, shard, "sum")
+    scatter = collective("reduce_scatter", product, shard, group=group)
 
-    def call() -> None:
+    def call() -> Tensor:
         multiply()
         scatter()
         if shard is not out:
             out.copy_(shard[: len(out)])
+        return out
 
     return call
 
 
-def gloo_matmul_all_reduce(a: Tensor, b: Tensor, out: Tensor) -> Callable[[], None]:
-    """``torch.mm`` into `out`, then ``dist.all_reduce`` on gloo."""
-    multiply, reduce = products([(a, out)], b), gloo_collective("all_reduce", out, out, "sum")
+def matmul_all_reduce(
+    a: Tensor, b: Tensor, out: Tensor, group: Group = None
+) -> Callable[[], Tensor]:
+    """``torch.mm`` into `out`, then ``dist.all_reduce``."""
+    multiply, reduce = products([(a, out)], b), collective("all_reduce", out, out, group=group)
 
-    def call() -> None:
+    def call() -> Tensor:
         multiply()
         reduce()
+        return out
 
     return call
 
@@ -80,9 +103,16 @@ def _parts(padded: Tensor, compact: Tensor, rows: Sequence[int]) -> list[tuple[T
 
 
 def products(pieces: Sequence[tuple[Tensor, Tensor]], b: Tensor) -> Callable[[], None]:
-    """A call that multiplies rows by `b` with ``torch.mm``, for pairs of rows and results. Operands
-    are converted to the dtype of the results, `b` only once.
+    """A call that multiplies rows by `b` with ``torch.mm``, for pairs of rows and results. On a CPU
+    operands are converted to the dtype of the results, `b` only once; a GPU's products do so.
     """
+
+    def on_gpu() -> None:
+        for rows, result in pieces:
+            on_device(rows, b, result, None)
+
+    if b.is_cuda:
+        return on_gpu
     wide = b.to(pieces[0][1].dtype)
 
     def call() -> None:
@@ -92,33 +122,36 @@ def products(pieces: Sequence[tuple[Tensor, Tensor]], b: Tensor) -> Callable[[],
     return call
 
 
-def gloo_collective(operation: str, a: Tensor, out: Tensor, op: str) -> Callable[..., object]:
-    """The call of ``torch.distributed`` for `operation` on gloo, from `a` to `out`; broadcasts are
-    from rank 0.
+def collective(
+    operation: str,
+    a: Tensor,
+    out: Tensor,
+    op: str = "sum",
+    group: Group = None,
+    background: bool = False,
+) -> Callable[..., object]:
+    """The call of ``torch.distributed`` for `operation` on a group, from `a` to `out`; broadcasts
+    are from rank 0. In the background it returns a work to wait for.
 
     Without a process group, that is with a single rank, it is a copy.
     """
     if not dist.is_initialized():
         return partial(out.copy_, a)
+    how: dict[str, Any] = {"group": group, "async_op": background}
     match operation:
         case "all_gather":  # renamed in torch 2.13, as is reduce_scatter
-            return partial(
-                getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor, out, a
-            )
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            return partial(gather, out, a, **how)
         case "reduce_scatter":
-            return partial(
-                getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor,
-                out,
-                a,
-                op=_OPS[op],
-            )
+            scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+            return partial(scatter, out, a, op=_OPS[op], **how)
         case "all_reduce" if a.data_ptr() == out.data_ptr():
-            return partial(dist.all_reduce, out, op=_OPS[op])
+            return partial(dist.all_reduce, out, op=_OPS[op], **how)
         case "all_reduce":  # torch.distributed has it only in place
-            return lambda: dist.all_reduce(out.copy_(a), op=_OPS[op])
+            return lambda: dist.all_reduce(out.copy_(a), op=_OPS[op], **how)
         case "broadcast":
-            return partial(dist.broadcast, out, 0)
+            return partial(dist.broadcast, out, 0, **how)
         case "all_to_all":
-            return partial(dist.all_to_all_single, out, a)
+            return partial(dist.all_to_all_single, out, a, **how)
         case _:
-            raise ValueError(f"gloo is no baseline of {operation}")
+            raise ValueError(f"torch.distributed has no {operation}")

@@ -112,7 +112,7 @@ class Data:
                 limit + 1,
                 (count + RUNS,),
                 generator=torch.Generator().manual_seed(settings.seed * world.ranks + rank),
-            ).to(self.dtype)
+            ).to(world.device, self.dtype)
             for rank in range(world.ranks)
         ]
 

@@ -24,6 +24,7 @@ def save(
     `rows` are the operator's rows of each rank. NumPy has no bfloat16: such values are written as
     float32, which holds them exactly.
     """
+    a, b, out = a.cpu(), b.cpu(), out.cpu()
     operator, own = find(name), (a.clone(), b)
     operands = [own] * world.ranks
     if world.ranks > 1:

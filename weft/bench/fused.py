@@ -20,15 +20,17 @@ from torch import Tensor
 import weft
 from weft.bench import data
 from weft.bench.alone import ALONE, all_cores
-from weft.bench.baselines import GLOO
+from weft.bench.fused_baselines import LABELS, call_of
 from weft.bench.harness import environment, link_of, poison, progress, verified, worst
 from weft.bench.neighbours import neighbours
 from weft.bench.settings import FusedSettings
 from weft.engines import engine
 from weft.engines.recording import record
+from weft.kernels.methods import on_device
 from weft.kernels.packed import pack
 from weft.kernels.products import multiply
-from weft.measure.timing import Statistics, Stopwatch, session
+from weft.kernels.weights import Weight
+from weft.measure.timing import Statistics, Stopwatch, session, stopwatch_of
 from weft.measure.verification import Check, Problem
 from weft.ops import fused
 from weft.ops.autotune import select
@@ -111,8 +113,8 @@ class Subject(Views):
     """The tensors of one rank and the views on them: `VIEWS`, the baselines, the algorithm
     `streamed`, if any, and the steps that `ablation` names, in order.
 
-    The weight is packed, as in a model that runs many times; the baselines have plain ones.
-    `compared` tells whether the operator has baselines: gloo, and on one host one process.
+    On a CPU the weight is packed, as in a model that runs many times; the baselines have plain
+    ones. `compared` tells whether the operator has baselines.
 
     Attributes (set by `prepare`):
         problem: the operands and the exact results.
@@ -120,10 +122,9 @@ class Subject(Views):
         x, product: operand and result of the product without communication.
         moved: the tensors of the communication without a product, by the names of the plan's
             buffers.
-        check, check_baseline, check_moved: the checks of `out` after a call of the operator or of
-            the baseline, and of the moved rows.
+        check, check_moved: the checks of `out` after a call of the operator, and of the moved rows.
+        check_baseline: the check of the result of a baseline.
         shares: the operator's arguments for the rows of each rank.
-        baseline: makes the call of gloo.
         one_process: makes the call for the work of all ranks, its result, and the check of that.
     """
 
@@ -136,14 +137,14 @@ class Subject(Views):
     moved: dict[str, Tensor]
     check: Callable[[int], Check]
     check_moved: Callable[[int], Check]
-    check_baseline: Callable[[int], Check]
+    check_baseline: Callable[[Tensor, int], Check]
     shares: dict[str, Any]
-    baseline: Callable[[], Callable[[], object]]
     one_process: Callable[[], tuple[Callable[[], object], Tensor, Callable[[int], Check]]]
     notes: tuple[str, ...]
 
     def __init__(self, settings: FusedSettings, world: World, stopwatch: Stopwatch) -> None:
         shape, self.settings, self.world = settings.shape, settings, world
+        self.empty = partial(torch.empty, device=world.device)
         self.rows = split(shape.m, world.ranks)
         self.dtype, self.out_dtype = (
             getattr(torch, settings.dtype),
@@ -162,13 +163,15 @@ class Subject(Views):
             for name, rows in OPERATORS[settings.operator].buffers(workload).items()
         }
         self.prepare()
-        self.weight = pack(self.problem.weight)
+        weight, on_gpu = self.problem.weight, world.device.type == "cuda"
+        self.weight: Weight = weight if on_gpu else pack(weight)
         latency = settings.link_latency_us or 0.0
         if settings.link_gbps:
             world.emulate_link(
                 1.0 if settings.link_gbps == "auto" else float(settings.link_gbps), latency
             )
-        compute = partial(multiply, self.x, self.weight, self.product)
+        multiplied = partial(on_device, bias=None) if on_gpu else multiply
+        compute = partial(multiplied, self.x, self.weight, self.product)
         options = Options(
             out_dtype=self.out_dtype,
             algorithm=settings.algorithm,
@@ -201,12 +204,12 @@ class Subject(Views):
             "sequential": self.view(self.operator(self.call.operator.baseline, None)),
             "pipelined": self.view(self.operator(settings.algorithm, settings.chunk_rows)),
         }
-        if settings.gloo and self.compared:
-            self.views[GLOO] = View(self.baseline(), (self.out,), self.check_baseline)
-            if world.ranks > 1 and not world.multi_host:
-                call, out, check = self.one_process()
-                call = call if world.rank == 0 else lambda: None
-                self.views[ALONE] = View(call, (out,), check, partial(all_cores, world))
+        names = settings.baselines if self.compared else ()
+        self.views |= {LABELS[name]: self._baseline(name) for name in names}
+        if "gloo" in names and world.ranks > 1 and not world.multi_host:
+            call, out, check = self.one_process()
+            call = call if world.rank == 0 else lambda: None
+            self.views[ALONE] = View(call, (out,), check, partial(all_cores, world))
         self.streamed = ""
         first = self.choice.variant.algorithm == self.call.operator.baseline
         if first and settings.algorithm == "auto" and world.ranks > 1:
@@ -250,6 +253,23 @@ class Subject(Views):
         """The view of a call of the complete operator."""
         return View(call, (self.out,), self.check)
 
+    def _baseline(self, name: str) -> View:
+        call = call_of(
+            name,
+            self.settings.operator,
+            self.a,
+            self.problem.weight,
+            self.out,
+            self.rows,
+            self.world,
+        )
+        found = [self.out]
+
+        def timed() -> None:
+            found[0] = call()
+
+        return View(timed, (self.out,), lambda run: self.check_baseline(found[0], run))
+
     def _move(self, plan: Plan) -> None:
         engine(self.world).program(plan, self.moved, self.rows, self.dtypes).run(
             self.moved, self.rows, {}
@@ -260,8 +280,11 @@ def measure(
     make_subject: Callable[[FusedSettings, World, Stopwatch], Subject], settings: FusedSettings
 ) -> Result:
     """The result on this rank; collective. Only rank 0 has the traces."""
-    with session(settings.threads) as world, neighbours(world, settings.neighbours):
-        stopwatch = Stopwatch(world)
+    with (
+        session(settings.threads, **settings.place) as world,
+        neighbours(world, settings.neighbours),
+    ):
+        stopwatch = stopwatch_of(world)
         subject, traces = make_subject(settings, world, stopwatch), list[Trace | None]()
 
         def race() -> dict[str, Statistics]:
@@ -275,7 +298,7 @@ def measure(
         times, checks = verify(subject, world, race)
         if settings.save_outputs:
             torch.save(
-                subject.views["pipelined"].outputs[0],
+                subject.views["pipelined"].outputs[0].cpu(),
                 settings.save_outputs / f"rank{world.rank}.pt",
             )
         if settings.save_data:
@@ -286,7 +309,7 @@ def measure(
             subject.choice,
             subject.call.operator.chunk_rows(subject.rows, subject.choice.variant),
             times={name: times[name] for name in VIEWS},
-            baselines={name: times[name] for name in (GLOO, ALONE) if name in times},
+            baselines={name: times[name] for name in (*LABELS.values(), ALONE) if name in times},
             ablation={step: times[name] for step, name in subject.ablation.items()},
             checks=checks,
             environment={

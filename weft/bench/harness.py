@@ -25,7 +25,7 @@ import weft._native as _native
 import weft.cache as cache
 from weft.bench.settings import Shape, parse_sizes
 from weft.measure.timing import Statistics, largest
-from weft.measure.verification import Check
+from weft.measure.verification import CPU, Check
 from weft.version import __version__
 from weft.world import World
 
@@ -85,6 +85,7 @@ def environment(world: World, settings: Any, **baselines: str) -> dict[str, Any]
 
     `cores` is the number of cores that the ranks may use together.
     """
+    gpu = _gpu(world) if world.device.type == "cuda" else {}
     machine = {
         "cpu": cache.processor().partition(":")[0] or platform.processor() or platform.machine(),
         "cores": len(frozenset[int]().union(*world.cores)),
@@ -93,22 +94,43 @@ def environment(world: World, settings: Any, **baselines: str) -> dict[str, Any]
         "vector_instructions": torch.backends.cpu.get_cpu_capability(),
         "system": f"{platform.system()} {platform.release()}",
         "stores": _native.stores(),
+        **gpu,
     }
     return {
         "options": options_of(settings),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": machine,
-        "versions": versions() | baselines,
+        "versions": versions(world.device) | baselines,
     }
 
 
-def versions() -> dict[str, str]:
-    """The versions of weft, torch and Python."""
+def _gpu(world: World) -> dict[str, Any]:
+    """The GPU of this rank, and the number of GPUs of this host that its ranks use."""
+    properties = torch.cuda.get_device_properties(world.device)
     return {
+        "gpu": properties.name,
+        "gpus": min(world.ranks, torch.cuda.device_count()),
+        "sms": properties.multi_processor_count,
+        "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
+    }
+
+
+def versions(device: torch.device = CPU) -> dict[str, str]:
+    """The versions of weft, torch and Python, and of all that results on a GPU depend on."""
+    found = {
         "weft": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+    if device.type == "cuda":
+        import triton
+
+        found |= {
+            "triton": triton.__version__,
+            "cuda": torch.version.cuda or f"rocm {torch.version.hip}",
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        }
+    return found
 
 
 def link_of(world: World) -> dict[str, float] | None:

@@ -64,10 +64,10 @@ def print_tables(report: dict[str, Any], console: Console) -> None:
     console.print(Text(title(report), "bold"), soft_wrap=True)
     baselines, ablation = report["baselines_ms"], report.get("ablation_ms", {})
     rows = report["times_ms"] | report["streamed_ms"] | baselines
-    console.print(_table(report, rows, baselines), _figure_table(report))
+    tables.print_wide(console, _table(report, rows, baselines), _figure_table(report))
     if ablation:
         first = next(iter(ablation))
-        console.print(_table(report, ablation, {first: ablation[first]}))
+        tables.print_wide(console, _table(report, ablation, {first: ablation[first]}))
     tables.print_notes(console, *_notes(report))
 
 
@@ -139,6 +139,7 @@ def _notes(report: dict[str, Any]) -> Iterator[Text]:
             f"{ALONE}: the products of all ranks by torch.mm on rank 0 with {threads} threads, "
             "while the others sleep."
         )
+    yield from tables.checking(report)
     yield from tables.cut_short(report)
     wrong = [name for name, count in report["wrong"].items() if count]
     if wrong:

@@ -116,8 +116,10 @@ def of_sizes(text: str, metavar: str = "FIRST:LAST:FACTOR,…") -> Any:
     return _option(parse_sizes, metavar, text)
 
 
-BASELINES = ("gloo", "openmpi", "mpich", "intel-mpi", "deepspeed")
-"""The baselines of the collectives; all but gloo are in the repository only."""
+BASELINES = {"cpu": ("gloo", "openmpi", "mpich", "intel-mpi", "deepspeed"), "cuda": ("nccl",)}
+"""The baselines of the collectives by device."""
+LIBRARIES = ("gloo", "nccl")
+"""Those of torch.distributed; the others are in the repository only."""
 FUSED = tuple(name.replace("_", "-") for name in OPERATORS)
 """The names of the fused operators in commands."""
 
@@ -132,8 +134,14 @@ Seed = Annotated[int, Option(min=0, help="Seed of the random data.")]
 Baseline = Annotated[
     str | None, Option(help="gloo or none; default gloo without an emulated link.")
 ]
+FUSED_BASELINES = {"cpu": ("gloo", "gloo-chunks"), "cuda": ("nccl", "nccl-chunks", "torch")}
+"""The baselines of fused operators by device: a collective beside `torch.mm`, the same in chunks
+beside products, and torch's own operators on symmetric memory."""
 _DATA = "Save each rank's input, weight, output and expected output as rank<r>.npz, for NumPy."
-_FUSED_BASELINE = "gloo, and on one host one process with all cores; or none: default with a link."
+_FUSED_BASELINE = (
+    "gloo (and on one host one process with all cores), gloo-chunks (beside products); on GPUs "
+    "nccl, nccl-chunks, torch; one or more, or none: default with a link."
+)
 _LINK = "Emulate a slower link; auto: communication takes as long as compute."
 Gbps = Annotated[str | None, _option(_gbps, "GBPS|auto", _LINK)]
 _JSON = "Write the result as JSON; -: stdout."
@@ -143,6 +151,19 @@ _TRACE = "Write a trace for https://ui.perfetto.dev."
 Trace = Annotated[Path | None, Option(metavar="FILE", help=_TRACE)]
 _TIMELINE = "Draw the instructions over time."
 Timeline = Annotated[Path | None, Option(metavar="FILE.png|svg", help=_TIMELINE)]
+_DEVICE = "cuda: each rank on the GPU of its local rank."
+Device = Annotated[Literal["cpu", "cuda"], Option(help=_DEVICE)]
+ENGINES = {"cpu": ("host", "reference", "streams", "interpreter"), "cuda": ("streams", "triton")}
+"""The engines of each device, the default first."""
+CHECKING = ("reference", "interpreter")
+"""Engines that are for checks: their times say nothing of the speed of a machine."""
+_ENGINE = (
+    f"What executes plans: {', '.join(ENGINES['cpu'])}; with --device cuda "
+    f"{', '.join(ENGINES['cuda'])}."
+)
+Engine = Annotated[
+    Literal["host", "reference", "streams", "interpreter", "triton"] | None, Option(help=_ENGINE)
+]
 Threads = Annotated[int | None, Option(min=1, help="Compute threads per rank; default: its cores.")]
 _NEIGHBOURS = "Busy processes on each host; collectives are then timed call by call, also with 0."
 Neighbours = Annotated[int | None, Option(min=0, help=_NEIGHBOURS)]
@@ -150,22 +171,43 @@ _LATENCY = "Latency of each transfer on the emulated link."
 Latency = Annotated[float | None, Option(min=0, help=_LATENCY)]
 
 
-class Compared:
-    """Settings of a benchmark with the baseline gloo and the option of an emulated link."""
+class Placed:
+    """Settings of a benchmark with the options for the device and the engine."""
+
+    device: str
+    engine: str | None
+
+    @property
+    def place(self) -> dict[str, str]:
+        """The device, and the engine: by default the device's first one."""
+        return {"device": self.device, "engine": self.engine or ENGINES[self.device][0]}
+
+
+class Compared(Placed):
+    """Settings of a benchmark with baselines and the option of an emulated link."""
 
     baseline: str | None
     link_gbps: str | None
 
     @property
-    def gloo(self) -> bool:
-        """Whether gloo is measured too, which an emulated link would not slow down."""
-        return self.baseline != "none" and self.link_gbps is None
+    def baselines(self) -> tuple[str, ...]:
+        """The names of the baselines: by default the device's first one; none on an emulated link,
+        which would not slow it down, or by an engine that only checks.
+        """
+        none = self.link_gbps or self.engine in CHECKING
+        default = "none" if none else FUSED_BASELINES[self.device][0]
+        text = self.baseline or default
+        return () if text == "none" else tuple(text.split(","))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shown:
-    """The files of the result, the threads and the neighbours: the last options of a command."""
+class Shown(Placed):
+    """The place of the measurement, the files of the result, the threads and the neighbours: the
+    last options of a command.
+    """
 
+    device: Device = "cpu"
+    engine: Engine = None
     json_file: Json = None
     plot: Plot = None
     threads: Threads = None
@@ -195,6 +237,8 @@ class FusedSettings(Compared):
     baseline: Annotated[str | None, Option(help=_FUSED_BASELINE)] = None
     link_gbps: Gbps = None
     link_latency_us: Latency = None
+    device: Device = "cpu"
+    engine: Engine = None
     json_file: Json = None
     plot: Plot = None
     trace: Trace = None
@@ -253,8 +297,8 @@ _SIZES = "Bytes of each rank's input; K, M, G are binary."
 _BATCHES = "Rounds of batches to measure."
 _WARMUP = "Rounds of batches to run before measuring."
 _OTHERS = (
-    f"One or more of {', '.join(BASELINES)}, or none; default gloo. `make baselines` installs the "
-    "others."
+    f"One or more of {', '.join(BASELINES['cpu'])}, on GPUs nccl, or none. `make baselines` "
+    "installs the others."
 )
 
 
@@ -265,8 +309,7 @@ class SweepSettings(Shown):
     operation: str
     op: str = "sum"
     algorithm: str = "auto"
-    device: str = "cpu"
-    comm_sms: str = ""
+    comm_sms: str | None = None
     ranks: Several = None
     sizes: Annotated[str, of_sizes(_SIZES)] = "4K:64M:4"
     dtype: Annotated[Element, Option(help="Dtype of the elements.")] = "float32"
@@ -278,13 +321,14 @@ class SweepSettings(Shown):
     @property
     def baselines(self) -> tuple[str, ...]:
         """The names of the baselines; by default gloo, which has no averages."""
-        text = self.baseline or ("none" if self.op == "avg" else "gloo")
+        none = self.op == "avg" or self.engine in CHECKING
+        default = "none" if none else BASELINES[self.device][0]
+        text = self.baseline or default
         return () if text == "none" else tuple(text.split(","))
 
 
 _GATHER = "auto", *all_gather.ALGORITHMS
 _REDUCE = "auto", *all_reduce.ALGORITHMS
-_DEVICE = "cpu: ranks are processes; cuda: ranks share this process's GPU."
 _SMS = "With --device cuda: the numbers of SMs for the kernels."
 
 
@@ -294,12 +338,11 @@ class AllGather(SweepSettings):
 
     operation: str = "all_gather"
     algorithm: Annotated[str, Option(help="The movement of the rows."), _GATHER] = "auto"
-    device: Annotated[Literal["cpu", "cuda"], Option(help=_DEVICE)] = "cpu"
-    comm_sms: Annotated[str, _option(_numbers, "N,…", _SMS)] = "4,8,16,32"
+    comm_sms: Annotated[str | None, _option(_numbers, "N,…", _SMS)] = None
 
     @property
     def sms(self) -> list[int]:
-        return [int(number) for number in self.comm_sms.split(",")]
+        return [int(number) for number in (self.comm_sms or "").split(",")]
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,12 +17,7 @@ from torch import Tensor
 
 from weft.bench.ablation import STEPS
 from weft.bench.alone import of_all_ranks
-from weft.bench.baselines import (
-    gloo_all_gather_matmul,
-    gloo_matmul_all_reduce,
-    gloo_matmul_reduce_scatter,
-    products,
-)
+from weft.bench.baselines import products
 from weft.bench.fused import Subject
 from weft.bench.settings import FusedSettings
 from weft.engines import engine
@@ -67,19 +63,18 @@ class GatheredRows(Subject):
 
     def prepare(self) -> None:
         world, (m, k, n) = self.world, self.settings.shape
+        where: dict[str, Any] = {"rank": world.rank, "device": world.device}
         self.problem = Problem(
-            m, k, n, self.dtype, self.out_dtype, seed=self.settings.seed, rank=world.rank
+            m, k, n, self.dtype, self.out_dtype, seed=self.settings.seed, **where
         )
         self.a = world.empty(max(self.rows), k, dtype=self.dtype)[: self.rows[world.rank]]
         self.moved = {"a": self.a, "gathered": world.empty(m, k, dtype=self.dtype)}
-        self.x = torch.empty(m, k, dtype=self.dtype)
-        self.product = self.out = torch.empty(m, n, dtype=self.out_dtype)
-        self.check = self.check_baseline = partial(self.problem.check_product, self.out)
+        self.x = self.empty(m, k, dtype=self.dtype)
+        self.product = self.out = self.empty(m, n, dtype=self.out_dtype)
+        self.check_baseline = self.problem.check_product
+        self.check = partial(self.check_baseline, self.out)
         self.check_moved = partial(self.problem.check_rows, self.moved["gathered"])
         self.shares = {"shard_rows": self.rows}
-        self.baseline = partial(
-            gloo_all_gather_matmul, self.a, self.problem.weight, self.out, self.rows
-        )
         self.one_process = self._multiply_by_all_weights
 
     def renew(self, run: int) -> None:
@@ -90,7 +85,7 @@ class GatheredRows(Subject):
     def _multiply_by_all_weights(self) -> Whole:
         rank, (m, _, n) = self.world.rank, self.settings.shape
         weights = of_all_ranks(self.problem.weight, 1)
-        out = torch.empty(m, n * self.world.ranks, dtype=self.out_dtype)
+        out = self.empty(m, n * self.world.ranks, dtype=self.out_dtype)
 
         def check(run: int) -> Check:
             """Each rank checks the columns of its weight."""
@@ -127,19 +122,18 @@ class SummedProducts(Subject):
         start = sum(self.rows[: world.rank]) if self.scatters else 0
         host_partial = world.multi_host and not one_rank_per_host(world.hosts)
         dtypes, seed = (self.dtype, self.out_dtype, product), self.settings.seed
-        self.problem = Sums(m, k, n, *dtypes, seed=seed, rank=world.rank, host_partial=host_partial)
-        self.a = self.x = torch.empty(m, k, dtype=self.dtype)
-        self.product = torch.empty(m, n, dtype=self.out_dtype)
-        self.out = torch.empty(
+        where: dict[str, Any] = {"rank": world.rank, "device": world.device}
+        self.problem = Sums(m, k, n, *dtypes, seed=seed, host_partial=host_partial, **where)
+        self.a = self.x = self.empty(m, k, dtype=self.dtype)
+        self.product = self.empty(m, n, dtype=self.out_dtype)
+        self.out = self.empty(
             self.rows[world.rank] if self.scatters else m, n, dtype=self.out_dtype
         )
         self.moved = {"partial": world.empty(m, n, dtype=product), "out": self.out}
         self.check = partial(self.problem.check_product_sum, self.out, start=start)
-        self.check_baseline = partial(self.problem.check_baseline, self.out, start=start)
+        self.check_baseline = partial(self.problem.check_baseline, start=start)
         self.check_moved = partial(self.problem.check_sum, self.out, start=start)
         self.shares = {"shard_rows": self.rows} if self.scatters else {}
-        gloo = gloo_matmul_reduce_scatter if self.scatters else gloo_matmul_all_reduce
-        self.baseline = partial(gloo, self.a, self.problem.weight, self.out)
         self.one_process = self._multiply_all_rows
         self.inputs = [
             (self.a, self.problem.all_rows),
@@ -154,7 +148,7 @@ class SummedProducts(Subject):
         rows, weight = of_all_ranks(self.problem.all_rows, 1), of_all_ranks(self.problem.weight, 0)
         x = rows[: self.settings.shape.m].clone()
         self.inputs.append((x, rows))
-        out = torch.empty(len(x), weight.shape[1], dtype=self.out_dtype)
+        out = self.empty(len(x), weight.shape[1], dtype=self.out_dtype)
         check = partial(self.problem.check_whole, out)
         return products([(x, out)], weight), out, check if self.world.rank == 0 else _unchecked
 
@@ -202,11 +196,12 @@ class Defined(Subject):
             self.out_dtype,
             seed=self.settings.seed,
             rank=rank,
+            device=world.device,
         )
         self.a = world.empty(max(input_rows), k, dtype=self.dtype)[: input_rows[rank]]
         self.x = torch.empty_like(self.a)
-        self.product = torch.empty(input_rows[rank], n, dtype=self.out_dtype)
-        self.out = torch.empty(result_rows[rank], n, dtype=self.out_dtype)
+        self.product = self.empty(input_rows[rank], n, dtype=self.out_dtype)
+        self.out = self.empty(result_rows[rank], n, dtype=self.out_dtype)
         communication = bind(operator.communicate(request), self.rows)
         formats = operator.buffers(workload)
         self.moved = {
@@ -217,7 +212,8 @@ class Defined(Subject):
             for name, buffer in communication.buffers.items()
             if buffer.role == role
         }
-        self.check = self.check_baseline = partial(self.problem.check_result, self.out)
+        self.check_baseline = self.problem.check_result
+        self.check = partial(self.check_baseline, self.out)
         self.check_moved = _unchecked
         self.shares = {"shard_rows": self.rows}
 

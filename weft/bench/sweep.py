@@ -16,24 +16,23 @@ from typing import Any, Protocol
 
 import torch
 from rich.console import Console
-from rich.measure import Measurement
 from rich.text import Text
 from torch import Tensor
 
 from weft.bench import repository, tables
-from weft.bench.baselines import gloo_collective
+from weft.bench.baselines import collective, group_of
 from weft.bench.collectives import COLLECTIVES, Data, bandwidths, count_of, weft_collective
 from weft.bench.harness import batches, environment, every_size, poison, singles, verified
 from weft.bench.neighbours import neighbours
-from weft.bench.settings import SweepSettings, parse_sizes
-from weft.measure.timing import Stopwatch, Times, largest, per_call, race, session
+from weft.bench.settings import LIBRARIES, SweepSettings, parse_sizes
+from weft.measure.timing import Times, largest, per_call, race, session, stopwatch_of
 from weft.measure.verification import Check, sum_over_ranks
 from weft.world import World
 
 _SETTLING, _SETTLING_CALLS = 1.0, 150
 """The most seconds and calls before a contender is timed."""
 
-WEFT, PLAIN, GLOO = "weft", "weft (plain)", "gloo"
+WEFT, PLAIN = "weft", "weft (plain)"
 
 
 class Contender(Protocol):
@@ -94,18 +93,24 @@ class Local:
         return [self.bench.stopwatch.time(self.call, calls) for _ in range(batches)]
 
 
-class Gloo:
-    """The baseline gloo, in the same processes and on the plain tensors."""
+class Library:
+    """A baseline of torch.distributed, ``gloo`` or ``nccl``, in the same processes and on the plain
+    tensors.
+    """
 
     version: str | None = None
 
+    def __init__(self, name: str) -> None:
+        self.name, self.group = name, group_of(name)
+
     def prepare(self, bench: Bench, count: int) -> None:
-        """Do nothing, since gloo uses the tensors of the benchmark."""
+        """Do nothing, since the library uses the tensors of the benchmark."""
 
     def contender(self, bench: Bench, in_place: bool, count: int) -> Contender:
         tensors = bench.tensors(PLAIN, in_place, count)
-        call = gloo_collective(bench.settings.operation, *tensors, bench.settings.op)
-        return Local(GLOO, in_place, call, tensors, bench)
+        operation, op = bench.settings.operation, bench.settings.op
+        call = collective(operation, *tensors, op, self.group)
+        return Local(self.name, in_place, call, tensors, bench)
 
 
 class Bench:
@@ -114,16 +119,17 @@ class Bench:
     def __init__(
         self, settings: SweepSettings, world: World, baselines: Sequence[Baseline] = ()
     ) -> None:
-        self.settings, self.world, self.stopwatch = settings, world, Stopwatch(world)
+        self.settings, self.world, self.stopwatch = settings, world, stopwatch_of(world)
         self.baselines, self.collective = baselines, COLLECTIVES[settings.operation]
         most = count_of(max(parse_sizes(settings.sizes)), settings, world.ranks)
         self.data, outputs = Data(world, settings, most), self.collective.outputs(most, world.ranks)
         counts = {False: (most, outputs), True: (max(most, outputs),)}
+        plain = partial(torch.empty, device=world.device)
         self.memory = {  # filled with zeros, so that all pages are mapped before timing
             (name, in_place): [
                 empty(count, dtype=self.data.dtype).zero_() for count in counts[in_place]
             ]
-            for name, empty in ((WEFT, world.empty), (PLAIN, torch.empty))
+            for name, empty in ((WEFT, world.empty), (PLAIN, plain))
             for in_place in self.collective.places
         }
 
@@ -219,15 +225,18 @@ def _settling(seconds: float) -> int:
 
 def measure(settings: SweepSettings) -> dict[str, Any]:
     """The result as a JSON object, measured on this rank; collective. Complete on rank 0 only."""
-    others = [name for name in settings.baselines if name != GLOO]
+    others = [name for name in settings.baselines if name not in LIBRARIES]
     one_host = "runs on one host only: use --baseline gloo, or none"
     one_host = f"the baseline {others[0]} {one_host}" if others else ""
     with ExitStack() as stack:
-        world = stack.enter_context(session(settings.threads, one_host))
-        baselines: dict[str, Baseline] = dict.fromkeys(settings.baselines, Gloo())
-        for name in others:
-            opened = repository.module("baselines").opened(name, world)
-            baselines[name] = stack.enter_context(opened)
+        world = stack.enter_context(session(settings.threads, one_host, **settings.place))
+        baselines = dict[str, Baseline]()
+        for name in settings.baselines:
+            if name in LIBRARIES:
+                baselines[name] = Library(name)
+            else:
+                opened = repository.module("baselines").opened(name, world)
+                baselines[name] = stack.enter_context(opened)
         stack.enter_context(neighbours(world, settings.neighbours))
         bench = Bench(settings, world, [*baselines.values()])
         rows = every_size(settings, world, bench.rows)
@@ -269,11 +278,13 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
     times = (
         "median and p99 of single calls" if single else "median of batches, divided by their calls"
     )
+    libraries = "nccl" if tables.options_of(result).get("device") == "cuda" else "gloo"
     tables.print_notes(
         console,
         f"size and count: each rank's input. Times: {times}. algbw, busbw: GB/s of 1e9 bytes",
-        "as nccl-tests define them. weft: tensors in symmetric memory; weft (plain) and gloo: "
-        "ordinary ones; MPI: numpy's.",
+        "as nccl-tests define them. weft: tensors in symmetric memory; weft (plain) and "
+        f"{libraries}: ordinary ones; MPI: numpy's.",
+        *tables.checking(result),
         tables.verdict(
             result, "every element on every rank equals the expected one, before and after timing."
         ),
@@ -307,9 +318,7 @@ def _print_rows(rows: Sequence[dict[str, Any]], console: Console, p99: bool) -> 
             table.add_row(*head, name, *cells)
             head = [""] * 3
         table.add_section()
-    needed = Measurement.get(console, console.options.update(max_width=1000), table).maximum
-    console.width = max(console.width, needed)  # so that no column is folded, also in a pipe
-    console.print(table)
+    tables.print_wide(console, table)
 
 
 def _cells(row: dict[str, Any] | None, keys: Sequence[str]) -> list[Text]:

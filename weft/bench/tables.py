@@ -7,8 +7,11 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
+
+from weft.bench.settings import CHECKING
 
 TIMES = {"median": "median ms", "min": "min", "p99": "p99"}
 """The columns of milliseconds, by the keys of times in JSON."""
@@ -20,6 +23,14 @@ def table(columns: Iterable[str], left: Collection[str] = ("",)) -> Table:
     for name in columns:
         made.add_column(name, justify="left" if name in left else "right", no_wrap=name in left)
     return made
+
+
+def print_wide(console: Console, *tables: Table) -> None:
+    """Print tables without folding any column, also in a pipe."""
+    for table in tables:
+        needed = Measurement.get(console, console.options.update(max_width=1000), table).maximum
+        console.width = max(console.width, needed)
+        console.print(table)
 
 
 def ratio(times: float) -> Text:
@@ -39,10 +50,23 @@ def named(name: str, wrong: int) -> Text:
     return Text(f"{name} WRONG", "bold red") if wrong else Text(name)
 
 
+def options_of(result: dict[str, Any]) -> dict[str, Any]:
+    """The options of a result; results of earlier versions have none."""
+    found: dict[str, Any] = result.get("options", {})
+    return found
+
+
 def loaded(result: dict[str, Any]) -> str:
-    """What the heading of a result says of busy neighbours: nothing if there were none."""
-    count = result.get("neighbours")
-    return f", beside {count} busy process{'es' if count > 1 else ''}" if count else ""
+    """What the heading of a result says of GPUs, of an engine that is not the default, and of busy
+    neighbours.
+    """
+    options, count, words = options_of(result), result.get("neighbours"), ""
+    if options.get("device") == "cuda":
+        gpus = result["machine"]["gpus"]
+        words = f", on {gpus} GPU{'s' if gpus > 1 else ''}"
+    if options.get("engine"):
+        words += f", engine {options['engine']}"
+    return words + (f", beside {count} busy process{'es' if count > 1 else ''}" if count else "")
 
 
 def times_of(result: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -61,10 +85,19 @@ def cut_short(result: dict[str, Any]) -> Iterator[Text]:
             )
 
 
+def checking(result: dict[str, Any]) -> Iterator[Text]:
+    """A warning if the engine of a result is for checks."""
+    engine = options_of(result).get("engine")
+    if engine in CHECKING:
+        yield Text(f"The engine {engine} checks results: its times are no speeds.", "yellow")
+
+
 def machine(result: dict[str, Any]) -> Text:
     """The machine and the versions of a result."""
     on, versions = result["machine"], result["versions"]
     where = f"{on['cpu']}, {on['cores']} cores, threads per rank: {on['threads_per_rank']}"
+    if "gpu" in on:
+        where = f"{on['gpus']} x {on['gpu']}, {on['sms']} SMs; {where}"
     return Text(
         f"{where}; {', '.join(f'{name} {version}' for name, version in versions.items())}", "dim"
     )

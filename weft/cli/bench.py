@@ -13,7 +13,7 @@ import typer
 
 from weft.bench import repository
 from weft.bench import settings as kinds
-from weft.bench.settings import BASELINES, FusedSettings, SweepSettings
+from weft.bench.settings import BASELINES, LIBRARIES, FusedSettings, SweepSettings
 from weft.cli import options
 from weft.cli.options import refuse
 from weft.schedules.operators import OPERATORS
@@ -47,8 +47,9 @@ def _fused(settings: FusedSettings) -> None:
         )
         return
     _check_fused(settings)
+    settings = options.placed(settings)
     kind = subject(settings.operator)
-    if settings.baseline == "gloo" and not kind.compared:
+    if settings.baseline not in (None, "none") and not kind.compared:
         name = settings.operator.replace("_", "-")
         refuse("--baseline", f"{name} has no baseline to compare with: use --baseline none")
     measure = partial(fused.measure, kind)
@@ -64,6 +65,8 @@ def _fused(settings: FusedSettings) -> None:
 
 def _check_fused(settings: FusedSettings) -> None:
     """End with exit status 2 if these settings cannot be measured."""
+    from weft.bench import fused_baselines
+
     algorithm, operator = settings.algorithm, OPERATORS[settings.operator]
     _, ranks = options.world_size(settings.ranks)
     cutting = [name for name in operator.algorithms if name not in operator.uncut]
@@ -90,7 +93,10 @@ def _check_fused(settings: FusedSettings) -> None:
         refuse("--link-gbps", f"{why}: use --algorithm {_either(moving)}")
     if settings.link_gbps and ranks == 1:
         refuse("--link-gbps", "a single rank sends nothing over a link: use --ranks 2 or more")
-    options.check_gloo(settings)
+    options.check_baselines(settings, kinds.FUSED_BASELINES[settings.device])
+    for name in settings.baselines:
+        if why := fused_baselines.refusal(name, settings.operator, settings.shape.m, ranks):
+            refuse("--baseline", f"{why}: use --baseline none")
     try:
         for directory in filter(None, (settings.save_outputs, settings.save_data)):
             directory.mkdir(parents=True, exist_ok=True)
@@ -111,12 +117,16 @@ def _write_traces(result: Result) -> None:
 def _sweep(settings: SweepSettings) -> None:
     from weft.bench import plots, sweep
 
-    if settings.device == "cuda":
+    if settings.comm_sms:
+        if settings.device == "cpu":
+            refuse("--comm-sms", "the kernels of all-gather run on a GPU: use --device cuda")
         options.only(
-            settings, "--device cuda", _ON_GPU | {"operation", "device", "sizes", "comm_sms"}
+            settings,
+            "--comm-sms",
+            _ON_GPU | {"operation", "device", "sizes", "comm_sms"},
         )
         options.need_gpu("--device cuda")
-        gathers = options.from_repository("--device cuda", "gpu.gathers")
+        gathers = options.from_repository("--comm-sms", "gpu.gathers")
         options.run_benchmark(
             settings, gathers.all_gathers, gathers.print_table, gathers.draw, in_process=True
         )
@@ -126,13 +136,14 @@ def _sweep(settings: SweepSettings) -> None:
     for name in settings.baselines:
         if settings.op == "avg":
             refuse("--baseline", f"{name} has no averages: use --baseline none")
-        if name not in BASELINES:
-            names = ", ".join(("none", *BASELINES))
-            refuse("--baseline", f"there is no baseline {name!r}: use {names}")
-        if name != "gloo":
+        if name not in BASELINES[settings.device]:
+            names = ", ".join(("none", *BASELINES[settings.device]))
+            refuse("--baseline", f"there is no baseline {name!r} on this device: use {names}")
+        if name not in LIBRARIES:
             baselines = options.from_repository("--baseline", "baselines")
             if why := baselines.refusal(name, settings):
                 refuse("--baseline", why)
+    settings = options.placed(settings)
     options.run_benchmark(
         settings, sweep.measure, sweep.print_tables, plots.draw_sweep, alone=options.SINGLE_RANK
     )

@@ -20,6 +20,7 @@ from rich.console import Console
 
 import weft.cache as cache
 from weft.bench import repository
+from weft.bench.settings import ENGINES
 from weft.plan.trace import Trace
 from weft.predict import machine
 
@@ -105,13 +106,40 @@ def from_repository(option: str, name: str) -> Any:
     return repository.module(name)
 
 
-def check_gloo(settings: Any) -> None:
-    """Refuse a baseline other than gloo, and gloo on an emulated link."""
-    if settings.baseline not in (None, "none", "gloo"):
-        refuse("--baseline", f"there is no baseline {settings.baseline!r}: use none or gloo")
-    if settings.baseline == "gloo" and settings.link_gbps:
-        why = "gloo does not pass the emulated link, so the times cannot be compared"
-        refuse("--baseline", f"{why}: use --baseline none")
+def check_baselines(settings: Any, possible: Sequence[str]) -> None:
+    """Refuse baselines that are not `possible`, and any on an emulated link."""
+    for name in settings.baselines:
+        if name not in possible:
+            names = ", ".join(("none", *possible))
+            refuse("--baseline", f"there is no baseline {name!r} on this device: use {names}")
+        if settings.link_gbps:
+            why = f"{name} does not pass the emulated link, so the times cannot be compared"
+            refuse("--baseline", f"{why}: use --baseline none")
+
+
+def placed(settings: Settings) -> Settings:
+    """The settings for the device and the engine that they ask for, which exist; ranks that share a
+    GPU have no baseline unless asked for one.
+    """
+    on: Any = settings
+    engine = on.place["engine"]
+    if engine not in ENGINES[on.device]:
+        names = " or ".join(ENGINES[on.device])
+        refuse("--engine", f"{engine} is none of --device {on.device}: use {names}")
+    if engine != "host" and getattr(on, "link_gbps", None):
+        refuse("--link-gbps", f"the engine {engine} does not emulate links: omit one of them")
+    if engine == "reference" and (getattr(on, "trace", None) or getattr(on, "timeline", None)):
+        refuse("--trace / --timeline", "the reference engine has no lanes over time: omit one")
+    if on.device == "cpu":
+        return settings
+    need_gpu("--device cuda")
+    import torch
+
+    _, ranks = world_size(on.ranks)
+    sharing = ranks > torch.cuda.device_count()
+    if sharing and any(name.startswith("nccl") for name in (on.baseline or "").split(",")):
+        refuse("--baseline", "nccl needs a GPU for each rank: use --baseline none, or fewer ranks")
+    return replace(on, baseline="none") if sharing and on.baseline is None else settings
 
 
 def need_gpu(option: str) -> None:

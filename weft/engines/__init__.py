@@ -16,6 +16,15 @@ def engine(world: World) -> Engine:
     return found
 
 
+def use_reference(world: World) -> None:
+    """Let a world that has made no call yet execute plans by the reference interpreter; see
+    `weft.engines.replicated`.
+    """
+    from weft.engines.replicated import ReferenceEngine
+
+    world.engine = ReferenceEngine(world)
+
+
 def _create(world: World) -> Engine:
     if not world.stream_ordered:
         return NetworkEngine(world) if world.multi_host else HostEngine(world)

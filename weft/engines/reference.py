@@ -9,6 +9,7 @@ cleared, outputs hold NaN when a rank begins a call, and inputs hold NaN before 
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections import Counter
@@ -44,13 +45,15 @@ NAN = 0xFF
 class Call(NamedTuple):
     """One execution of a plan: each rank's inputs, and its weights by name.
 
-    `dtypes` has the buffers whose dtypes differ from the rows that are first written to them.
+    `dtypes` has the buffers whose dtypes differ from the rows that are first written to them,
+    `biases` rows to add to each row of the products by the weight of that name.
     """
 
     plan: Plan
     inputs: Sequence[Mapping[str, Tensor]]
     weights: Sequence[Mapping[str, Tensor]] = ()
     dtypes: Mapping[str, torch.dtype] = {}
+    biases: Sequence[Mapping[str, Tensor]] = ()
 
 
 def run(*calls: Call, order: random.Random | None = None) -> list[list[Buffers]]:
@@ -227,18 +230,19 @@ def _result(move: Move, sources: Sequence[Tensor], call: Call, rank: int) -> Ten
         case Copy():
             return sources[0]
         case Compute(kernel, _, _, name):
-            return kernel.compute(sources, call.weights[rank][name] if name else None)
-        case Reduce():
+            made = kernel.compute(sources, call.weights[rank][name] if name else None)
+            bias = call.biases[rank].get(name) if name and call.biases else None
+            return made if bias is None else made + bias
+        case Reduce(_, _, op):
             dtype = sources[0].dtype
             wide = (
                 torch.promote_types(dtype, torch.float32)
                 if dtype.is_floating_point
                 else torch.int64
             )
-            total = sources[0].to(wide)
-            for source in sources[1:]:
-                total = total + source.to(wide)
-            return total
+            combine = {"max": torch.maximum, "min": torch.minimum}.get(op, torch.add)
+            total = functools.reduce(combine, (source.to(wide) for source in sources))
+            return total / call.plan.ranks if op == "avg" else total
 
 
 def _memory(calls: Sequence[Call]) -> list[list[Buffers]]:
@@ -247,11 +251,12 @@ def _memory(calls: Sequence[Call]) -> list[list[Buffers]]:
     In every call a rank's workspaces begin at the start of one pool, and its eager buffers at the
     start of one of `EAGER_SETS` other pools. Two ranks swap these each time all have been used.
     """
-    ranks, likes = range(calls[0].plan.ranks), [_like(call) for call in calls]
-    plans = [(call.plan, like) for call, like in zip(calls, likes, strict=True)]
+    ranks = range(calls[0].plan.ranks)
+    likes = [[_like(call, r) for r in ranks] for call in calls]
     largest = max(
-        sum(_bytes(like[name], max(buffer.rows)) for name, buffer in plan.buffers.items())
-        for plan, like in plans
+        sum(_bytes(like[name], max(buffer.rows)) for name, buffer in call.plan.buffers.items())
+        for call, of_ranks in zip(calls, likes, strict=True)
+        for like in of_ranks
     )
     pools = [
         [torch.full((largest,), NAN, dtype=torch.uint8) for _ in range(1 + EAGER_SETS)]
@@ -260,15 +265,15 @@ def _memory(calls: Sequence[Call]) -> list[list[Buffers]]:
     swaps = (False, True) if len(ranks) == 2 else (False,)
     sets = cycle([(number, swapped) for swapped in swaps for number in range(EAGER_SETS)])
     found = []
-    for plan, like in plans:
-        eager = any(buffer.role == "eager" for buffer in plan.buffers.values())
+    for call, like in zip(calls, likes, strict=True):
+        eager = any(buffer.role == "eager" for buffer in call.plan.buffers.values())
         number, swapped = next(sets) if eager else (0, False)
         owners = ranks[::-1] if swapped else ranks
         spaces = [
             {"workspace": pools[r][0], "eager": pools[owner][1 + number]}
             for r, owner in zip(ranks, owners, strict=True)
         ]
-        found.append([_lay_out(plan, like, r, spaces[r]) for r in ranks])
+        found.append([_lay_out(call.plan, like[r], r, spaces[r]) for r in ranks])
     return found
 
 
@@ -293,14 +298,16 @@ def _bytes(like: Tensor, rows: int) -> int:
     return -(-rows * like.shape[1:].numel() * like.itemsize // 8) * 8
 
 
-def _like(call: Call) -> Buffers:
-    """For each buffer a tensor of no rows with its columns and dtype.
+def _like(call: Call, rank: int) -> Buffers:
+    """For each buffer of a rank a tensor of no rows with its columns and dtype.
 
-    The instructions determine them from the inputs. Buffers that no instruction writes to look like
-    the first input.
+    The instructions determine them from the inputs and weights, which may have another number of
+    columns on each rank: the rank's own ones, if there are any. Buffers that no instruction writes
+    to look like the first input.
     """
     moves = [(r, i) for r, i in call.plan.instructions() if isinstance(i, Move)]
-    like = {name: tensor[:0] for name, tensor in call.inputs[0].items()}
+    moves.sort(key=lambda move: move[0] == rank)
+    like = _rowless(call.inputs[rank])
     first = next(iter(like.values()), torch.empty(0, 1))
     while new := [
         (r, i)
@@ -308,7 +315,8 @@ def _like(call: Call) -> Buffers:
         if i.dst.buffer not in like and all(source.buffer in like for source in reads(i))
     ]:
         for r, move in new:
-            sources, name = [like[source.buffer] for source in reads(move)], move.dst.buffer
+            own, name = like | _rowless(call.inputs[r]), move.dst.buffer
+            sources = [own[source.buffer] for source in reads(move)]
             found = _result(move, sources, call, r)
             like[name] = found.to(
                 call.dtypes.get(
@@ -316,6 +324,10 @@ def _like(call: Call) -> Buffers:
                 )
             )
     return {name: like.get(name, first) for name in call.plan.buffers}
+
+
+def _rowless(tensors: Mapping[str, Tensor]) -> Buffers:
+    return {name: tensor[:0] for name, tensor in tensors.items()}
 
 
 def _poison(*tensors: Tensor) -> None:

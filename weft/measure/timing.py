@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import os
 import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,9 +20,11 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from weft.engines import use_reference
 from weft.errors import WeftError
 from weft.ops.barrier import barrier
 from weft.world import World, init
+from weft.world.device_memory import device_of_rank
 
 BUDGET = 10.0
 """The most seconds for all iterations of one view; slower views get fewer iterations."""
@@ -76,17 +79,30 @@ def _p99(times: Sequence[float]) -> float:
 
 
 @contextmanager
-def session(threads: int | None, one_host: str = "") -> Iterator[World]:
+def session(
+    threads: int | None, one_host: str = "", *, device: str = "cpu", engine: str = "host"
+) -> Iterator[World]:
     """The world in which this rank measures: with `threads` compute threads, or torch's default for
     None, without gradients, and with a timeout that slow baselines do not reach.
 
+    `device` is ``cpu``, or ``cuda``, the GPU of this rank's local rank. `engine` executes plans:
+    ``host`` (on a CPU), ``streams`` (lanes are streams of a GPU, or on a CPU threads), ``triton``
+    (the same, with products by weft's persistent kernel), ``interpreter`` (that kernel on a CPU,
+    by Triton's interpreter) or ``reference`` (each rank executes the plans of all ranks, slowly).
     Raises `WeftError` if ranks are on several hosts and `one_host` is a reason against that.
     """
     if threads:
         torch.set_num_threads(threads)
-    with init(timeout=_TIMEOUT) as world, torch.no_grad():
+    if engine == "interpreter":
+        os.environ["TRITON_INTERPRET"] = "1"
+    place = device_of_rank() if device == "cuda" else torch.device("cpu")
+    products = "triton" if engine in ("triton", "interpreter") else "torch"
+    made = init(timeout=_TIMEOUT, device=place, products=products, streams=engine == "streams")
+    with made as world, torch.no_grad():
         if one_host and world.multi_host:
             raise WeftError(f"ranks are on {len(set(world.hosts))} hosts: {one_host}")
+        if engine == "reference":
+            use_reference(world)
         yield world
 
 
@@ -168,6 +184,26 @@ class Stopwatch:
             name: summarize(largest(self.world, own))
             for name, own in zip(views, samples, strict=True)
         }
+
+
+class DeviceStopwatch(Stopwatch):
+    """A stopwatch for calls on this rank's current stream, by the clock of its GPU."""
+
+    def time(self, call: Callable[[], object], calls: int = 1) -> float:
+        """The seconds between a barrier and the end of this rank's `calls` calls on the stream."""
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        barrier(self.world)
+        start.record()
+        for _ in itertools.repeat(None, calls):
+            call()
+        stop.record()
+        stop.synchronize()
+        return 1e-3 * float(start.elapsed_time(stop))
+
+
+def stopwatch_of(world: World) -> Stopwatch:
+    """The stopwatch for calls in this world."""
+    return (DeviceStopwatch if world.device.type == "cuda" else Stopwatch)(world)
 
 
 def largest(world: World, values: Sequence[float]) -> list[float]:

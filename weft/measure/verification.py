@@ -17,6 +17,7 @@ from torch import Tensor
 Reference = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[int]], Sequence[Tensor]]
 """The results of all ranks, from the inputs, the weights and the result rows of all ranks."""
 
+CPU = torch.device("cpu")
 RUNS = 32
 """The number of runs with different rows."""
 
@@ -62,13 +63,20 @@ class Problem:
         *,
         seed: int,
         rank: int,
+        device: torch.device = CPU,
     ) -> None:
-        self.m = m
-        self.all_rows = _random(m + RUNS, k, dtype, seed)
-        self.weight = _random(k, n, dtype, seed + 1 + rank)
+        self.m, self.device = m, device
+        self.all_rows = self.random(m + RUNS, k, dtype, seed)
+        self.weight = self.random(k, n, dtype, seed + 1 + rank)
         a, b = self.all_rows.double(), self.weight.double()
         self.exact, self.magnitude = a @ b, a.abs() @ b.abs()
         self.bound = error_bound(self.magnitude, self.exact, k, dtype, out_dtype)
+
+    def random(self, rows: int, columns: int, dtype: torch.dtype, seed: int) -> Tensor:
+        """A random matrix on the device, the same on every device and rank."""
+        wide = torch.promote_types(dtype, torch.float32)
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(rows, columns, dtype=wide, generator=generator).to(self.device, dtype)
 
     def rows(self, run: int) -> Tensor:
         """The rows of all ranks in this run."""
@@ -76,7 +84,7 @@ class Problem:
 
     def check_rows(self, gathered: Tensor, run: int) -> Check:
         """Compare gathered rows with the run's: they must be equal."""
-        return compare(gathered, self.rows(run).double(), torch.zeros(()))
+        return compare(gathered, self.rows(run).double(), torch.zeros((), device=self.device))
 
     def check_product(self, out: Tensor, run: int) -> Check:
         """Compare a product with the run's exact one."""
@@ -101,17 +109,19 @@ class Definition(Problem):
         *,
         seed: int,
         rank: int,
+        device: torch.device = CPU,
     ) -> None:
         k, n = shape
         seeds = [seed + 1000 * r for r in range(len(input_rows))]
-        super().__init__(input_rows[rank], k, n, dtype, out_dtype, seed=seeds[rank], rank=rank)
+        where = {"seed": seeds[rank], "rank": rank}
+        super().__init__(input_rows[rank], k, n, dtype, out_dtype, **where, device=device)
         self.reference, self.rank = reference, rank
         self.input_rows, self.result_rows = input_rows, result_rows
         self.dtype, self.out_dtype = dtype, out_dtype
         self.inputs = [
-            _random(rows + RUNS, k, dtype, seeds[r]) for r, rows in enumerate(input_rows)
+            self.random(rows + RUNS, k, dtype, seeds[r]) for r, rows in enumerate(input_rows)
         ]
-        self.weights = [_random(k, n, dtype, seeds[r] + 1 + r) for r in range(len(input_rows))]
+        self.weights = [self.random(k, n, dtype, seeds[r] + 1 + r) for r in range(len(input_rows))]
 
     def check_result(self, out: Tensor, run: int) -> Check:
         """Compare this rank's result with the run's exact one; each product may be rounded to the
@@ -148,11 +158,13 @@ class Sums(Problem):
         seed: int,
         rank: int,
         host_partial: bool = False,
+        device: torch.device = CPU,
     ) -> None:
         # the relative rounding error of the sum of each host, which is sent
         self.host_partial = _unit(product) if host_partial else 0.0
-        super().__init__(m, k, n, dtype, out_dtype, seed=seed + 1000 * rank, rank=rank)
-        self.all_products = _random(m + RUNS, n, product, seed + 1000 * rank + 500)
+        where = {"seed": seed + 1000 * rank, "rank": rank}
+        super().__init__(m, k, n, dtype, out_dtype, **where, device=device)
+        self.all_products = self.random(m + RUNS, n, product, seed + 1000 * rank + 500)
         rounded = error_bound(self.magnitude, self.exact, k, dtype, product)
         self.sum, self.sum_bound = self._summed(self.exact, rounded, out_dtype)
         self.baseline_bound = self._rounded_sum_bound(self.bound, out_dtype)
@@ -219,11 +231,11 @@ class Sums(Problem):
 
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """The sum over ranks, computed by ``torch.distributed``."""
-    total = tensor.clone()
+    """The sum over ranks, computed by ``torch.distributed`` on the CPU."""
+    total = tensor.to("cpu", copy=True)
     if dist.is_initialized():
         dist.all_reduce(total)
-    return total
+    return total.to(tensor.device)
 
 
 def compare(actual: Tensor, exact: Tensor, bound: Tensor) -> Check:
@@ -270,10 +282,3 @@ def _gamma(k: int, dtype: torch.dtype) -> float:
 def _unit(dtype: torch.dtype) -> float:
     """The unit roundoff of a dtype."""
     return torch.finfo(dtype).eps / 2
-
-
-def _random(rows: int, columns: int, dtype: torch.dtype, seed: int) -> Tensor:
-    wide = torch.promote_types(dtype, torch.float32)
-    return torch.randn(rows, columns, dtype=wide, generator=torch.Generator().manual_seed(seed)).to(
-        dtype
-    )

@@ -7,6 +7,7 @@ A segment is one allocation, with every rank's part as a tensor. It lives as lon
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -22,6 +23,7 @@ from weft.world import memory
 from weft.world.peers import Peers
 
 _TRITON = "3.6"
+_OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _parts: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 """Parts of the ranks of this process, by address."""
 
@@ -39,6 +41,20 @@ def check_device(device: torch.device | str) -> torch.device:
     if place.type != "cpu":
         raise WeftError(f"weft supports the devices cpu and cuda; got {place}")
     return place
+
+
+def device_of_rank() -> torch.device:
+    """The GPU of this rank's local rank, which the launcher's variable LOCAL_RANK has; with more
+    ranks than GPUs they share them in turn.
+
+    Raises `WeftError` without a GPU.
+    """
+    if not torch.cuda.is_available():
+        raise WeftError('no GPU that torch can use was found; use device="cpu"')
+    number, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > count:
+        os.environ.setdefault(_OVERLAPPING, "1")
+    return torch.device("cuda", number % count)
 
 
 def check_products(products: str, device: torch.device) -> None:

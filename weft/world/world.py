@@ -250,6 +250,7 @@ def init(
     timeout: float | None = None,
     device: torch.device | str = "cpu",
     products: str = "torch",
+    streams: bool = False,
     comm_threads: int = 1,
 ) -> World:
     """Make a world of the ranks of `group`, collectively.
@@ -266,11 +267,13 @@ def init(
     `timeout` is in seconds and bounds every wait, by default 30, and the wait for all ranks to
     call `init`, by default 300, since imports may be slow; the longest limit is a million seconds.
 
-    `device` holds the ranks' tensors: ``cpu``, or ``cuda``, this process's current GPU, whose
-    memory peers reach through torch's symmetric memory (several ranks on one GPU with the variable
+    `device` holds the ranks' tensors: ``cpu``, ``cuda``, this process's current GPU, or a GPU with
+    a number, such as ``cuda:1``, which becomes the current one. Peers reach its memory through
+    torch's symmetric memory (several ranks on one GPU with the variable
     TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1). There fused operators multiply by `products`:
     ``torch``, a product after each wait, or ``triton``, one persistent kernel that waits for rows,
     puts its tiles and notifies their owners; on a CPU that kernel runs under TRITON_INTERPRET=1.
+    With `streams` plans run on a CPU as on a GPU, each lane on a thread: slower, for tests.
 
     Copies and sums of 256 KiB and more on the caller's thread use ``torch.get_num_threads()``
     threads, unless the ranks of this host have more threads than cores. Copies and sums in the
@@ -291,13 +294,10 @@ def init(
         return found
     place = device_memory.check_device(device)
     device_memory.check_products(products, place)
-    if place.type == "cuda" and place.index != torch.cuda.current_device():
-        raise ValueError(
-            f"ranks work on their process's current GPU: call torch.cuda.set_device({place.index}) "
-            "first"
-        )
     if not (isinstance(comm_threads, int) and comm_threads > 0):
         raise ValueError(f"comm_threads must be a positive integer; got {comm_threads!r}")
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
     limit, starting = (_TIMEOUT, STARTING) if timeout is None else (limited(timeout),) * 2
     members = default_group(timeout=starting) if group is None else group
     placement.bind_as_launched()  # before there is memory
@@ -305,7 +305,7 @@ def init(
     shared = members if place.type == "cuda" else None
     backend = Backend(
         place,
-        place.type == "cuda" or products == "triton",
+        streams or place.type == "cuda" or products == "triton",
         products,
         group=shared,
         comm_threads=comm_threads,
@@ -320,15 +320,13 @@ def init(
     return world
 
 
-def init_by_store(
-    store: Store, rank: int, ranks: int, timeout: float, *, streams: bool = False
-) -> World:
+def init_by_store(store: Store, rank: int, ranks: int, timeout: float) -> World:
     """Make a world of `ranks` ranks that share a store and nothing else, collectively; it does not
     become the default.
 
-    `timeout` and errors are as of `init`, `streams` as of `local_world`.
+    `timeout` and errors are as of `init`.
     """
-    backend = Backend(torch.device("cpu"), streams)
+    backend = Backend(torch.device("cpu"))
     return _connect(StoreRendezvous(store, rank, ranks), limited(timeout), backend)
 
 

@@ -24,12 +24,7 @@ def hardware() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """The versions of the software that a measurement on a GPU depends on."""
-    import triton
-
-    return harness.versions() | {
-        "triton": triton.__version__,
-        "cuda": torch.version.cuda or str(torch.version.hip),
-    }
+    return harness.versions(torch.device("cuda"))
 
 
 def milliseconds(call: Callable[[], object], warmup: int, iterations: int) -> list[float]:
