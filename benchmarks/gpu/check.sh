@@ -44,6 +44,8 @@ step from-host 50 "${weft[@]}" bench all-gather-matmul --peers host --shape 8192
   --json "$out/from-host.json" --plot "$out/from-host.png"
 step all-gather 120 "${weft[@]}" bench all-gather --device cuda --ranks 2 --sizes 1M,16M,64M,256M --comm-sms 4,8,16,32,64 \
   --json "$out/all-gather.json" --plot "$out/all-gather.png"
+step processes 60 "${weft[@]}" bench all-gather-matmul --device cuda --ranks 2 --shape 8192x8192x8192 --dtype bfloat16 \
+  --baseline torch --iterations 10 --json "$out/processes.json"
 step products 130 "$python" benchmarks/gpu/products.py "$out"
 "$python" benchmarks/gpu/summary.py "$out" | tee "$out/summary.md"
 exit $failed

@@ -31,6 +31,10 @@ def main(folder: Path) -> None:
         )
         print(f"by the persistent kernel {host['limit_ratio_triton']:.3f}, ", end="")
         print(f"speedup {host['speedup']:.2f}, {'verified' if host['verified'] else 'WRONG'}")
+    if processes := load(folder, "processes"):
+        times = processes["times_ms"] | processes["baselines_ms"]
+        print("\nTwo processes on one GPU, 8192 x 8192 x 8192: ", end="")
+        print(", ".join(f"{name} {time['median']:.3f} ms" for name, time in times.items()))
     if gathers:
         print(
             "\n| bytes gathered | implementation | SMs | us | GB/s | wrong "
@@ -55,14 +59,6 @@ def main(folder: Path) -> None:
                     f"| {shape} | {row['kernel_tflops']:.0f} | {row['torch_mm_tflops']:.0f} | "
                     f"{row['ratio']:.3f} | {row['wrong']} |"
                 )
-        if processes := products.get("processes"):
-            print("\nTwo processes on one GPU, 8192 x 8192 x 8192: ", end="")
-            print(
-                ", ".join(
-                    f"{name} {time if isinstance(time, str) else f'{time:.3f} ms'}"
-                    for name, time in processes.items()
-                )
-            )
         worlds = [
             found for found in products.values() if isinstance(found, dict) and "times_ms" in found
         ]

@@ -11,10 +11,11 @@ import pytest
 import torch
 from rich.console import Console
 from typer.testing import CliRunner
-from weft_benchmarks.gpu import gathers
+from weft_benchmarks.gpu import gathers, products, shared, slowest
 from weft_benchmarks.gpu.matmul_from_host import matmul_from_host
 
 import weft
+from weft.bench.settings import AllGatherMatmul, Shape
 from weft.cli import app
 from weft.engines import engine
 
@@ -119,3 +120,50 @@ def test_results_are_shown(tmp_path):
     ] == [["1,048,576", "gluon", "4", "10.0", "55.0", "0"]]
     gathers.draw(result, tmp_path / "sms.png")
     assert (tmp_path / "sms.png").stat().st_size > 1000
+
+
+def wall(call, warmup, iterations):
+    """Milliseconds of calls on a CPU."""
+    from time import perf_counter
+
+    times = []
+    for _ in range(warmup + iterations):
+        start = perf_counter()
+        call()
+        times.append(1e3 * (perf_counter() - start))
+    return times[warmup:]
+
+
+def test_fused_operators_of_ranks_that_share_a_device_are_verified(monkeypatch):
+    found = shared.fused(2, "torch", (16, 8, 12), torch.float32, "cpu", wall)
+    assert not any(found["wrong"].values())
+    assert [*found["times_ms"]] == [*found["wrong"]]
+    assert len(found["wrong"]) == len(shared.GATHERS) + len(shared.SCATTERS) + 4
+    monkeypatch.setattr(shared, "matmul_reduce_scatter", lambda *arguments, **options: None)
+    spoiled = shared.fused(2, "torch", (16, 8, 12), torch.float32, "cpu", wall)["wrong"]
+    assert {name for name, count in spoiled.items() if count} == {
+        f"scatter {name}" for name in shared.SCATTERS
+    }
+
+
+def test_rows_from_the_host_are_verified(monkeypatch):
+    settings = AllGatherMatmul(shape=Shape(16, 8, 4), ranks=2, warmup=1, iterations=2)
+
+    def rows_from_host():
+        with weft.local_world(1, streams=True) as local:
+            return slowest(local.run(products._measured, settings, wall))
+
+    times, checks = rows_from_host()
+    assert not any(check.wrong for check in checks.values())
+    monkeypatch.setattr(products, "hardware", lambda: {"gpu": "a GPU", "gpus": 1, "sms": 1})
+    monkeypatch.setattr(products, "versions", dict)
+    times["pipelined triton"] = times["pipelined"]
+    made = products.result_of(settings, times, [*checks.values()])
+    shown = StringIO()
+    products.print_times(made, Console(file=shown, width=120))
+    assert "Verified: before and after timing" in shown.getvalue()
+    monkeypatch.setattr(products, "multiply", lambda *operands: None)
+    assert {name for name, check in rows_from_host()[1].items() if check.wrong} == {
+        "compute",
+        "sequential",
+    }

@@ -79,6 +79,11 @@ def options_of(settings: Any) -> dict[str, Any]:
     }
 
 
+def utc() -> str:
+    """The time of the end of a measurement."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
 def environment(world: World, settings: Any, **baselines: str) -> dict[str, Any]:
     """The entries of a result for its options, the time at which it ended (UTC), the machine and
     the versions; `baselines` are further versions.
@@ -98,7 +103,7 @@ def environment(world: World, settings: Any, **baselines: str) -> dict[str, Any]
     }
     return {
         "options": options_of(settings),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": utc(),
         "machine": machine,
         "versions": versions(world.device) | baselines,
     }

@@ -1,5 +1,5 @@
-"""Products on one GPU: with peers' rows in the host's memory, and weft's kernel compared with
-`torch.mm`.
+"""Products on one GPU with peers' rows in the host's memory: ``weft bench all-gather-matmul --peers
+host``.
 """
 
 from __future__ import annotations
@@ -11,42 +11,100 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
 
+from weft.bench import tables
+from weft.bench.fused import View, Views
+from weft.bench.harness import options_of, times_ms, utc
 from weft.bench.settings import AllGatherMatmul
 from weft.engines import engine
+from weft.kernels.methods import on_device
+from weft.kernels.products import multiply
 from weft.measure.timing import summarize
-from weft.measure.verification import Check, compare, error_bound
+from weft.measure.verification import Check, Problem
 from weft.predict import figures
-from weft.world import init
+from weft.world import World, init
 from weft.world.local import local_world
-from weft_benchmarks.gpu import hardware, milliseconds, versions
+from weft_benchmarks.gpu import Measured, hardware, measured, milliseconds, slowest, versions
 from weft_benchmarks.gpu.matmul_from_host import matmul_from_host
 
 _PIECES = 16  # transfers of the rows in the host's memory
 
 
+class RowsFromHost(Views):
+    """A product alone, the transfers alone, one after the other, and overlapped."""
+
+    def __init__(self, settings: AllGatherMatmul, world: World) -> None:
+        dtype, (m, k, n) = getattr(torch, settings.dtype), settings.shape
+        own, device = m // (settings.ranks or 2), world.device
+        self.problem = Problem(m, k, n, dtype, dtype, seed=settings.seed, rank=0, device=device)
+        self.a, self.whole = (torch.empty(r, k, dtype=dtype, device=device) for r in (own, m))
+        self.away = torch.empty(m - own, k, dtype=dtype, pin_memory=device.type == "cuda")
+        self.out = torch.empty(m, n, dtype=dtype, device=device)
+        weight = self.problem.weight
+        multiplied = partial(on_device, bias=None) if device.type == "cuda" else multiply
+        compute = partial(multiplied, self.whole, weight, self.out)
+        communicate = partial(self.whole[own:].copy_, self.away, non_blocking=True)
+        tensors = {"a": self.a, "away": self.away, "out": self.out}
+        shards = own, m - own
+        program = engine(world).program(matmul_from_host(_PIECES), tensors, shards)
+        product = partial(self.problem.check_product, self.out)
+
+        def sequential() -> None:
+            communicate()
+            compute()
+
+        self.views = {
+            "compute": View(compute, (self.out,), product),
+            "communicate": View(communicate, (self.whole[own:],), self._check_moved),
+            "sequential": View(sequential, (self.whole[own:], self.out), product),
+            "pipelined": View(
+                partial(program.run, tensors, shards, {"out": weight}), (self.out,), product
+            ),
+        }
+
+    def renew(self, run: int) -> None:
+        rows = self.problem.rows(run)
+        self.whole.copy_(rows)
+        self.a.copy_(rows[: len(self.a)])
+        self.away.copy_(rows[len(self.a) :])
+
+    def _check_moved(self, run: int) -> Check:
+        return self.problem.check_rows(self.whole, run)
+
+
 def from_host(settings: AllGatherMatmul) -> dict[str, Any]:
-    """A product alone, the transfers alone, one after the other, and overlapped; peers' rows come
-    from pinned host memory.
+    """The views of `RowsFromHost`, with peers' rows in pinned host memory.
 
     ``pipelined`` multiplies by torch, one product for each transfer; ``pipelined triton`` by one
     persistent kernel.
     """
-    dtype: torch.dtype = getattr(torch, settings.dtype)
-    ranks, (m, k, n) = settings.ranks or 2, settings.shape
-    own = m // ranks
-    generator = torch.Generator().manual_seed(settings.seed)
-    rows = torch.randn(m, k, generator=generator).to(dtype)
-    b = (torch.randn(k, n, generator=generator) / k**0.5).to(dtype)
-    found = []
+    found = {}
     for products in ("torch", "triton"):
         with local_world(1, "cuda", products=products) as local:
-            found += local.run(_from_host, settings, rows, b, own)
-    (times, check), (kernel_times, kernel_check) = found
-    times |= {"pipelined triton": kernel_times["pipelined"]}
-    worst = check.worse(kernel_check)
-    medians = [times[name]["median"] for name in figures.VIEWS]
+            found[products] = slowest(local.run(_measured, settings))
+    (times, checks), (by_kernel, checks_of_kernel) = found["torch"], found["triton"]
+    every = times | {"pipelined triton": by_kernel["pipelined"]}
+    return result_of(settings, every, [*checks.values(), *checks_of_kernel.values()])
+
+
+def _measured(
+    settings: AllGatherMatmul,
+    times: Callable[[Callable[[], object], int, int], list[float]] = milliseconds,
+) -> dict[str, Measured]:
+    subject = RowsFromHost(settings, init())
+    return measured(subject, settings.warmup, settings.iterations, times=times)
+
+
+def result_of(
+    settings: AllGatherMatmul, times: dict[str, list[float]], checks: Sequence[Check]
+) -> dict[str, Any]:
+    """The result as a JSON object."""
+    ranks, (m, k, n) = settings.ranks or 2, settings.shape
+    statistics = {name: summarize([1e-3 * time for time in own]) for name, own in times.items()}
+    medians = [statistics[name].median for name in figures.VIEWS]
+    worst = checks[0]
+    for check in checks[1:]:
+        worst = worst.worse(check)
     return {
         "benchmark": "all-gather-matmul",
         "device": "cuda",
@@ -55,68 +113,40 @@ def from_host(settings: AllGatherMatmul) -> dict[str, Any]:
         "shape": asdict(settings.shape),
         "dtype": settings.dtype,
         "algorithm": "pull",
-        "chunk_rows": -(-(m - own) // _PIECES),
+        "chunk_rows": -(-(m - m // ranks) // _PIECES),
         "link": None,
-        "times_ms": times,
+        "times_ms": times_ms(statistics),
         "baselines_ms": {},
         **figures.of_overlap(*medians),
         "limit_ratio_triton": figures.limit_ratio(
-            medians[0], medians[1], times["pipelined triton"]["median"]
+            medians[0], medians[1], statistics["pipelined triton"].median
         ),
         "tflops": figures.tflops(m, k, n, medians[-1]),
         "verified": not worst.wrong,
         "max_error": worst.max_error,
         "error_bound": worst.bound,
+        "options": options_of(settings),
+        "date": utc(),
         "machine": hardware(),
         "versions": versions(),
     }
 
 
-def _from_host(
-    settings: AllGatherMatmul, rows: Tensor, b: Tensor, own: int
-) -> tuple[dict[str, dict[str, float]], Check]:
-    world = init()
-    device, m = world.device, len(rows)
-    plan, shards = matmul_from_host(_PIECES), (own, m - own)
-    a, away, weight = rows[:own].to(device), rows[own:].pin_memory(), b.to(device)
-    whole, out = rows.to(device), torch.empty(m, b.shape[1], dtype=rows.dtype, device=device)
-    tensors = {"a": a, "away": away, "out": out}
-    program = engine(world).program(plan, tensors, shards)
-
-    compute = partial(torch.mm, whole, weight, out=out)
-    communicate = partial(whole[own:].copy_, away, non_blocking=True)
-    pipelined = partial(program.run, tensors, shards, {"out": weight})
-    views: dict[str, Callable[[], object]] = {
-        "compute": compute,
-        "communicate": communicate,
-        "sequential": lambda: (communicate(), compute()),
-        "pipelined": pipelined,
-    }
-    times = {
-        name: summary(milliseconds(call, settings.warmup, settings.iterations))
-        for name, call in views.items()
-    }
-    out.fill_(float("nan"))
-    pipelined()
-    exact, size = whole.double() @ weight.double(), whole.double().abs() @ weight.double().abs()
-    return times, compare(
-        out, exact, error_bound(size, exact, rows.shape[1], rows.dtype, out.dtype)
-    )
-
-
-def summary(milliseconds: Sequence[float]) -> dict[str, float]:
-    """Median and range."""
-    return summarize([1e-3 * time for time in milliseconds])._asdict()
-
-
 def print_times(result: dict[str, Any], console: Console) -> None:
-    """Print the times of a fused operator."""
-    times = [f"{name:<16} {time['median']:9.3f} ms" for name, time in result["times_ms"].items()]
+    """Print the times and figures of a product with rows in the host's memory."""
+    shape = "x".join(map(str, result["shape"].values()))
+    console.print(f"all-gather-matmul, peers in host memory: {shape}, {result['dtype']}")
+    table = tables.table(("", *tables.TIMES.values()))
+    for name, times in result["times_ms"].items():
+        table.add_row(name, *(f"{times[key]:.3f}" for key in tables.TIMES))
+    tables.print_wide(console, table)
     ratios = (
-        f"speedup {result['speedup']:.2f}, limit_ratio {result['limit_ratio']:.3f}, "
-        f"overlap {result['overlap_percent']:.0f} %"
+        f"speedup {result['speedup']:.2f}, limit ratio {result['limit_ratio']:.3f} (by triton "
+        f"{result['limit_ratio_triton']:.3f}), overlap {result['overlap_percent']:.0f} %, "
+        f"{result['tflops']:.1f} TFLOP/s"
     )
-    more = (
-        f"limit_ratio by triton {result['limit_ratio_triton']:.3f}, {result['tflops']:.1f} TFLOP/s"
+    tables.print_notes(
+        console,
+        ratios,
+        tables.verdict(result, "before and after timing, on new inputs and poisoned outputs."),
     )
-    console.print("\n".join([*times, f"{ratios}, {more}{'' if result['verified'] else ', WRONG'}"]))
