@@ -14,7 +14,7 @@ from support.ranks import on_ranks
 import weft
 from weft.engines.device import engine as device
 from weft.engines.recording import record
-from weft.world import World
+from weft.world import World, current
 
 pytest.importorskip("triton", "3.6")
 
@@ -40,7 +40,7 @@ def interpreted() -> None:
 
 
 def gathers(rows: tuple[int, ...], algorithm: str, dtype: torch.dtype, call: int) -> None:
-    world = weft.init()
+    world = current()
     shards = [whole(call + r, n, 32, dtype=dtype) for r, n in enumerate(rows)]
     flat, tall = whole(call + 8, 32, 24, dtype=dtype), whole(call + 9, 40, 32, dtype=dtype).t()
     a, bias = shards[world.rank], whole(7, 24, dtype=dtype)
@@ -62,7 +62,7 @@ def gathers(rows: tuple[int, ...], algorithm: str, dtype: torch.dtype, call: int
 def sums(
     rows: tuple[int, ...], algorithm: str, reduced: bool, dtype: torch.dtype, call: int
 ) -> None:
-    world = weft.init()
+    world = current()
     total, rank = sum(rows), world.rank
     a = [whole(call + r, total, 16, dtype=dtype) for r in range(world.ranks)]
     b = [whole(call + 8 + r, 16, 24, dtype=dtype) for r in range(world.ranks)]
@@ -118,7 +118,7 @@ def refused() -> None:
 
 def recorded() -> None:
     """Every instruction has a span; instructions of one launch have the same."""
-    world = weft.init()
+    world = current()
     with record(world) as recording:
         weft.all_gather_matmul(torch.ones(6, 16), torch.ones(16, 8), algorithm="push", chunk_rows=2)
     ((plan, _, spans),) = recording.executions
@@ -136,7 +136,7 @@ def recorded() -> None:
 
 def late() -> None:
     """A kernel whose wait for a peer times out ends, and reports the wait."""
-    world = weft.init()
+    world = current()
     a, b = torch.ones(2, 16), torch.ones(16, 8)
     weft.all_gather_matmul(a, b, algorithm="push")
     if world.rank == 0:
