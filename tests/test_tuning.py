@@ -77,6 +77,7 @@ EXCEPTIONS = {
         native/kernels/stores.cpp: kPage
         native/kernels/strided.cpp: kLine
         weft/engines/device/kernels/all_gather.py: VECTOR
+        weft/engines/device/kernels/all_gather.py: _LONG
         weft/engines/device/kernels/symmetric.py: COUNTER
         weft/world/signals.py: COUNTER_BYTES
     """,

@@ -52,6 +52,12 @@ def test_options_without_an_effect_are_refused(options, refused):
     assert f"{refused}: has no effect with" in result.output
 
 
+def test_the_kernel_is_refused_on_a_cpu():
+    result = CliRunner().invoke(app, ["bench", "all-gather", "--algorithm", "kernel"])
+    assert result.exit_code == 2
+    assert "kernel runs on GPUs: add --device cuda" in result.output
+
+
 def test_numbers_of_sms():
     result = CliRunner().invoke(
         app, ["bench", "all-gather", "--device", "cuda", "--comm-sms", "4,none"]

@@ -85,23 +85,27 @@ def test_streams_and_threads(work):
 
 
 def kernels():
-    from weft.engines.device.kernels.all_gather import AllGather, LaunchOptions
-
     world = weft.init()
     rank, ranks = world.rank, world.ranks
     shards = [shard(world, r, 512, 128) for r in range(ranks)]
-    gathered = world.empty(512 * ranks, 128, dtype=torch.bfloat16)
+    gathered = world.empty(512 * ranks, 136, dtype=torch.bfloat16)
+    symmetric = world.empty(512 * ranks, 128, dtype=torch.bfloat16)
     for gluon in (False, True):
-        gather = AllGather(world, gathered, LaunchOptions(sms=8), gluon=gluon)
-        for _ in range(5):
-            gathered.fill_(float("nan"))
-            weft.barrier()
-            gather(shards[rank])
-            assert torch.equal(gathered, torch.cat(shards))
-            gather.check()
-            weft.barrier()
+        options = {"algorithm": "kernel", "comm_sms": 8, "gluon": gluon}
+        for out in (symmetric, gathered[:, :128], gathered[:, 1:129], None):
+            for columns in (128, 3):
+                wanted = torch.cat(shards)[:, :columns]
+                into = None if out is None or columns == 3 else out
+                for _ in range(5):
+                    if into is not None:
+                        into.fill_(float("nan"))
+                    weft.barrier()
+                    found = weft.all_gather(shards[rank][:, :columns], out=into, **options)
+                    assert torch.equal(found, wanted)
+        handle = weft.all_gather_async(shards[rank], **options)
+        assert torch.equal(handle.wait(), torch.cat(shards))
     with pytest.raises(ValueError, match="could block the programs that they"):
-        AllGather(world, gathered, LaunchOptions(sms=1024))
+        weft.all_gather(shards[rank], algorithm="kernel", comm_sms=1024)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -7,11 +7,11 @@ import torch
 
 pytest.importorskip("triton", "3.6")
 import weft
-from weft.engines.device.kernels import symmetric
-from weft.engines.device.kernels.all_gather import LaunchOptions
+from weft.engines.device.kernels import all_gather, symmetric
+from weft.engines.device.kernels.all_gather import Distances
 from weft.engines.device.kernels.tiles import launch_tables, launches, runs, tiles
 from weft.kernels.matmul import matmul
-from weft.plan import Copy, Notify, Region, Signal, Wait
+from weft.plan import Copy, Launch, Notify, Region, Signal, Wait
 from weft.world import device_memory, local
 
 GPU = torch.device("cuda", 0)
@@ -22,26 +22,68 @@ def a_gpu(monkeypatch):
     monkeypatch.setattr(
         torch.cuda,
         "get_device_properties",
-        lambda device: SimpleNamespace(multi_processor_count=132),
+        lambda device: SimpleNamespace(
+            multi_processor_count=132, warp_size=32 * (device.index + 1)
+        ),
     )
 
 
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"sms": 0}, "sms must be at least 1"),
-        ({"sms": 67}, "67 waiting programs on each of 2 ranks that share a GPU .* use at most 66"),
-        ({"warps": 3}, "a program has 1, 2, 4, 8, 16 or 32 warps"),
-        ({"warps": 32, "threads_per_warp": 64}, "at most 1024 threads"),
-        ({"threads_per_warp": 16}, "32 or 64 threads"),
-        ({"tile": 3000}, "a tile is a power of two"),
-        ({"tile": 2048, "warps": 8}, "at least 4096 bytes, 16 for each of 256 threads; got 2048"),
+        ({"comm_sms": 0}, "comm_sms must be at least 1"),
+        (
+            {"comm_sms": 67},
+            "67 waiting programs on each of 2 ranks that share a GPU .* use at most 66",
+        ),
+        ({"warps": 3}, "warps must be 1, 2, 4, 8, 16 or 32"),
+        ({"warps": 32}, "with at most 1024 threads; got 32 of 64 threads"),
+        ({"tile_bytes": 3 << 12}, "tile_bytes must be a power of two"),
+        (
+            {"tile_bytes": 4096},
+            "from 8192 to 131072, 16 to 256 for each of 512 threads; got 4096",
+        ),
+        ({"tile_bytes": 1 << 18}, "from 8192 to 131072"),
+        ({"tile_bytes": "16K"}, "tile_bytes must be an integer; got '16K'"),
     ],
 )
-def test_invalid_options_of_kernels_are_refused(a_gpu, options, why):
-    LaunchOptions().check(SimpleNamespace(ranks_per_device=2), GPU)
+def test_invalid_launches_are_refused(a_gpu, options, why):
+    with_64_lanes = torch.device("cuda", 1)
+    for device in (GPU, with_64_lanes):
+        all_gather.check(Launch(), 2, device)
+        all_gather.check(Launch(66, 1 << 17, 8, True), 2, with_64_lanes)
     with pytest.raises(ValueError, match=why):
-        LaunchOptions(**options).check(SimpleNamespace(ranks_per_device=2), GPU)
+        all_gather.check(Launch(**options), 2, with_64_lanes)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        # rows, bytes of a row, from row to row in the shard and in the gathered rows, place
+        (Distances(8, 32, 32, 32, 256), [(16, False), (16, True), (2, True)]),
+        (Distances(8, 6, 6, 6, 48), [(16, False), (2, True)]),
+        (Distances(8, 8, 8, 8, 64), [(16, False), (8, True), (2, True)]),
+        (Distances(7, 6, 6, 6, 42), [(2, False), (2, True)]),
+        (Distances(8, 32, 32, 48, 256), [(16, True), (2, True)]),
+        (Distances(8, 32, 32, 36, 256), [(4, True), (2, True)]),
+        (Distances(1, 32, 96, 48, 16), [(16, False), (16, True), (2, True)]),
+    ],
+)
+def test_accesses_are_as_wide_as_addresses_permit(rows, expected):
+    """The accesses that are compiled do not depend on a rank's shard; which of them is made does,
+    and fits every address and distance.
+    """
+    found = rows.accesses(2)
+    assert found == expected
+    assert rows._replace(shard=2).accesses(2) == expected
+    assert rows.fits(found[-1], 1024 + 2)
+    assert [rows.fits(access, 1024) for access in found] == [True] * len(found)
+    for address in range(1024, 1024 + 32, 2):
+        for shard in (rows, rows._replace(shard=rows.shard + 2), rows._replace(shard=64)):
+            width, by_rows = next(access for access in found if shard.fits(access, address))
+            within = shard.shard if by_rows else shard.size
+            assert address % width == within % width == 0
+            assert by_rows or shard.rows == 1 or shard.shard == shard.row
 
 
 def test_each_rank_needs_its_own_queue(monkeypatch):

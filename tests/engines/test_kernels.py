@@ -28,33 +28,6 @@ def data(rank: int, *shape: int, dtype: torch.dtype = torch.float32, call: int =
     ).to(dtype)
 
 
-def gathers(world: World) -> None:
-    interpret()
-    from weft.engines.device.kernels.all_gather import AllGather, LaunchOptions
-
-    rank, ranks = world.rank, world.ranks
-    for dtype, words in ((torch.float32, 1300), (torch.bfloat16, 2048)):
-        gathered = world.empty(ranks, words, dtype=dtype)
-        gather = AllGather(world, gathered, LaunchOptions(sms=2 + rank, tile=1024, warps=1))
-        for call in range(3):
-            gathered.fill_(float("nan"))
-            gather(data(rank, words, dtype=dtype, call=call))
-            gather.check()
-            expected = torch.stack([data(r, words, dtype=dtype, call=call) for r in range(ranks)])
-            assert torch.equal(gathered, expected), (dtype, call)
-            weft.barrier(world=world)  # peers poison their tensors after the barrier only
-        with pytest.raises(ValueError, match="a shard is contiguous"):
-            gather(data(rank, words + 1, dtype=dtype))
-    in_place = world.empty(ranks, 256)
-    in_place.fill_(float("nan"))[rank] = data(rank, 256)
-    AllGather(world, in_place, LaunchOptions(sms=1, tile=1024, warps=1))(in_place[rank])
-    assert torch.equal(in_place, torch.stack([data(r, 256) for r in range(ranks)]))
-
-
-def test_all_gather_between_processes() -> None:
-    on_ranks(gathers, 3)
-
-
 def primitives(world: World) -> None:
     interpret()
     from support import primitive_kernels as kernels

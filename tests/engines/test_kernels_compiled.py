@@ -10,11 +10,7 @@ pytest.importorskip("triton", "3.6")
 import torch
 from support.compiled import SHARED, TARGETS, Compiled, build
 
-from weft.engines.device.kernels.all_gather import (
-    all_gather_gluon_kernel,
-    all_gather_kernel,
-    layout,
-)
+from weft.engines.device.kernels.all_gather import KERNELS, VECTOR, Access, tile_layout
 from weft.engines.device.kernels.all_gather_matmul import all_gather_matmul_kernel, sizes
 from weft.engines.device.kernels.sum_in_rank_order import sum_in_rank_order_kernel
 
@@ -27,17 +23,15 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 GATHER = {
-    "shard": "*i32",
-    "gathered": "*i32",
-    "gathered_bases": "*i64",
+    "bases": "*i64",
     "counters": "*i64",
     "counter_bases": "*i64",
-    "calls": "*i64",
+    "base": "*i64",
     "tickets": "*i32",
     "timeout_record": "*i64",
-    "vectors": "i64",
-    "rank": "i32",
-    "max_polls": "i32",
+    **dict.fromkeys(("size", "place", "row", "shard_stride", "gathered_stride"), "i32"),
+    **dict.fromkeys(("opened", "awaited", "count", "arrived"), "i32"),
+    **dict.fromkeys(("idle", "rank", "max_polls"), "i32"),
 }
 
 
@@ -58,8 +52,8 @@ def loops(assembly: str) -> list[str]:
 class Patterns(NamedTuple):
     """Regular expressions of instructions in the assembly of a vendor's GPUs."""
 
-    load: str
-    store: str
+    load: dict[int, str]  # by the bytes of an access, as the next
+    store: dict[int, str]
     any_load: str
     any_store: str
     poll: str
@@ -67,8 +61,8 @@ class Patterns(NamedTuple):
 
 
 NVIDIA = Patterns(
-    load=r"ld\.global\.v4\.b32",
-    store=r"st\.global\.v4\.b32",
+    load={16: r"ld\.global\.v4\.b32", 8: r"ld\.global\.b64", 1: r"ld\.global\.b8"},
+    store={16: r"st\.global\.v4\.b32", 8: r"st\.global\.b64", 1: r"st\.global\.b8"},
     any_load=r"\bld\.\S*global",
     any_store=r"\bst\.\S*global",
     poll=r"ld\.global\.sys\.acquire\.b64",
@@ -82,8 +76,8 @@ NVIDIA = Patterns(
     ],
 )
 AMD = Patterns(
-    load="global_load_dwordx4",
-    store="global_store_dwordx4",
+    load={16: "global_load_dwordx4", 8: "global_load_dwordx2", 1: "global_load_ubyte"},
+    store={16: "global_store_dwordx4", 8: "global_store_dwordx2", 1: "global_store_byte"},
     any_load=r"(?:global|flat|buffer)_load\w*",
     any_store=r"(?:global|flat|buffer)_store\w*",
     poll=r"global_(?:load_dwordx2|atomic_add_x2) .* sc0 sc1\n",  # by Triton 3.6, and by 3.9
@@ -108,49 +102,59 @@ def assert_in_order(steps: list[str], assembly: str) -> None:
         at = found.end()
 
 
-def gathers(made: Compiled, target: str, ranks: int, per_thread: int) -> None:
-    """In the loop over tiles all accesses are of 16 bytes: one load and `ranks` stores for each of
-    a thread's 16 bytes.
+@pytest.mark.parametrize(
+    ("access", "gluon"),
+    [
+        (Access(VECTOR, rows=False), False),
+        (Access(VECTOR, rows=False), True),
+        (Access(VECTOR, rows=True), False),
+        (Access(VECTOR, rows=True), True),
+        (Access(8, rows=False), True),
+        (Access(1, rows=True), False),
+    ],
+    ids=str,
+)
+def test_all_gather(target: str, access: Access, gluon: bool) -> None:
+    """In the loop over tiles all accesses have the same width: one load and a store for each rank
+    of each of a thread's vectors. Only rows that are not contiguous need divisions, of 32 bits.
 
     After the loop synchronize all threads, then all programs, then the peers; and a wait reads
     memory in every poll.
     """
+    lanes, vectors, word = TARGETS[target].warp_size, 1024, f"*i{8 * access.width // access.words}"
+    made = build(
+        KERNELS[gluon, access.width == VECTOR],
+        {"shard": word, "segment": word, **GATHER},
+        {
+            "RANKS": 8,
+            "TILE": vectors * access.words,
+            "WORDS": access.words,
+            "ROWS": access.rows,
+            "LONG": False,
+            "LAYOUT": tile_layout(access, lanes, 4) if gluon else None,
+        },
+        target,
+        unaligned=() if access.width == VECTOR else ("shard", "segment"),
+        num_warps=4,
+    )
     patterns, every = NVIDIA if target.startswith("sm") else AMD, loops(made.assembly)
-    tiles = [loop for loop in every if re.search(patterns.load, loop)]
-    assert tiles
-    body = max(tiles, key=len)
-    assert (
-        len(re.findall(patterns.load, body))
-        == len(re.findall(patterns.any_load, body))
-        == per_thread
-    )
-    assert (
-        len(re.findall(patterns.store, body))
-        == len(re.findall(patterns.any_store, body))
-        == per_thread * ranks
-    )
+    load, store = patterns.load[access.width], patterns.store[access.width]
+    per_thread = vectors // (4 * lanes)
+    tiles = [loop for loop in every if len(re.findall(store, loop)) >= 8 * per_thread]
+    body = min(tiles, key=len)
+    for pattern, number in (
+        (load, per_thread),
+        (patterns.any_load, per_thread),
+        (store, 8 * per_thread),
+        (patterns.any_store, 8 * per_thread),
+    ):
+        assert len(re.findall(pattern, body)) == number, pattern
+    # by a reciprocal that is computed before the loop, on AMD's
+    assert (made.count(r"div\.s32|v_rcp_iflag_f32") > 0) == access.rows
+    assert made.count(r"(?:div|rem)\.s64|v_rcp_f32") == 0
     assert any(re.search(patterns.poll, loop) for loop in every)
     assert_in_order(patterns.notify, made.assembly[made.assembly.index(body) + len(body) :])
     assert made.spills == 0
-
-
-def test_all_gather(target: str) -> None:
-    made = build(
-        all_gather_kernel, GATHER, {"RANKS": 8, "TILE": 4096, "LAYOUT": None}, target, num_warps=4
-    )
-    gathers(made, target, 8, 4096 // 4 // (4 * TARGETS[target].warp_size))
-
-
-def test_all_gather_gluon(target: str) -> None:
-    lanes = TARGETS[target].warp_size
-    made = build(
-        all_gather_gluon_kernel,
-        GATHER,
-        {"RANKS": 8, "TILE": 4096, "LAYOUT": layout(lanes, 4)},
-        target,
-        num_warps=4,
-    )
-    gathers(made, target, 8, 4096 // 4 // (4 * lanes))
 
 
 def multiplies(made: Compiled, target: str, spills: int = 0) -> None:
@@ -160,7 +164,7 @@ def multiplies(made: Compiled, target: str, spills: int = 0) -> None:
     instruction = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}.get(target, "v_mfma_f32_")
     assert any(instruction in loop for loop in loops(made.assembly))
     assert made.count(r"cp\.async\.bulk\.tensor\.2d") > 0 or not target.startswith("sm")
-    assert made.count(NVIDIA.store if target.startswith("sm") else AMD.store) > 0
+    assert made.count((NVIDIA if target.startswith("sm") else AMD).store[16]) > 0
     assert made.spills <= spills
     assert made.shared <= SHARED[target]
 

@@ -6,6 +6,8 @@ argument by Triton (a rank of 1 is a constant unless Triton is informed otherwis
 the number of compilations. Nothing runs, so the results of operators are undefined.
 """
 
+import itertools
+
 import pytest
 import torch
 
@@ -16,15 +18,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from weft.engines import engine
 from weft.engines.device.kernels import stream_signals
-from weft.engines.device.kernels.all_gather import (
-    AllGather,
-    LaunchOptions,
-    all_gather_gluon_kernel,
-    all_gather_kernel,
-)
+from weft.engines.device.kernels.all_gather import KERNELS
 from weft.engines.device.kernels.all_gather_matmul import all_gather_matmul_kernel
 from weft.engines.device.kernels.sum_in_rank_order import sum_in_rank_order_kernel
+from weft.engines.device.lanes import Operands
 from weft.world import local as local_worlds
 
 
@@ -63,9 +62,10 @@ def operators():
     a, b = torch.ones(32, 64, dtype=torch.float16), torch.ones(64, 32, dtype=torch.float16)
     weft.all_gather_matmul(a, b, algorithm="push")
     weft.matmul_reduce_scatter(a, b, algorithm="put")
-    gathered = world.empty(2, 1024)
-    for gluon in (False, True):
-        AllGather(world, gathered, LaunchOptions(sms=2), gluon=gluon)(torch.ones(1024))
+    every = (a, torch.ones(33, 64)[world.rank : world.rank + 32], torch.ones(32, 8).bfloat16())
+    out = {each: world.empty(64, each.shape[1], dtype=each.dtype) for each in every}
+    for gluon, each in itertools.product((False, True), every):
+        weft.all_gather(each, out=out[each], algorithm="kernel", gluon=gluon)
 
 
 def test_every_kernel_compiles_once_for_all_ranks(monkeypatch):
@@ -77,10 +77,35 @@ def test_every_kernel_compiles_once_for_all_ranks(monkeypatch):
         variants(kernel)
         for kernel in (
             *signals,
-            all_gather_kernel,
-            all_gather_gluon_kernel,
+            KERNELS[False, True],
+            KERNELS[True, True],
             sum_in_rank_order_kernel,
         )
     ] == [1] * 5
     # rows from two tensors into this rank's own; from one into peers'
     assert variants(all_gather_matmul_kernel) == 2
+
+
+def gathers_of_any_alignment(compiled):
+    """The first gather loads all kernels that others of its sizes may need, on both ranks."""
+    world = weft.init()
+    memory, out = torch.zeros(4096, dtype=torch.bfloat16), world.empty(16, 8, dtype=torch.bfloat16)
+    weft.all_gather(memory[:64].view(8, 8), out=out, algorithm="kernel")
+    program = [*engine(world).programs.values()][-1]
+    operands = Operands({"a": memory[:64].view(8, 8), "gathered": out}, {}, {}, 1.0)
+    for launches in program.launches.values():
+        for launch in launches:
+            launch.step(operands, idle=True)()
+    compiled.append([variants(KERNELS[False, wide]) for wide in (False, True)])
+    for begin, stride in ((0, 8), (0, 24), (1, 8), (3, 9), (4, 16)):
+        shard = memory[begin:].as_strided((8, 8), (stride, 1))
+        weft.all_gather(shard, out=out, algorithm="kernel")
+    compiled.append([variants(KERNELS[False, wide]) for wide in (False, True)])
+
+
+def test_a_shard_of_any_alignment_needs_no_further_kernel(monkeypatch):
+    monkeypatch.setattr(local_worlds, "check_products", lambda *_: None)
+    compiled = []
+    with weft.local_world(2, products="triton") as local:
+        local.run(gathers_of_any_alignment, compiled)
+    assert compiled[-1] == compiled[0] == [1, 2]

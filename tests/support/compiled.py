@@ -43,10 +43,11 @@ def build(
     constants: Mapping[str, Any],
     target: str,
     even: Sequence[str] = (),
+    unaligned: Sequence[str] = (),
     **options: Any,
 ) -> Compiled:
-    """Compile with pointers that begin at multiples of 16 bytes, as all of torch's do, and `even`
-    arguments that are multiples of 16.
+    """Compile with pointers that begin at multiples of 16 bytes, as all of torch's do but for those
+    that are `unaligned`, and `even` arguments that are multiples of 16.
 
     `signature` gives the types of the arguments that are no `constants`.
     """
@@ -54,7 +55,7 @@ def build(
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, (name, kind) in enumerate(types.items())
-        if kind[0] == "*" or name in even
+        if (kind[0] == "*" and name not in unaligned) or name in even
     }
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
         kernel, types, dict(constants), aligned

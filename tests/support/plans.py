@@ -97,7 +97,7 @@ def eager_collective(ranks: int, pieces: int, algorithm: str, *, several: bool) 
 
 
 SCHEDULES: dict[Callable[..., Plan], tuple[Sequence[str], Sequence[str]]] = {
-    all_gather: (("pull", "push", "ring"), ("symmetric_a", "symmetric_gathered")),
+    all_gather: (("pull", "push", "ring", "kernel"), ("symmetric_a", "symmetric_gathered")),
     multiplied: (ALGORITHMS, ("gathered", "own_first", "joined")),
     interleaved_gather: (("push",), ("symmetric_gathered",)),
     **{

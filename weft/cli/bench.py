@@ -16,7 +16,7 @@ from weft.bench import settings as kinds
 from weft.bench.settings import BASELINES, LIBRARIES, FusedSettings, SweepSettings
 from weft.cli import options
 from weft.cli.options import refuse
-from weft.schedules.operators import OPERATORS
+from weft.schedules.operators import COLLECTIVES, OPERATORS
 
 if TYPE_CHECKING:
     from weft.bench.fused import Result
@@ -131,6 +131,8 @@ def _sweep(settings: SweepSettings) -> None:
             settings, gathers.all_gathers, gathers.print_table, gathers.draw, in_process=True
         )
         return
+    if settings.algorithm in COLLECTIVES[settings.operation].launched:
+        refuse("--algorithm", f"{settings.algorithm} runs on GPUs: add --device cuda")
     if settings.op == "avg" and not settings.dtype.startswith(("float", "bfloat")):
         refuse("--op", f"avg needs a floating dtype; got {settings.dtype}: use --dtype float32")
     for name in settings.baselines:

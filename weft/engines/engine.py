@@ -19,7 +19,19 @@ from torch import Tensor
 import weft._native as _native
 from weft.errors import MismatchError, PlanError, WeftError
 from weft.kernels.weights import PreparedWeight, Weight
-from weft.plan import Compute, Copy, Instruction, Plan, Reduce, Region, Signal, Wait, reads, writes
+from weft.plan import (
+    Compute,
+    Copy,
+    Instruction,
+    Launch,
+    Plan,
+    Reduce,
+    Region,
+    Signal,
+    Wait,
+    reads,
+    writes,
+)
 from weft.world import World, memory
 
 LANES = ("compute", "comm")
@@ -52,6 +64,7 @@ class Engine(ABC):
     products = ""
 
     caches_calls = False  # whether `calls` has repeated calls
+    launches = False  # whether kernels can execute the plans that ask for it by their `launch`
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -142,6 +155,14 @@ class Engine(ABC):
         """Raise `ValueError` for a product with a result of `out_dtype` that this engine cannot
         compute.
         """
+
+    def check_launch(self, launch: Launch) -> None:
+        """Raise `ValueError` for a launch that this engine cannot make."""
+        raise ValueError(
+            "this world's ranks compute on the CPU, and kernels run on GPUs: make the world by "
+            'weft.init(device="cuda"), or by weft.init(products="triton") under '
+            "TRITON_INTERPRET=1; or choose another algorithm"
+        )
 
     def drain(self) -> None:
         """Wait until all started calls have ended, and raise their errors."""
@@ -286,6 +307,11 @@ class Program(ABC):
         if plan.ranks != self.world.ranks:
             raise PlanError(
                 f"a plan for {plan.ranks} ranks cannot run in a world of {self.world.ranks}"
+            )
+        if plan.launch is not None and not engine.launches:
+            raise PlanError(
+                f"{plan.operator} by {plan.algorithm} is a plan for kernels, and this world's "
+                "ranks compute on the CPU"
             )
         if not set(lanes) <= set(LANES):
             raise PlanError(

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from weft.engines import engine
 from weft.ops import arguments, collective, dims, granularity
-from weft.ops.collective import CollectiveCall, Handle, as_matrix, planned, same_place
+from weft.ops.collective import (
+    CollectiveCall,
+    Handle,
+    as_matrix,
+    as_rows,
+    planned,
+    same_place,
+)
+from weft.plan.launch import Launch
 from weft.schedules import all_gather as schedule
 from weft.schedules.workload import PIECES, pieces
 from weft.world import World
@@ -24,6 +34,10 @@ def all_gather(
     shard_rows: Sequence[int] | None = None,
     algorithm: str = "auto",
     chunk_rows: int | None = None,
+    comm_sms: int | None = None,
+    tile_bytes: int | None = None,
+    warps: int | None = None,
+    gluon: bool | None = None,
     world: World | None = None,
     timeout: float | None = None,
 ) -> Tensor:
@@ -35,10 +49,22 @@ def all_gather(
     symmetric, unless `a` is symmetric, too, and small. `a` may be this rank's own part of `out`; if
     `out` is symmetric a push then makes no copies but to peers.
 
+    On a GPU ``kernel`` is a push by one kernel that occupies `comm_sms` SMs (AMD: compute units;
+    default 16), where the others use copy engines. Each program loads `tile_bytes` at a time
+    (default 16384; a power of two, 16 to 256 bytes for each thread), stores them to every rank, and
+    has `warps` warps (default 8); Gluon compiles it if `gluon`, else Triton. All ranks give the
+    same options. Rows of dimension 0 may then have any size, and in `a` and a symmetric `out` any
+    distance from one to the next: they are read and written in place, in accesses of 16 bytes where
+    all addresses and distances are multiples of 16, else in narrower ones. If `out` is not
+    symmetric, as a new result, rows go to a workspace and are copied from there. On a CPU the
+    kernel runs under TRITON_INTERPRET=1 in worlds of ``products="triton"``, without Gluon;
+    elsewhere it is refused.
+
     There is no gradient: an `a` that requires one is a `ValueError` outside ``torch.no_grad()``.
     """
     shards = None if shard_rows is None else tuple(shard_rows)
-    return collective.run(_check, a, out, (dim, shards, algorithm, chunk_rows), world, timeout)
+    options = dim, shards, algorithm, chunk_rows, comm_sms, tile_bytes, warps, gluon
+    return collective.run(_check, a, out, options, world, timeout)
 
 
 def all_gather_async(
@@ -49,12 +75,17 @@ def all_gather_async(
     shard_rows: Sequence[int] | None = None,
     algorithm: str = "auto",
     chunk_rows: int | None = None,
+    comm_sms: int | None = None,
+    tile_bytes: int | None = None,
+    warps: int | None = None,
+    gluon: bool | None = None,
     world: World | None = None,
     timeout: float | None = None,
 ) -> Handle:
     """Begin `all_gather`, with the same arguments, and return at once."""
     shards = None if shard_rows is None else tuple(shard_rows)
-    return collective.start(_check, a, out, (dim, shards, algorithm, chunk_rows), world, timeout)
+    options = dim, shards, algorithm, chunk_rows, comm_sms, tile_bytes, warps, gluon
+    return collective.start(_check, a, out, options, world, timeout)
 
 
 def _check(
@@ -65,11 +96,18 @@ def _check(
     shard_rows: Sequence[int] | None,
     algorithm: str,
     chunk_rows: int | None,
+    comm_sms: int | None,
+    tile_bytes: int | None,
+    warps: int | None,
+    gluon: bool | None,
 ) -> CollectiveCall:
     collective.check_input(a, world)
     dim = dims.normal(dim, a.dim())
     arguments.check_algorithm(algorithm, schedule.COLLECTIVE, world)
     arguments.check_chunk_rows(chunk_rows)
+    given = {"comm_sms": comm_sms, "tile_bytes": tile_bytes, "warps": warps, "gluon": gluon}
+    launch = _launch(world, algorithm, chunk_rows, given)
+    strided = launch is not None and dim == 0
     sizes = arguments.check_shard_rows(a.shape[dim], shard_rows, world)
     lead = math.prod(a.shape[:dim])
     rows, start = tuple(lead * size for size in sizes), sum(sizes[: world.rank])
@@ -78,10 +116,11 @@ def _check(
         return lead == 1 and same_place(a, out.narrow(dim, start, a.shape[dim]))
 
     result = arguments.result(
-        out, dims.resized(a.shape, dim, sum(sizes)), a.dtype, [a], world, is_part
+        out, dims.resized(a.shape, dim, sum(sizes)), a.dtype, [a], world, is_part, strided=strided
     )
     in_place = out is not None and is_part(out)
-    matrix, gathered = as_matrix(a, dim), as_matrix(result, dim)
+    rows_of = as_rows if strided else partial(as_matrix, dim=dim)
+    matrix, gathered = rows_of(a), rows_of(result)
     # If lead is not 1 the rows of a rank are not contiguous in the result.
     target = gathered if lead == 1 else torch.empty_like(gathered)
     # In place the rows of each rank begin at another offset: they are not one symmetric tensor.
@@ -93,6 +132,9 @@ def _check(
     most = max(rows)
     size = most * matrix.shape[1] * matrix.itemsize
     planner = partial(planned, schedule.all_gather, world.ranks, hosts=hosts)
+    if launch is not None:
+        plan = planner(1, algorithm, symmetric_gathered=symmetric_out, launch=launch)
+        return CollectiveCall(plan, rows, tensors, result, copied)
     reached = symmetric or symmetric_out
     if algorithm in ("auto", "pull") and chunk_rows is None:
         if not reached and granularity.measurable(world, size):
@@ -122,6 +164,28 @@ def _check(
     symmetries = {"symmetric_a": symmetric, "symmetric_gathered": symmetric_out}
     plan = planner(pieces(most, chunk), algorithm, **symmetries)
     return CollectiveCall(plan, rows, tensors, result, copied)
+
+
+def _launch(
+    world: World, algorithm: str, chunk_rows: int | None, given: Mapping[str, Any]
+) -> Launch | None:
+    """The launch of the kernel with the options `given`; None if another algorithm is called."""
+    options = {name: value for name, value in given.items() if value is not None}
+    if algorithm not in schedule.COLLECTIVE.launched:
+        if options:
+            raise ValueError(
+                f"{', '.join(options)} {'has' if len(options) == 1 else 'have'} no effect with "
+                f'algorithm={algorithm!r}, which no kernel executes: pass algorithm="kernel" too, '
+                "or none of comm_sms, tile_bytes, warps and gluon"
+            )
+        return None
+    if chunk_rows is not None:
+        raise ValueError(
+            "chunk_rows has no effect with algorithm='kernel', which puts tiles: pass tile_bytes"
+        )
+    launch = Launch(**options)
+    engine(world).check_launch(launch)
+    return launch
 
 
 def _chunk(world: World, matrix: Tensor, most: int) -> int:

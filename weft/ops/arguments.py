@@ -186,16 +186,17 @@ def result(
     inputs: Sequence[Weight | None],
     world: World,
     in_place: Callable[[Tensor], bool] = lambda out: False,
+    strided: bool = False,
 ) -> Tensor:
     """`out` if it fits, else a new tensor. It may overlap an input only where the call is made
-    `in_place`.
+    `in_place`. Its rows may have distances between them if `strided`.
     """
     if out is None:
         return torch.empty(shape, dtype=dtype, device=world.device)
     check_input(out, "out", world, (dtype,))
     if out.shape != torch.Size(shape):
         raise ValueError(f"out must have shape {tuple(shape)}; got {tuple(out.shape)}")
-    if not out.is_contiguous():
+    if not (out.is_contiguous() or (strided and _distant_rows(out))):
         raise ValueError(
             f"out must be contiguous, as torch.empty{tuple(shape)} is; got strides {out.stride()}"
         )
@@ -207,6 +208,12 @@ def result(
             "torch.no_grad()"
         )
     return out
+
+
+def _distant_rows(tensor: Tensor) -> bool:
+    """Whether each row of a tensor is contiguous, and none overlaps the next."""
+    row = tensor[0]
+    return row.is_contiguous() and tensor.stride(0) >= row.numel()
 
 
 def _read(operand: Weight | None) -> Sequence[Tensor]:

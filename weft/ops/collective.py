@@ -256,6 +256,14 @@ def as_matrix(tensor: Tensor, dim: int = 0) -> Tensor:
     )
 
 
+def as_rows(tensor: Tensor) -> Tensor:
+    """The tensor as a matrix with a row for each index of dimension 0: a view, with any distance
+    between rows, if the elements of each row are contiguous.
+    """
+    rows = tensor.reshape(len(tensor), math.prod(tensor.shape[1:]))
+    return rows if rows.shape[1] <= 1 or rows.stride(1) == 1 else rows.contiguous()
+
+
 def parts(
     tensor: Tensor, blocks: Tensor, dim: int, sizes: Sequence[int]
 ) -> list[tuple[Tensor, Tensor]]:
@@ -271,7 +279,6 @@ def same_place(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are the same memory in the same order."""
     return (
         one.data_ptr() == other.data_ptr()
-        and one.is_contiguous()
-        and other.is_contiguous()
         and one.shape == other.shape
+        and ((one.is_contiguous() and other.is_contiguous()) or one.stride() == other.stride())
     )

@@ -18,6 +18,7 @@ from weft.plan.language import accesses as accesses
 from weft.plan.language import reads as reads
 from weft.plan.language import show as show
 from weft.plan.language import writes as writes
+from weft.plan.launch import Launch as Launch
 from weft.plan.values import Applied as Applied
 from weft.plan.values import Term as Term
 from weft.plan.values import Value as Value

@@ -33,6 +33,7 @@ from itertools import chain, zip_longest
 from typing import Any, Literal, NamedTuple
 
 from weft.plan.kernel import Kernel
+from weft.plan.launch import Launch
 from weft.plan.lazy import PerRank
 from weft.plan.values import Value
 
@@ -205,7 +206,9 @@ class Plan:
     end, by regions that cover all rows of each rank's outputs. `pieces` has the number of blocks
     into which each shard is cut; blocks are numbered over all shards. `synchronizes` promises that
     no rank ends the plan before all have begun it. Blocks have a multiple of `rows_multiple` rows,
-    but for the last block of a shard that does not divide.
+    but for the last block of a shard that does not divide. `launch`: a kernel of a GPU executes the
+    copies of a rank's rows to all ranks, with the notifies and waits around them, in one launch;
+    engines without kernels refuse such a plan.
 
     `lanes` and `result` may be computed when they are read (`weft.plan.lazy`).
     """
@@ -218,6 +221,7 @@ class Plan:
     pieces: tuple[int, ...] = ()
     synchronizes: bool = False
     rows_multiple: int = 1
+    launch: Launch | None = None
 
     @property
     def request(self) -> str:
@@ -249,7 +253,7 @@ class Plan:
     def digest(self) -> int:
         """A checksum by which ranks compare their plans."""
         lanes = self.request or repr(self.lanes)
-        return zlib.crc32(f"{lanes} {self.rows_multiple}".encode())
+        return zlib.crc32(f"{lanes} {self.rows_multiple} {self.launch}".encode())
 
     def part(self, ranks: Container[int]) -> Plan:
         """The plan with the lanes of these ranks only, and without a result: it can be executed by

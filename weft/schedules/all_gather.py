@@ -14,16 +14,28 @@ from functools import cache
 from itertools import chain
 from typing import NamedTuple
 
-from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Value, Wait
+from weft.plan import (
+    Buffer,
+    Copy,
+    Instruction,
+    Notify,
+    Plan,
+    Region,
+    Signal,
+    Term,
+    Value,
+    Wait,
+)
+from weft.plan.launch import Launch
 from weft.plan.lazy import Deferred
 from weft.schedules.blocks import block, everything, shard, shards
 from weft.schedules.lanes import (
     Lanes,
     by_rank,
     concurrent,
-    enter,
-    leave,
+    enter_at,
     notify_all,
+    open_to,
     over_hosts,
     publish,
     wait_all,
@@ -44,7 +56,7 @@ from weft.schedules.peers import (
 from weft.schedules.staging import Part, Stream, pipeline
 from weft.schedules.workload import Collective, Request
 
-ALGORITHMS = ("pull", "push", "ring")
+ALGORITHMS = ("pull", "push", "ring", "kernel")
 
 
 class Arrival(NamedTuple):
@@ -135,13 +147,13 @@ def push(request: Request, rank: int, into: str = "inbox") -> Gathering:
     local = local_peers(rank, hosts)
     part = _published(request, rank, False, local, local)
     sources = [peer for peer in after(rank, hosts) if hosts[peer] != hosts[rank]]
-    first, last = _open(into, rank, hosts, sources)
+    first, last = open_to(sources, into, rank, hosts)
     remote = dict.fromkeys(hosts[peer] for peer in sources[::-1])
     notified = {rail_peer(rank, host, hosts): members(host, hosts) for host in remote}
     targets, transfers = [*notified], []
     for link in range(min(request.links, len(targets))):
         served = targets[link :: request.links]
-        lane = _enter(into, rank, hosts, served)
+        lane = enter_at(served, into, rank, hosts)
         for peer, piece in in_order(order, served, pieces):
             lane.append(Copy(block(rank, "a", piece), block(peer, into, rank * pieces + piece)))
             lane += notify_all(rank, "arrived", notified[peer])
@@ -165,8 +177,8 @@ def ring(request: Request, rank: int, into: str) -> Gathering:
     to, previous = (rail_peer(rank, (hosts[rank] + step) % count, hosts) for step in (1, -1))
     sent = notify_all(rank, "arrived", members(hosts[to], hosts))
     part = _published(request, rank, False, local, local)
-    first, last = _open(into, rank, hosts, [previous] if count > 1 else [])
-    transfers = _enter(into, rank, hosts, [to] if count > 1 else [])
+    first, last = open_to([previous] if count > 1 else [], into, rank, hosts)
+    transfers = enter_at([to] if count > 1 else [], into, rank, hosts)
     for distance, origin, sender, holder in _journeys(hosts)[hosts[rank]]:
         if not (hosts.sees(to) or hosts.sees(previous)):
             break  # only adjacent hosts exchange rows
@@ -203,24 +215,6 @@ def _journeys(hosts: Layout) -> list[list[tuple[int, int, int, int]]]:
     return found
 
 
-def _open(
-    into: str, rank: int, ranks: int | Layout, sources: Sequence[int]
-) -> tuple[list[Instruction], list[Instruction]]:
-    """The instructions before and after puts into this rank's memory: (first, last)."""
-    if into == "gathered":
-        return notify_all(rank, "open", sources), []
-    return [], leave(rank, ranks)
-
-
-def _enter(into: str, rank: int, ranks: int | Layout, targets: Sequence[int]) -> list[Instruction]:
-    """The instructions before a lane's puts into the memory of `targets`.
-
-    A workspace is free when all ranks have left the previous plan, a caller's tensor when the
-    caller has made this call.
-    """
-    return wait_all("open", targets) if into == "gathered" else enter(rank, ranks)
-
-
 GATHERINGS: dict[str, Callable[[Request, int, str], Gathering]] = {
     "direct": direct,
     "pull": pull,
@@ -239,16 +233,22 @@ def all_gather(
     order: str = "peer",
     links: int = 1,
     hosts: Hosts | None = None,
+    launch: Launch | None = None,
 ) -> Plan:
-    """``gathered`` = the rows `a` of all ranks in rank order, each in `pieces`; `algorithm` is
-    ``pull``, ``push`` or ``ring``.
+    """``gathered`` = the rows `a` of all ranks in rank order, each in `pieces`; `algorithm` is one
+    of `ALGORITHMS`.
 
     In a pull each rank copies its peers' rows to `gathered`, directly from `a` if it is symmetric;
     else ranks stage a piece at a time. In push and ring a peer writes: to `gathered` if it is
     symmetric or every rank has a host of its own, and else to a workspace. `hosts` are those of a
     `Request`. On one host a push into a symmetric `gathered` only reads `a`, so `a` may be this
     rank's own part of `gathered`.
+
+    A ``kernel`` is a push, uncut, that the GPU's SMs make by the `launch` given: to `gathered`, or
+    to a workspace, from which each rank copies all rows.
     """
+    kernel = algorithm == "kernel"
+    pieces = 1 if kernel else pieces
     # whether several ranks of a host read the rows that arrive
     shared = hosts is not None and not one_rank_per_host(hosts)
     directly = (symmetric_gathered and not shared) or one_rank_per_host(hosts)
@@ -259,14 +259,14 @@ def all_gather(
     through_slots = algorithm == "pull" and not symmetric_a and ranks > 1
     sent = [[Part(before(r, ranks), 0)] for r in range(ranks if through_slots else 0)]
     stream = Stream("staged", sent, pieces)
-    fanned_out = algorithm == "push" and symmetric_gathered and links == 1 and hosts is None
-    gather = {"pull": direct, "push": push, "ring": ring}[algorithm]
+    pushed_at_once = algorithm == "push" and symmetric_gathered and links == 1 and hosts is None
+    gather = {"pull": direct, "push": push, "ring": ring, "kernel": push}[algorithm]
 
     def lanes(r: int, hosts: Layout | None = None) -> Lanes:
         if through_slots:
             return {"compute": _through_slots(stream, r)}
-        if fanned_out:
-            return {"compute": _fan_out(request, r)}
+        if pushed_at_once or kernel:
+            return {"compute": _fan_out(request, r, into)}
         part = gather(request._replace(hosts=hosts), r, into)
         own = keep(Region(r, "a", 0, pieces), r * pieces, r)
         lane = [*part.first, *([] if links > 1 else chain(*part.transfers))]
@@ -291,6 +291,7 @@ def all_gather(
         else over_hosts(layout(hosts), lanes, (request, into)),
         result,
         (pieces,) * ranks,
+        launch=(launch or Launch()) if kernel else None,
     )
 
 
@@ -329,20 +330,22 @@ def _through_slots(stream: Stream, rank: int) -> list[Instruction]:
     return pipeline(rank, [stream], [stage, stream.fetch(rank, "gathered", starts)])
 
 
-def _fan_out(request: Request, rank: int) -> list[Instruction]:
+def _fan_out(request: Request, rank: int, into: str) -> list[Instruction]:
     """Put each piece to its place on all ranks, this one included, before the next: an engine then
     reads it from memory once.
     """
     ranks, pieces = request.ranks, request.pieces
     sources, targets = after(rank, ranks), before(rank, ranks)
-    lane = notify_all(rank, "open", sources) + wait_all("open", targets)
+    first, last = open_to(sources, into, rank, ranks)
+    lane = first + enter_at(targets, into, rank, ranks)
     for piece in range(pieces):
         lane += [
-            Copy(block(rank, "a", piece), block(r, "gathered", rank * pieces + piece))
+            Copy(block(rank, "a", piece), block(r, into, rank * pieces + piece))
             for r in [rank, *targets]
         ]
         lane += notify_all(rank, "arrived", targets)
-    return lane + wait_all("arrived", sources, pieces)
+    lane += wait_all("arrived", sources, pieces)
+    return lane + keep(Region(rank, into, 0, ranks * pieces), 0, rank) + last
 
 
 def keep(region: Region, start: int, rank: int) -> list[Instruction]:
@@ -394,5 +397,6 @@ COLLECTIVE = Collective(
     eager,
     default_shards=lambda rows, ranks: [rows] * ranks,
     reads_peers=("pull",),
+    launched=("kernel",),
     predicted=("pull",),
 )

@@ -40,6 +40,28 @@ def leave(rank: int, ranks: int | Layout) -> list[Instruction]:
     return notify_all(rank, "free", before(rank, ranks))
 
 
+def open_to(
+    sources: Sequence[int], into: str, rank: int, ranks: int | Layout
+) -> tuple[list[Instruction], list[Instruction]]:
+    """The instructions before and after the puts of `sources` into this rank's memory: (first,
+    last). Puts go `into` the caller's tensor ``gathered``, or a workspace.
+    """
+    if into == "gathered":
+        return notify_all(rank, "open", sources), []
+    return [], leave(rank, ranks)
+
+
+def enter_at(
+    targets: Sequence[int], into: str, rank: int, ranks: int | Layout
+) -> list[Instruction]:
+    """The instructions before a lane's puts into the memory of `targets`.
+
+    A workspace is free when all ranks have left the previous plan, a caller's tensor when the
+    caller has made this call.
+    """
+    return wait_all("open", targets) if into == "gathered" else enter(rank, ranks)
+
+
 class Published(NamedTuple):
     """A rank's rows that peers read: the instructions with which a plan begins and ends, and the
     buffer that peers read.

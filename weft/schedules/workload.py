@@ -30,6 +30,10 @@ WRITES_PEERS = (
     "it multiplies into the memory of other hosts, and hosts can only send each other rows"
 )
 """Why they cannot use an algorithm whose products are made in peers' memory."""
+STORES_TO_PEERS = (
+    "its kernel stores to the memory of other hosts, and hosts can only send each other rows"
+)
+"""Why they cannot use an algorithm that a kernel executes."""
 
 
 class Workload(NamedTuple):
@@ -227,6 +231,8 @@ class Collective:
     """Whether rows are reduced, not only moved."""
     reads_peers: tuple[str, ...] = ()
     """Algorithms that read peers' rows in place."""
+    launched: tuple[str, ...] = ()
+    """Algorithms that a kernel of a GPU executes."""
     predicted: tuple[str, ...] = ()
     """Algorithms whose time is predicted, besides that for few rows."""
     few_rows_algorithm: str = "eager"
@@ -235,4 +241,7 @@ class Collective:
     @property
     def shared_memory_only(self) -> Mapping[str, str]:
         """Algorithms that ranks on several hosts cannot use, each with the reason."""
-        return dict.fromkeys(self.reads_peers, READS_PEERS)
+        return {
+            **dict.fromkeys(self.reads_peers, READS_PEERS),
+            **dict.fromkeys(self.launched, STORES_TO_PEERS),
+        }

@@ -26,12 +26,8 @@ def all_gathers(settings: AllGather) -> dict[str, Any]:
     """The kernels over SMs, the copy engine, torch's own, and a plain copy of as many bytes, of
     ranks that share this GPU.
     """
-    from weft.engines.device.kernels.all_gather import AllGather as Kernel
-    from weft.engines.device.kernels.all_gather import LaunchOptions
-
     ranks = settings.ranks or 2
     sizes = [ranks * shard for shard in parse_sizes(settings.sizes)]
-    lanes = 64 if torch.version.hip else 32
 
     def measure(size: int, kind: str, sms: int | None) -> tuple[list[float], int]:
         world = init()
@@ -52,14 +48,16 @@ def all_gathers(settings: AllGather) -> dict[str, Any]:
         own, whole = shards[world.rank], torch.cat(shards)
         barrier()
         if sms is not None:
-            gather = Kernel(
-                world,
-                gathered,
-                LaunchOptions(sms=sms, threads_per_warp=lanes),
-                gluon=kind == "gluon",
+            options: dict[str, Any] = {
+                "algorithm": "kernel",
+                "comm_sms": sms,
+                "gluon": kind == "gluon",
+            }
+            times = milliseconds(
+                lambda: all_gather(own, out=gathered, **options),
+                settings.warmup,
+                settings.iterations,
             )
-            times = milliseconds(lambda: gather(own), settings.warmup, settings.iterations)
-            gather.check()
         elif kind == "copy engine":
             times = milliseconds(
                 lambda: all_gather(own, out=gathered), settings.warmup, settings.iterations

@@ -26,13 +26,14 @@ from weft.engines.device.lanes import Completion, Operands, Step, lane
 from weft.engines.engine import LANES, Dtypes, Engine, Tensors, Timed, Weights
 from weft.errors import PeerTimeout, WeftError
 from weft.kernels.weights import Weight, as_tensor
-from weft.plan import Compute, Copy, Notify, Plan, Reduce, Region, Wait, accesses
+from weft.plan import Compute, Copy, Launch, Notify, Plan, Reduce, Region, Wait, accesses
 from weft.world import World
 from weft.world.device_memory import drain
 
 if TYPE_CHECKING:
+    from weft.engines.device.gathers import GatherLaunch
     from weft.engines.device.kernels.sum_in_rank_order import Sum
-    from weft.engines.device.products import Launch
+    from weft.engines.device.products import Launch as ProductLaunch
 
 Span = Callable[[], list[Timed]]
 """Returns the times of the instructions of a step, after the execution has ended."""
@@ -44,6 +45,7 @@ class DeviceEngine(Engine):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self.kernels, self.max_programs = world.matmul_backend == "triton", 0
+        self.launches = self.kernels or world.device.type == "cuda"
         self.products = "products by torch, one after each wait"
         if self.kernels:
             import triton
@@ -86,6 +88,13 @@ class DeviceEngine(Engine):
             # contiguous rows, as arrivals are
             rows, out = x.new_empty(2, x.shape[1]), x.new_empty(1, 1, dtype=out_dtype)
             check(rows, as_tensor(weight), out)
+
+    def check_launch(self, launch: Launch) -> None:
+        if not self.launches:
+            super().check_launch(launch)
+        from weft.engines.device.kernels import all_gather
+
+        all_gather.check(launch, self.world.ranks_per_device, self.world.device)
 
     def kind(self, tensors: Tensors, rows: Sequence[int]) -> Hashable:
         return (
@@ -175,13 +184,17 @@ class DeviceProgram(FixedProgram):
             for region in accesses(i)
         }
         self.completion: Completion | None = None
-        self.launches: dict[
-            range, list[Launch]
-        ] = {}  # by the part of the compute lane they execute
+        # by the part of the compute lane that they execute
+        self.launches: dict[range, list[ProductLaunch | GatherLaunch]] = {}
         self.sums: dict[tuple[Region, ...], Sum] = {}
         engine.counters.prepare(self.promised)
         if engine.kernels:
             self._use_kernels()
+        if self.plan.launch is not None:
+            from weft.engines.device.gathers import GatherLaunch, fan_outs
+
+            for found in fan_outs(self.lanes[0], self.world.rank, self.world.ranks):
+                self.launches[found.part] = [GatherLaunch(found, self, self.plan.launch)]
         launched = {at for part in self.launches for at in part}
         single = [range(at, at + 1) for at in range(len(self.lanes[0])) if at not in launched]
         self.parts = {  # the instructions of each step of a lane
@@ -193,7 +206,7 @@ class DeviceProgram(FixedProgram):
         """Use kernels for products, and for sums of rows with fixed addresses."""
         from weft.engines.device.kernels.sum_in_rank_order import Sum
         from weft.engines.device.kernels.tiles import launches, runs
-        from weft.engines.device.products import Launch
+        from weft.engines.device.products import Launch as ProductLaunch
 
         lane, index = self.lanes[0], self.engine.index
         counters, programs = self.engine.counters, self.engine.max_programs
@@ -206,7 +219,7 @@ class DeviceProgram(FixedProgram):
         ):
             for start, stop in runs(lane):
                 self.launches[range(start, stop)] = [
-                    Launch(part, self.full_buffer, self.geometry, index, counters, programs)
+                    ProductLaunch(part, self.full_buffer, self.geometry, index, counters, programs)
                     for part in launches(lane[start:stop])
                 ]
         for i in lane:
@@ -241,14 +254,14 @@ class DeviceProgram(FixedProgram):
         engine.begin()
         seconds = world.timeout if timeout is None else timeout
         operands, spans = Operands(tensors, weights, bias or {}, seconds), list[Span]()
-        products = self._products(operands)
+        launched = self._launched(operands)
         self._begin(seconds)
         with world.fail_on_error:
             completions = []
             # Transfers first: to enqueue them is fast, and they then overlap with the compute lane.
-            for name, launched in (("comm", {}), ("compute", products)):
+            for name, kernels in (("comm", {}), ("compute", launched)):
                 if self.parts[name]:
-                    steps = self._steps(name, operands, spans, launched)
+                    steps = self._steps(name, operands, spans, kernels)
                     completions.append(engine.lanes[name].start(partial(self._guarded, steps)))
             self._join(completions)
             engine.counters.advance(self.promised)
@@ -257,15 +270,17 @@ class DeviceProgram(FixedProgram):
             engine.check()
         self._record(spans)
 
-    def _products(self, operands: Operands) -> dict[range, Step]:
-        """Steps for the runs of products. Operands are checked before rows are sent, and kernels
-        are loaded before any kernel waits.
+    def _launched(self, operands: Operands) -> dict[range, Step]:
+        """Steps for the parts that kernels execute. Operands are checked before rows are sent, and
+        kernels are loaded before any kernel waits.
         """
-        products = {
+        launched = {
             part: [launch.step(operands) for launch in launches]
             for part, launches in self.launches.items()
         }
-        if products and self.world.device.type == "cuda" and self.call not in self.engine.loaded:
+        # a rank without rows of its own launches nothing, but takes part
+        loads = launched or self.plan.launch is not None
+        if loads and self.world.device.type == "cuda" and self.call not in self.engine.loaded:
             from weft.engines.device.kernels.symmetric import LOADING
 
             with LOADING:
@@ -281,7 +296,7 @@ class DeviceProgram(FixedProgram):
             if self.world.ranks_per_device > 1:
                 self.engine.agree(self.call)
             self.engine.loaded.add(self.call)
-        return {part: partial(_all, steps) for part, steps in products.items()}
+        return {part: partial(_all, steps) for part, steps in launched.items()}
 
     def _join(self, completions: list[Completion]) -> None:
         """Wait for all lanes; then raise an error, if there are several one that this rank caused
@@ -314,8 +329,9 @@ class DeviceProgram(FixedProgram):
         self.engine.begin()
         operands = Operands(binding, {}, {}, self.world.timeout if timeout is None else timeout)
         self.spans: list[Span] = []
+        launched = self._launched(operands)
         self._begin(operands.timeout)
-        steps = self._steps("compute", operands, self.spans, {})
+        steps = self._steps("compute", operands, self.spans, launched)
         steps.append(lambda: self.engine.counters.advance(self.promised))
         self.completion = self.engine.lanes["comm"].start(partial(self._guarded, steps))
         # The caller's stream, which may be far ahead, would otherwise reuse their memory.
@@ -357,14 +373,14 @@ class DeviceProgram(FixedProgram):
             self.world.recorder.add(self.plan, (), [each for span in spans for each in span()])
 
     def _steps(
-        self, name: str, operands: Operands, spans: list[Span], products: Mapping[range, Step]
+        self, name: str, operands: Operands, spans: list[Span], launched: Mapping[range, Step]
     ) -> list[Step]:
-        """Steps for the parts of a lane with these operands; `products` has the steps that launch
-        weft's kernel.
+        """Steps for the parts of a lane with these operands; `launched` has those of weft's
+        kernels.
         """
         lane, parts = LANES.index(name), self.parts[name]
         steps = [
-            products[part] if part in products else self._step(lane, part.start, operands)
+            launched[part] if part in launched else self._step(lane, part.start, operands)
             for part in parts
         ]
         if self.world.recorder is None:

@@ -106,9 +106,10 @@ class FixedProgram(Program):
             dtype = dtype_name(self.geometry[like].dtype)
             shape = (rows[0], columns) if len({*rows}) == 1 else f"{[*rows]} rows x {columns}"
             called[like] = f"{like}={shape} {dtype}"
-        operator = self.plan.operator
+        operator, launch = self.plan.operator, self.plan.launch
+        call = ", ".join([*called.values(), *([] if launch is None else [str(launch)])])
         plan = f"algorithm={self.plan.algorithm}, plan {self.plan.digest:08x}"
-        return f"{operator}({', '.join(called.values())})\n{operator}({''.join(layouts)}{plan})"
+        return f"{operator}({call})\n{operator}({''.join(layouts)}{plan})"
 
     def _check(self, tensors: Tensors) -> None:
         self.check_tensors(tensors)
@@ -140,15 +141,24 @@ class FixedProgram(Program):
             self.segments["workspace"] = self.engine.reserve(size, self.call)
         return offsets
 
+    def place(self, buffer: str) -> tuple[memory.Segment, int]:
+        """The segment of a buffer in symmetric memory, and the byte of it at which rank's part of
+        the buffer begins.
+        """
+        if buffer in self.workspace:
+            return self.segments["workspace"], self.workspace[buffer]
+        place = self.geometry[buffer].place
+        assert place is not None
+        return self.segments[buffer], place[1]
+
     def _rows(self, region: Region) -> Tensor | Region:
         """A tensor for rows whose address is the same in every call; the region itself for rows of
         this rank's own inputs and outputs.
         """
         if region.rank == self.world.rank and region.buffer not in self.workspace:
             return region
-        dtype, columns, stride, place = self.geometry[region.buffer]
-        segment = self.segments["workspace" if region.buffer in self.workspace else region.buffer]
-        offset = self.workspace[region.buffer] if place is None else place[1]
+        dtype, columns, stride, _ = self.geometry[region.buffer]
+        segment, offset = self.place(region.buffer)
         part = memory.numbers(segment, region.rank, dtype)
         step = stride // dtype.itemsize
         return part.as_strided(

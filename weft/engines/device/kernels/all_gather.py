@@ -1,19 +1,24 @@
-"""All-gather on a GPU: every rank puts its shard to all ranks, in one kernel on a fixed number of
-SMs.
+"""Rows put to all ranks by one kernel on a fixed number of SMs: the copies of an all-gather, with
+the notifies and waits before and after them.
 
-Each program iterates over tiles of the shard: one vector load, then one vector store for each rank.
-The tables of addresses are read once, before the loop. Destinations are rotated by rank, so that at
-any time each rank is the destination of one other: the traffic is a permutation, not a fan-in.
+Each program iterates over tiles of the shard: one load, then one store for each rank. The tables of
+addresses are read once, before the loop. Destinations are rotated by rank, so that at any time each
+rank is the destination of one other: the traffic is a permutation, not a fan-in.
+
+**Layouts.** Rows may have any size, and any distance on both sides. If a shard is one contiguous
+block on both, an element of a tile has one offset. Otherwise the kernel divides by the size of a
+row. Accesses are of 16 bytes where all addresses and distances are multiples of 16, else as wide as
+these permit; this is chosen before the launch, for the whole shard (`Access`).
 
 The kernel exists in Triton and in Gluon, where the layout of a tile over threads is explicit: every
 load and every store of a warp covers a contiguous range of memory in the widest possible accesses.
-Triton infers the same layout; the explicit layout makes that a property of the source, and lets
-threads per warp and warps be selected to suit the tile. Gluon has no interpreter: tests only
-compile this version, and it runs on GPUs only.
+Triton infers the same layout; the explicit layout makes that a property of the source. Gluon has no
+interpreter: tests only compile this version, and it runs on GPUs only.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -25,218 +30,304 @@ from triton.experimental.gluon import language as gl
 
 from weft.engines.device.kernels import symmetric
 from weft.engines.device.kernels.symmetric import (
-    MAX_POLLS,
+    CounterTables,
     last_to_arrive,
     notify,
     peer_pointer,
     wait,
 )
-from weft.world import World
-from weft.world.device_memory import drain
+from weft.plan.launch import Launch
 
 VECTOR = 16
-"""Bytes of the widest access of a thread; the size of a shard is a multiple of it."""
+"""Bytes of the widest access of a thread."""
+
+_MOST_VECTORS = 16
+"""The most of them that a thread holds: a tile is kept in registers."""
+
+_LONG = 1 << 30
+"""The number of words in a shard from which on offsets have 64 bits."""
 
 
-class LaunchOptions(NamedTuple):
-    """Launch parameters of the kernel.
+def check(launch: Launch, ranks: int, device: torch.device) -> None:
+    """Raise `ValueError` for a launch that the kernel does not support for each of `ranks` ranks
+    that share `device`.
+    """
+    sms, tile, warps, compiled_by_gluon = launch
+    for name, value in launch._asdict().items():
+        if not isinstance(value, int):
+            raise ValueError(f"{name} must be an integer; got {value!r}")
+    if sms < 1:
+        raise ValueError(f"comm_sms must be at least 1; got {sms}")
+    lanes = symmetric.warp_size(device)
+    threads = warps * lanes
+    if warps not in (1, 2, 4, 8, 16, 32) or threads > 1024:
+        raise ValueError(
+            "warps must be 1, 2, 4, 8, 16 or 32, with at most 1024 threads; got "
+            f"{warps} of {lanes} threads"
+        )
+    least, most = threads * VECTOR, threads * VECTOR * _MOST_VECTORS
+    if tile & (tile - 1) or not least <= tile <= most:
+        raise ValueError(
+            f"tile_bytes must be a power of two from {least} to {most}, {VECTOR} to "
+            f"{VECTOR * _MOST_VECTORS} for each of {threads} threads; got {tile}"
+        )
+    if compiled_by_gluon and symmetric.INTERPRETED:
+        raise ValueError("Gluon has no interpreter: use gluon=False under TRITON_INTERPRET=1")
+    # A waiting program occupies an SM: all programs must fit at once, or those that it waits for
+    # might never start.
+    if device.type == "cuda" and sms > (at_once := symmetric.max_programs(ranks, device)):
+        raise ValueError(
+            f"comm_sms={sms}: {sms} waiting programs on each of {ranks} ranks that share a GPU "
+            f"could block the programs that they wait for: use at most {at_once}"
+        )
 
-    `sms`: programs, each on an SM of its own. `tile`: bytes that a program loads at once, and
-    stores to every rank before it loads more. `warps`: warps per program. `threads_per_warp`: 32 on
-    NVIDIA's GPUs, 64 on AMD's of the CDNA family.
+
+class Access(NamedTuple):
+    """The accesses of a launch: `width` bytes each, by `rows` or to one contiguous block."""
+
+    width: int
+    rows: bool
+
+    @property
+    def word(self) -> Any:
+        """The type of pointers; 16 bytes are four words, which the compiler joins."""
+        types = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64, VECTOR: tl.int32}
+        return types[self.width]
+
+    @property
+    def words(self) -> int:
+        """Words of an access."""
+        return 4 if self.width == VECTOR else 1
+
+
+class Distances(NamedTuple):
+    """Rows in memory: their number, the bytes of each, from one to the next in the shard and in
+    the gathered rows, and from the beginning of the symmetric segment to the first.
     """
 
-    sms: int = 16
-    tile: int = 16384
-    warps: int = 8
-    threads_per_warp: int = 32
+    rows: int
+    row: int
+    shard: int
+    gathered: int
+    place: int
 
-    def check(self, world: World, device: torch.device) -> None:
-        """Raise `ValueError` for parameters that the kernel does not support."""
-        threads = self.warps * self.threads_per_warp
-        if self.sms < 1:
-            raise ValueError(f"sms must be at least 1; got {self.sms}")
-        if (
-            self.threads_per_warp not in (32, 64)
-            or self.warps not in (1, 2, 4, 8, 16, 32)
-            or threads > 1024
-        ):
-            raise ValueError(
-                "a program has 1, 2, 4, 8, 16 or 32 warps of 32 or 64 threads, and at most 1024 "
-                f"threads; got {self.warps} warps of {self.threads_per_warp}"
-            )
-        if self.tile & (self.tile - 1) or self.tile < threads * VECTOR:
-            raise ValueError(
-                f"a tile is a power of two of at least {threads * VECTOR} bytes, {VECTOR} for each "
-                f"of {threads} threads; got {self.tile}"
-            )
-        # A waiting program occupies an SM: all programs must fit at once, or those that it waits
-        # for might never start.
-        ranks = world.ranks_per_device
-        if device.type == "cuda" and self.sms > (most := symmetric.max_programs(ranks, device)):
-            raise ValueError(
-                f"{self.sms} waiting programs on each of {ranks} ranks that share a GPU could "
-                "block "
-                f"the programs that they wait for: use at most {most}"
-            )
+    @property
+    def size(self) -> int:
+        return self.rows * self.row
+
+    def one_block(self, stride: int) -> bool:
+        """Whether rows at this distance are contiguous."""
+        return self.rows == 1 or stride == self.row
+
+    def accesses(self, itemsize: int) -> list[Access]:
+        """All accesses that a shard of elements of `itemsize` bytes may need, whatever its address
+        and its distance of rows are; the best ones first.
+        """
+        width = math.gcd(VECTOR, self.row, self.gathered, self.place)
+        found = [Access(width, True), Access(itemsize, True)]
+        if self.one_block(self.gathered):
+            found.insert(0, Access(math.gcd(VECTOR, self.size, self.place), False))
+        return [*dict.fromkeys(found)]
+
+    def fits(self, access: Access, address: int) -> bool:
+        """Whether a shard at this address can be read by an access."""
+        if not access.rows:
+            return self.one_block(self.shard) and address % access.width == 0
+        return math.gcd(address, self.shard) % access.width == 0
 
 
-DEFAULT = LaunchOptions()
-
-
-def layout(threads_per_warp: int, warps: int) -> gl.BlockedLayout:
-    """The layout of a tile over threads: each holds `TILE / (4 * threads)` vectors of 16 contiguous
-    bytes.
+class Signals(NamedTuple):
+    """The indices of the counters that rank 0 raises, in a table of all ranks' counters: `opened`
+    by a rank before it waits for `count` notifies of `awaited`, and `arrived` after its stores.
+    Without `opened` it is -1.
     """
-    return gl.BlockedLayout([VECTOR // 4], [threads_per_warp], [warps], [0])
+
+    opened: int
+    awaited: int
+    count: int
+    arrived: int
 
 
-class AllGather:
-    """All-gathers into one symmetric tensor by this kernel; created, and called, collectively.
+class Gather:
+    """Launches that put a rank's shard to all ranks of a world.
 
-    `gathered` holds the shards of all ranks in rank order. A call is put on the current stream and
-    returns at once; when the stream has executed it, `gathered` is complete on this rank. Calls may
-    be captured in a CUDA graph: the number of calls is counted on the device. `max_polls` bounds
-    every wait; `check` raises `PeerTimeout` if one timed out. Peers write to `gathered` as soon as
-    this rank makes its next call, so its readers must be on the same stream, or have ended.
+    `itemsize` is that of the shard's elements. The launch is as `check` accepts it.
     """
 
     def __init__(
         self,
-        world: World,
-        gathered: Tensor,
-        launch: LaunchOptions = DEFAULT,
-        max_polls: int = MAX_POLLS,
-        gluon: bool = False,
+        distances: Distances,
+        itemsize: int,
+        signals: Signals,
+        launch: Launch,
+        rank: int,
+        ranks: int,
+        device: torch.device,
     ) -> None:
-        launch.check(world, gathered.device)
-        size = gathered.numel() * gathered.itemsize // world.ranks
-        if (
-            not gathered.is_contiguous()
-            or gathered.numel() % world.ranks
-            or size % VECTOR
-            or gathered.data_ptr() % VECTOR
-        ):
-            raise ValueError(
-                f"gathered must be contiguous, begin at a multiple of {VECTOR} bytes and hold a "
-                f"multiple of {VECTOR} bytes for each of {world.ranks} ranks; got shape "
-                f"{tuple(gathered.shape)} of {gathered.dtype}"
-            )
-        self.world, self.gathered, self.launch, self.size = world, gathered, launch, size
-        device = gathered.device
-        self.calls = torch.zeros(1, dtype=torch.int64, device=device)
+        self.distances, self.signals, self.launch = distances, signals, launch
+        self.rank, self.ranks = rank, ranks
+        self.lanes = symmetric.warp_size(device)
         self.tickets = torch.zeros(1, dtype=torch.int32, device=device)
-        self.timeout_record = symmetric.timeout_record(device)
-        self.options: dict[str, Any] = {
-            "RANKS": world.ranks,
-            "TILE": launch.tile // 4,
-            "num_warps": launch.warps,
-        }
-        self.kernel: Any = all_gather_kernel
-        if gluon:
-            self.kernel = all_gather_gluon_kernel
-            self.options["LAYOUT"] = layout(launch.threads_per_warp, launch.warps)
-        words, table = gathered.view(torch.uint8).view(-1).view(torch.int32), self.calls
-        state = self.calls, self.tickets, self.timeout_record
-        # Loaded before ranks create the counters together: no kernel may wait for a rank that has
-        # not loaded it.
-        with symmetric.LOADING:
-            self.kernel[(1,)](
-                words,
-                words,
-                table,
-                table,
-                table,
-                *state,
-                0,
-                world.rank,
-                max_polls,
-                **self.options,
-            )
-            drain(device)
-        self.counters = symmetric.zeroed(world, 2 * world.ranks)
-        tables = (
-            symmetric.bases(world, gathered),
-            self.counters,
-            symmetric.bases(world, self.counters),
-        )
-        self.arguments = words, *tables, *state
-        self.rest = size // VECTOR, world.rank, max_polls
+        self.accesses = distances.accesses(itemsize)
 
-    def __call__(self, shard: Tensor) -> None:
-        """Gather `shard`, contiguous and of the size of a rank's part of `gathered`; it may be this
-        rank's part itself.
+    def __call__(
+        self,
+        shard: Tensor,
+        segment: Tensor,
+        bases: Tensor,
+        counter_tables: CounterTables,
+        max_polls: int,
+        idle: bool = False,
+    ) -> None:
+        """Put the kernel on the current stream.
+
+        `segment` is this rank's part of the symmetric memory that has the gathered rows, `bases`
+        the table of all ranks' parts. An `idle` launch loads the kernel for every address that a
+        shard may have, and does nothing.
         """
-        if (
-            not shard.is_contiguous()
-            or shard.numel() * shard.itemsize != self.size
-            or shard.data_ptr() % VECTOR
-        ):
-            raise ValueError(
-                f"a shard is contiguous, begins at a multiple of {VECTOR} bytes and has "
-                f"{self.size} bytes; got shape {tuple(shard.shape)} of {shard.dtype}"
-            )
-        if self.world.ranks == 1 or not self.size:
-            self.gathered.view(-1).copy_(shard.view(-1).view(self.gathered.dtype))
-            return
-        self.kernel[(self.launch.sms,)](
-            shard.view(-1).view(torch.int32), *self.arguments, *self.rest, **self.options
+        address = shard.data_ptr()
+        fitting = (access for access in self.accesses if self.distances.fits(access, address))
+        for access in self.accesses if idle else [next(fitting)]:
+            self._put(access, shard, segment, bases, counter_tables, max_polls, idle)
+
+    def _put(
+        self,
+        access: Access,
+        shard: Tensor,
+        segment: Tensor,
+        bases: Tensor,
+        counter_tables: CounterTables,
+        max_polls: int,
+        idle: bool,
+    ) -> None:
+        sms, tile, warps, compiled_by_gluon = self.launch
+        counters, counter_bases, base, timeout_record = counter_tables
+        _, row, source, target, place = self.distances
+        units = (each // access.width for each in (self.distances.size, place, row, source, target))
+        kernel: Any = KERNELS[compiled_by_gluon, access.width == VECTOR]
+        layout = {"LAYOUT": tile_layout(access, self.lanes, warps)} if compiled_by_gluon else {}
+        kernel[(1 if idle else sms,)](
+            triton.reinterpret(shard, access.word),
+            triton.reinterpret(segment, access.word),
+            bases,
+            counters,
+            counter_bases,
+            base,
+            self.tickets,
+            timeout_record,
+            *units,
+            *self.signals,
+            int(idle),
+            self.rank,
+            max_polls,
+            RANKS=self.ranks,
+            TILE=tile // VECTOR * access.words,
+            WORDS=access.words,
+            ROWS=access.rows,
+            LONG=self.distances.size // access.width * access.words > _LONG,
+            num_warps=warps,
+            **layout,
         )
-        self.calls.add_(1)
-
-    def check(self) -> None:
-        """Raise `PeerTimeout` if a wait timed out in a call that the device has finished."""
-        symmetric.check(self.timeout_record, f"an all_gather of rank {self.world.rank}")
 
 
-def _all_gather(
-    shard,  # int32*: this rank's rows as words
-    gathered,  # int32*: symmetric; rank r's shard begins at word r * words
-    gathered_bases,
-    counters,  # int64*: symmetric; 0 to RANKS - 1 "open", then "arrived", by source
+def tile_layout(access: Access, lanes: int, warps: int) -> gl.BlockedLayout:
+    """The layout of a tile over threads, each of which holds one or more accesses; `lanes` are the
+    threads of a warp.
+    """
+    return gl.BlockedLayout([access.words], [lanes], [warps], [0])
+
+
+def _put_to_all(
+    shard,  # this rank's rows, as words
+    segment,  # symmetric, as words
+    bases,  # int64 (ranks,), of the segment
+    counters,  # int64*, symmetric
     counter_bases,
-    calls,  # int64*: the number of earlier calls
+    base,  # int64*: the values of the counters at the begin of this execution
     tickets,
     timeout_record,
-    vectors,  # the size of the shard in 16 bytes; 0 does nothing
+    size,  # of the shard, in accesses of WORDS words, as the next four
+    place,  # of the shard in the segment
+    row,  # the size of a row
+    shard_stride,  # from a row to the next
+    gathered_stride,
+    opened,  # counters, as in `Signals`
+    awaited,
+    count,
+    arrived,
+    idle,
     rank,
     max_polls,
     RANKS: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr,  # words
+    WORDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    LONG: tl.constexpr,
     LAYOUT: tl.constexpr = None,  # of a tile over threads; in Gluon only
 ):
-    if vectors == 0:
+    if idle:
         return
     program, programs = tl.program_id(0), tl.num_programs(0)
-    call = tl.load(calls) + 1
-    words = vectors.to(tl.int64) * 4
-    if program == 0:
-        # this rank has made the call: peers may write to its `gathered`
+    words = (size.to(tl.int64) if LONG else size) * WORDS
+    if (program == 0) & (opened >= 0):  # peers may write to this rank's rows
         for step in tl.static_range(1, RANKS):
-            notify(counters + rank * 8, counter_bases, rank, (rank + step) % RANKS)
-    mine = gathered + rank.to(tl.int64) * words
+            to = (rank + RANKS - step) % RANKS
+            notify(counters + (opened + rank) * 8, counter_bases, rank, to)
+    mine = segment + place.to(tl.int64) * WORDS
     targets = ()
     for step in tl.static_range(RANKS):
-        targets = targets + (peer_pointer(mine, gathered_bases, rank, (rank + step) % RANKS),)
-    for step in tl.static_range(1, RANKS):  # until all peers have made it
-        wait(counters, (rank + step) % RANKS, call, timeout_record, max_polls)
+        to = (rank + RANKS - step) % RANKS
+        targets = targets + (peer_pointer(mine, bases, rank, to),)
+    for step in tl.static_range(1, RANKS):  # until this rank may write to theirs
+        index = awaited + (rank + step) % RANKS
+        wait(counters, index, tl.load(base + index) + count, timeout_record, max_polls)
     within = tl.arange(0, TILE) if LAYOUT is None else gl.arange(0, TILE, layout=LAYOUT)
     start = program * TILE + words * 0
     while start < words:
         offsets = start + within
         inside = offsets < words
-        tile = tl.load(shard + offsets, mask=inside)
+        if ROWS:
+            line = (offsets // (row * WORDS)).to(tl.int64) * WORDS
+            column = offsets % (row * WORDS)
+            source, target = line * shard_stride + column, line * gathered_stride + column
+        else:
+            source, target = offsets, offsets
+        tile = tl.load(shard + source, mask=inside)
         for step in tl.static_range(RANKS):
-            tl.store(targets[step] + offsets, tile, mask=inside)
+            tl.store(targets[step] + target, tile, mask=inside)
         start += programs * TILE
     # After all programs' stores: this rank's shard has arrived on peers. Then wait for theirs.
     if last_to_arrive(tickets, programs):
         for step in tl.static_range(1, RANKS):
-            notify(counters + (RANKS + rank) * 8, counter_bases, rank, (rank + step) % RANKS)
+            to = (rank + RANKS - step) % RANKS
+            notify(counters + (arrived + rank) * 8, counter_bases, rank, to)
         for step in tl.static_range(1, RANKS):
-            wait(counters, RANKS + (rank + step) % RANKS, call, timeout_record, max_polls)
+            index = arrived + (rank + step) % RANKS
+            wait(counters, index, tl.load(base + index) + 1, timeout_record, max_polls)
 
 
-_NOT_SPECIALIZED = ["vectors", "rank", "max_polls"]
-all_gather_kernel = triton.jit(_all_gather, do_not_specialize=_NOT_SPECIALIZED)
-all_gather_gluon_kernel = gluon.jit(_all_gather, do_not_specialize=_NOT_SPECIALIZED)
+_NUMBERS = [
+    "size",
+    "place",
+    "row",
+    "shard_stride",
+    "gathered_stride",
+    "opened",
+    "awaited",
+    "count",
+    "arrived",
+    "idle",
+    "rank",
+    "max_polls",
+]
+_ANY_ALIGNMENT = [*_NUMBERS, "shard", "segment"]
+
+KERNELS = {
+    (False, False): triton.jit(_put_to_all, do_not_specialize=_ANY_ALIGNMENT),
+    (False, True): triton.jit(_put_to_all, do_not_specialize=_NUMBERS),
+    (True, False): gluon.jit(_put_to_all, do_not_specialize=_ANY_ALIGNMENT),
+    (True, True): gluon.jit(_put_to_all, do_not_specialize=_NUMBERS),
+}
+"""The kernel by (whether Gluon compiles it, whether accesses are of 16 bytes). Only these depend on
+the alignment of a shard, which they need; ranks, and calls, may differ in it otherwise.
+"""

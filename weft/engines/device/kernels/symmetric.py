@@ -71,8 +71,15 @@ def bases(world: World, tensor: Tensor) -> Tensor:
     segment = memory.find(tensor)
     if segment is None or segment.world != world.number:
         raise ValueError("not a symmetric tensor of this world; make it with world.empty(...)")
+    return bases_of(world, segment)
+
+
+def bases_of(world: World, segment: memory.Segment) -> Tensor:
+    """The same of a symmetric allocation itself."""
     return torch.tensor(
-        [segment.base(rank) for rank in range(world.ranks)], dtype=torch.int64, device=tensor.device
+        [segment.base(rank) for rank in range(world.ranks)],
+        dtype=torch.int64,
+        device=world.device,
     )
 
 
@@ -117,6 +124,16 @@ def max_programs(ranks: int, device: torch.device, reserved: int = 0) -> int:
             f"wait need more than {reserved}: use fewer ranks"
         )
     return sms // ranks - reserved
+
+
+def warp_size(device: torch.device) -> int:
+    """The threads of a warp: 32, or 64 on AMD's GPUs of the CDNA family. A CPU stands for the
+    former.
+    """
+    if device.type != "cuda":
+        return 32
+    size: int = torch.cuda.get_device_properties(device).warp_size
+    return size
 
 
 def check(

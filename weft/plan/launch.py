@@ -1,0 +1,24 @@
+"""How a kernel of a GPU executes a plan. Without torch, as all of this package."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Launch(NamedTuple):
+    """The launch of a kernel that executes a plan's copies to all ranks, equal on all ranks.
+
+    `comm_sms`: programs, each on an SM (a compute unit of AMD's) of its own. `tile_bytes`: bytes
+    that a program loads at once, in accesses of 16 bytes, and stores to every rank before it loads
+    more; in narrower accesses a tile has as many of them, so fewer bytes. `warps`: warps of a
+    program. `gluon`: whether Gluon compiles the kernel, with the layout of a tile over threads
+    stated, in place of Triton.
+    """
+
+    comm_sms: int = 16
+    tile_bytes: int = 16384
+    warps: int = 8
+    gluon: bool = False
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self._asdict().items())
