@@ -64,6 +64,7 @@ EXCEPTIONS = {
         native/python/call_cache.hpp: kNone
         native/python/call_cache.hpp: kPrepared
         native/python/call_cache.hpp: kSeparate
+        weft/engines/device/kernels/signals.py: COMPARISONS
         weft/engines/network.py: _WRITABLE
         weft/engines/reference.py: NAN
         weft/kernels/int8.py: _LARGEST
@@ -108,7 +109,7 @@ EXCEPTIONS = {
         weft/process_group/group.py: _DETECTION
         weft/process_group/messages.py: _LIVENESS
         weft/world/listener.py: _RETRY
-        weft/world/onesided.py: _FOREVER
+        weft/ops/signalling.py: _FOREVER
         weft/world/relay.py: _LINGER
         weft/world/relay.py: _NOTICED
         weft/world/reports.py: _PEER_ENDS

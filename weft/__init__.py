@@ -39,23 +39,14 @@ if TYPE_CHECKING:
     from weft.ops.explain import explain
     from weft.ops.matmul_all_reduce import matmul_all_reduce
     from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
+    from weft.ops.onesided import Transfer, get, get_async, put, put_async, put_notify
     from weft.ops.reduce_scatter import reduce_scatter, reduce_scatter_async
+    from weft.ops.signalling import notify, test, wait
     from weft.plan import Plan
     from weft.plan.proof import verify
     from weft.world import World, init
     from weft.world.launcher import launch
     from weft.world.local import LocalWorld, local_world
-    from weft.world.onesided import (
-        Transfer,
-        get,
-        get_async,
-        notify,
-        put,
-        put_async,
-        put_notify,
-        test,
-        wait,
-    )
     from weft.world.signals import Signals
 
 _HOMES = {
@@ -75,23 +66,14 @@ _HOMES = {
     "weft.kernels.packed": ["PackedWeight", "pack"],
     "weft.kernels.weights": ["PreparedWeight"],
     "weft.nn.warmup": ["warmup"],
-    "weft.world.onesided": [
-        "Transfer",
-        "get",
-        "get_async",
-        "notify",
-        "put",
-        "put_async",
-        "put_notify",
-        "test",
-        "wait",
-    ],
     "weft.ops.all_gather": ["all_gather_async"],
     "weft.ops.all_reduce": ["all_reduce_async"],
     "weft.ops.all_to_all": ["all_to_all_async"],
     "weft.ops.broadcast": ["broadcast_async"],
     "weft.ops.reduce_scatter": ["reduce_scatter_async"],
     "weft.ops.explain": ["explain"],
+    "weft.ops.onesided": ["Transfer", "get", "get_async", "put", "put_async", "put_notify"],
+    "weft.ops.signalling": ["notify", "test", "wait"],
     "weft.plan": ["Plan"],
     "weft.plan.proof": ["verify"],
     "weft.world.signals": ["Signals"],

@@ -32,9 +32,9 @@ from weft.bench.settings import parse_sizes
 from weft.measure.timing import per_call, race, session
 from weft.measure.verification import RUNS, Check
 from weft.ops.barrier import barrier
+from weft.ops.onesided import Transfer, get, get_async, put, put_async
 from weft.pictures import COLOURS, DASHED, picture
 from weft.world import World
-from weft.world.onesided import Transfer, get, get_async, put, put_async
 from weft_benchmarks.settings import CopySettings
 
 MEMCPY, COPY_ = "memcpy", "torch.copy_"

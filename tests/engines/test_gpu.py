@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.checks import onesided
 
 import weft
 
@@ -148,3 +149,38 @@ def captured(together):
 def test_a_call_in_a_graph(products):
     with weft.local_world(2, "cuda", products=products) as local:
         local.run(captured, threading.Barrier(2))
+
+
+def one_sided():
+    """Copies of rows by each algorithm, and the patterns of docs/memory-model.md."""
+    world = weft.init()
+    peer = (world.rank + 1) % world.ranks
+    ways = [{}, {"algorithm": "copy-engine"}, {"algorithm": "kernel", "comm_sms": 4}]
+    rows, columns = (lambda t: t[1:]), (lambda t: t[:, 3:])
+    for way, views in zip(ways, ([rows, columns], [rows], [rows, columns]), strict=True):
+        for view in views:
+            memory = world.empty(512, 96, dtype=torch.bfloat16).fill_(float("nan"))
+            got = torch.full_like(memory, float("nan"))
+            weft.barrier()
+            weft.put(view(memory), view(shard(world, world.rank, 512, 96)), peer, **way)
+            weft.barrier()
+            source = (world.rank - 1) % world.ranks
+            assert torch.equal(view(memory), view(shard(world, source, 512, 96)))
+            weft.get_async(view(got), view(memory), peer, **way).wait()
+            assert torch.equal(view(got), view(shard(world, world.rank, 512, 96)))
+            weft.barrier()
+    with torch.device(world.device):
+        onesided.examples(world, onesided.SOURCE, onesided.EXAMPLES)
+    late = world.signals(1, "late")
+    weft.barrier()
+    if world.rank == 0:
+        weft.wait(late, 0, ">=", 1, timeout=0.1)
+        torch.cuda.current_stream().synchronize()
+        with pytest.raises(weft.PeerTimeout, match=r"for late\[0\] >= 1: it was 0"):
+            weft.notify(late, 0, peer)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_one_sided_calls(ranks):
+    with weft.local_world(ranks, "cuda") as local:
+        local.run(one_sided)

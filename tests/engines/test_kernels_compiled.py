@@ -12,6 +12,8 @@ from support.compiled import SHARED, TARGETS, Compiled, build
 
 from weft.engines.device.kernels.all_gather import KERNELS, VECTOR, Access, tile_layout
 from weft.engines.device.kernels.all_gather_matmul import all_gather_matmul_kernel, sizes
+from weft.engines.device.kernels.copy_rows import copy_vectors_kernel, copy_words_kernel
+from weft.engines.device.kernels.signals import compare_kernel, raise_kernel
 from weft.engines.device.kernels.sum_in_rank_order import sum_in_rank_order_kernel
 
 pytestmark = pytest.mark.parametrize("target", TARGETS)
@@ -256,4 +258,56 @@ def test_sum_in_rank_order(target: str) -> None:
     assert len(re.findall(r"ld\.global\.v4|global_load_dwordx4", wide)) == 4 * 2048 // 8 // (
         4 * TARGETS[target].warp_size
     )
+    assert made.spills == 0
+
+
+SIZES = dict.fromkeys(("units", "size", "dst_stride", "src_stride"), "i64")
+
+
+def test_copies_of_vectors(target: str) -> None:
+    """Rows with gaps and without move 16 bytes at a time, several before the first is needed."""
+    types = {"dst": "*i32", "src": "*i32", **SIZES}
+    made = build(copy_vectors_kernel, types, {"WORDS": 4, "TILE": 1024}, target, num_warps=8)
+    patterns = NVIDIA if target.startswith("sm") else AMD
+    per_thread = 1024 // 8 // TARGETS[target].warp_size
+    for wide, every in (
+        (patterns.load, patterns.any_load),
+        (patterns.store, patterns.any_store),
+    ):
+        assert made.count(wide) == made.count(every) == 2 * per_thread, every
+    assert made.spills == 0
+
+
+@pytest.mark.parametrize("word", ["i8", "i16", "i32", "i64"])
+def test_copies_of_words(target: str, word: str) -> None:
+    types = {"dst": f"*{word}", "src": f"*{word}", **SIZES}
+    made = build(copy_words_kernel, types, {"WORDS": 1, "TILE": 1024}, target, num_warps=8)
+    assert made.spills == 0
+
+
+SELECTION = dict.fromkeys(("start", "count", "step"), "i32")
+
+
+def test_signals_are_raised(target: str) -> None:
+    """After a barrier, by releases that all GPUs and the host see."""
+    others = {"rank": "i32", "peer": "i32", "value": "i64", "replaces": "i32"}
+    types = {"counters": "*i64", "bases": "*i64", **SELECTION, **others}
+    made = build(raise_kernel, types, {}, target, num_warps=1)
+    raised = (
+        [r"(?:atom|red)\S*\.sys\S*\.release\.(?:add|exch)|(?:atom|red)\S*release\.sys"]
+        if target.startswith("sm")
+        else ["buffer_wbl2 sc0 sc1", r"global_atomic_(?:add|swap)_x2"]
+    )
+    assert_in_order(raised, made.assembly)
+    assert made.spills == 0
+
+
+def test_signals_are_waited_for(target: str) -> None:
+    """Each poll reads memory, and the comparison is of unsigned numbers."""
+    others = {"comparison": "i32", "value": "i64", "first": "i32", "max_polls": "i32"}
+    types = {"counters": "*i64", "timeout_record": "*i64", **SELECTION, **others}
+    made = build(compare_kernel, types, {}, target, num_warps=1)
+    patterns = NVIDIA if target.startswith("sm") else AMD
+    assert re.search(patterns.poll, made.assembly)
+    assert made.count(r"set\S*\.(?:[gl][te]|hi|lo)\.u64|v_cmp_\w+_u64|s_cmp_\w+_u64") > 0
     assert made.spills == 0

@@ -19,9 +19,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from weft.engines import engine
+from weft.engines.device.kernels import signals as one_sided_signals
 from weft.engines.device.kernels import stream_signals
 from weft.engines.device.kernels.all_gather import KERNELS
 from weft.engines.device.kernels.all_gather_matmul import all_gather_matmul_kernel
+from weft.engines.device.kernels.copy_rows import copy_vectors_kernel, copy_words_kernel
 from weft.engines.device.kernels.sum_in_rank_order import sum_in_rank_order_kernel
 from weft.engines.device.lanes import Operands
 from weft.world import local as local_worlds
@@ -109,3 +111,31 @@ def test_a_shard_of_any_alignment_needs_no_further_kernel(monkeypatch):
     with weft.local_world(2, products="triton") as local:
         local.run(gathers_of_any_alignment, compiled)
     assert compiled[-1] == compiled[0] == [1, 2]
+def one_sided():
+    world = weft.init()
+    peer, memory, signals = 1 - world.rank, world.empty(4, 96), world.signals(3)
+    engine(world).one_sided._load()  # before anything waits: it has to leave nothing to compile
+    made = [variants(kernel) for kernel in ONE_SIDED]
+    for view in (memory, memory[:, 1:], memory[:2, ::3], memory.view(torch.int16)[:, 1:]):
+        weft.put(view, view.clone(), peer, algorithm="kernel", comm_sms=1 + world.rank)
+    for value in (1, 2**40, 2**64 - 1):
+        weft.notify(signals, world.rank, peer, value=value)
+        weft.notify(signals, slice(None), peer, "set", value)
+        weft.wait(signals, peer, ">=", value)
+        weft.wait(signals, slice(1, 3), "!=", value, timeout=1000 * world.rank + 1)
+    assert made == [variants(kernel) for kernel in ONE_SIDED]
+
+
+ONE_SIDED = (
+    copy_vectors_kernel,
+    copy_words_kernel,
+    one_sided_signals.raise_kernel,
+    one_sided_signals.compare_kernel,
+)
+
+
+def test_kernels_of_one_sided_calls_are_all_loaded_before_the_first(monkeypatch):
+    monkeypatch.setattr(local_worlds, "check_products", lambda *_: None)
+    with weft.local_world(2, products="triton") as local:
+        local.run(one_sided)
+    assert [variants(kernel) for kernel in ONE_SIDED] == [1, 4, 1, 1]

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ from weft.plan import (
     writes,
 )
 from weft.world import World, memory
+
+if TYPE_CHECKING:
+    from weft.engines.device.onesided import OneSided
 
 LANES = ("compute", "comm")
 # Concurrent calls of a rank. Ranks read descriptions of each other's latest 32 calls only, and may
@@ -214,6 +217,14 @@ class Engine(ABC):
             assert self.segment is not None
             part = self.parts[rank, dtype] = memory.numbers(self.segment, rank, dtype)
         return part
+
+    @property
+    def one_sided(self) -> OneSided:
+        """The one-sided calls of a world whose work is on streams; others are native."""
+        raise WeftError("this world's one-sided calls are native")
+
+    def finish_transfers(self) -> None:  # noqa: B027, only worlds of streams have any here
+        """Wait until all asynchronous one-sided transfers are complete."""
 
     def abandon(self) -> None:
         """Stop all started calls, within a time limit: the world is closed, and the memory that

@@ -94,7 +94,7 @@ class Messages(Progress):
         size = _MAILBOX_BYTES // (SLOTS * world.ranks) // _HEADER * _HEADER
         self.piece = max(_MIN_SLOT, min(_MAX_SLOT, size))  # bytes
         mailboxes = world.empty(world.ranks, SLOTS, self.piece + _HEADER, dtype=torch.uint8)
-        # called directly: by `weft.world.onesided` a short message takes a quarter longer
+        # called directly: by `weft.ops.onesided` a short message takes a quarter longer
         self.counters = world.signals(2 * world.ranks + 1, "messages").array
         self.doorbell = 2 * world.ranks  # raised after the counter of a piece
         peers = world.others

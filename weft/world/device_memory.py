@@ -90,10 +90,14 @@ def _check_triton(need: str, instead: str = "") -> None:
         )
 
 
-def allocate(world: Peers, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of zeros in a new segment on the world's device; see `World.empty`."""
+def allocate(
+    world: Peers, shape: Sequence[int], dtype: torch.dtype, call: str | None = None
+) -> torch.Tensor:
+    """A tensor of zeros in a new segment on the world's device, see `World.empty`; `call` is the
+    name of the call in errors.
+    """
     size = math.prod(shape) * dtype.itemsize
-    call = f"empty({tuple(shape)}, {dtype_name(dtype)})"
+    call = call or f"empty({tuple(shape)}, {dtype_name(dtype)})"
     compiled = _native.Compiled(call, 0, [], world.ranks)
     world.executor.begin(compiled, world.timeout)
     parts = (

@@ -163,6 +163,11 @@ class Peers:
             OVERSUBSCRIBED_SIGNAL_LATENCY if self.oversubscribed else SIGNAL_LATENCY,
         )
 
+    @property
+    def runs_kernels(self) -> bool:
+        """Whether weft's kernels run on its device: on a GPU, or under Triton's interpreter."""
+        return self.device.type == "cuda" or self.matmul_backend == "triton"
+
     def same_host(self, rank: int) -> bool:
         """Whether a rank is on this rank's host, and so shares memory with it."""
         return self.hosts[rank] == self.hosts[self.rank]

@@ -33,7 +33,7 @@ from weft.world.rendezvous import (
     host_identity,
     rendezvous_of,
 )
-from weft.world.signals import Signals
+from weft.world.signals import DeviceSignals, Signals
 from weft.world.tcp import TcpTransport
 
 
@@ -93,7 +93,10 @@ class World(Peers):
         self.engine: Any = None  # set by `weft.engines.engine`, as engines depend on worlds
         self.recorder: Recorder | None = None
         self.emulated_link: tuple[float, float] | None = None
-        self.transfers = _native.Transfers(self.mesh, self.spins, self.comm_threads, self.number)
+        # number 0 is no world's: a world of streams puts its copies on them
+        self.transfers = _native.Transfers(
+            self.mesh, self.spins, self.comm_threads, 0 if self.stream_ordered else self.number
+        )
         _alive[self.number] = self
 
     def empty(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -125,13 +128,14 @@ class World(Peers):
 
         `name` appears in errors. Raises `SymmetricMemoryError` on every rank if any rank lacks
         memory, `MismatchError` if ranks differ in `count`, `ValueError` unless `count` is positive.
+        On a GPU the counters are in its memory.
         """
         self.check()
         if not (isinstance(count, int) and count > 0):
             raise ValueError(f"count must be a positive integer; got {count!r}")
         self._drain()
         with self.exclusive, self.fail_on_error:
-            return Signals(self, count, name)
+            return (DeviceSignals if self.runs_kernels else Signals)(self, count, name)
 
     def _drain(self) -> None:
         """Wait for outstanding asynchronous collectives, and raise their errors."""
@@ -220,6 +224,8 @@ class World(Peers):
         if self.forked:
             return
         self.transfers.finish()
+        if self.engine is not None:
+            self.engine.finish_transfers()
         self.keepalive.clear()
         self.unreported = False
         if self.closed is None:

@@ -145,5 +145,4 @@ Counters = HostCounters | DeviceCounters
 
 def counters(world: World, count: int) -> Counters:
     """Counters for the lanes of this world's device; collective."""
-    of_device = world.device.type == "cuda" or world.matmul_backend == "triton"
-    return (DeviceCounters if of_device else HostCounters)(world, count)
+    return (DeviceCounters if world.runs_kernels else HostCounters)(world, count)

@@ -23,6 +23,7 @@ import weft._native as _native
 from weft.engines.device.counters import Counters, DeviceCounters, WaitFailed, counters
 from weft.engines.device.fixed import FixedProgram, Geometry
 from weft.engines.device.lanes import Completion, Operands, Step, lane
+from weft.engines.device.onesided import OneSided
 from weft.engines.engine import LANES, Dtypes, Engine, Tensors, Timed, Weights
 from weft.errors import PeerTimeout, WeftError
 from weft.kernels.weights import Weight, as_tensor
@@ -65,6 +66,7 @@ class DeviceEngine(Engine):
             self.products = "products by one persistent kernel, which waits per tile"
         self.lanes = {name: lane(world.device, f"{name} of rank {world.rank}") for name in LANES}
         self._counters: Counters | None = None
+        self._one_sided: OneSided | None = None
         self.last: DeviceProgram | None = None
         self.stream: torch.cuda.Stream | None = None  # the caller's stream in the last call
         # calls whose kernels are loaded, on this rank and the ranks that share its GPU
@@ -74,11 +76,23 @@ class DeviceEngine(Engine):
     def counters(self) -> Counters:
         """The counters of all signals; created by the first call, collectively."""
         if self._counters is None:
+            # its kernels, too, are loaded before any waits for this rank
+            assert self.one_sided
             self._counters = counters(self.world, _native.Executor.max_names * self.world.ranks)
             if self.world.ranks_per_device > 1:
                 # a kernel may wait for other ranks only after all have loaded it
                 self.agree("the first call on a device")
         return self._counters
+
+    @property
+    def one_sided(self) -> OneSided:
+        if self._one_sided is None:
+            self._one_sided = OneSided(self.world)
+        return self._one_sided
+
+    def finish_transfers(self) -> None:
+        if self._one_sided is not None:
+            self._one_sided.finish()
 
     def check_product(self, x: Tensor, weight: Weight, out_dtype: torch.dtype) -> None:
         """Raise `ValueError` for a product that this engine cannot compute."""
@@ -147,7 +161,7 @@ class DeviceEngine(Engine):
             self.counters.check(self.describe_counter)
         except PeerTimeout as error:
             return error
-        return None
+        return self.one_sided.timed_out()
 
     def describe_counter(self, index: int) -> str:
         """The signal of a counter, and the latest call that may have waited for it."""

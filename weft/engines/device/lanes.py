@@ -46,6 +46,10 @@ class ThreadCompletion:
             future.result()
         return bool(done)
 
+    def finish(self) -> None:
+        """Make the host wait for the step."""
+        self.join()
+
 
 class ThreadLane:
     """A lane of a CPU: one thread."""
@@ -75,6 +79,10 @@ class StreamCompletion:
         """Make the current stream wait for the step."""
         torch.cuda.current_stream().wait_event(self.event)
         return True
+
+    def finish(self) -> None:
+        """Make the host wait for the step."""
+        self.event.synchronize()
 
 
 class StreamLane:

@@ -1,0 +1,159 @@
+"""The signals of one-sided calls: counters of a rank that any rank may raise and its own waits for.
+
+What they order, and the errors of all one-sided calls, are in `weft.ops.onesided`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import weft._native as _native
+from weft.checks import check_timeout
+from weft.engines import engine
+from weft.errors import PeerTimeout
+from weft.world import World
+from weft.world.peers import Peers
+from weft.world.signals import LARGEST, DeviceSignals, Signals, integer
+
+if TYPE_CHECKING:
+    from weft.engines.device.onesided import OneSided
+
+_COMPARISONS = {
+    "==": _native.Compare.equal,
+    "!=": _native.Compare.not_equal,
+    ">": _native.Compare.greater,
+    ">=": _native.Compare.greater_equal,
+    "<": _native.Compare.less,
+    "<=": _native.Compare.less_equal,
+}
+_FOREVER = 1e9  # seconds; nanoseconds in 64 bits must not overflow
+
+
+def notify(
+    signals: Signals, index: int | slice, peer: int, op: str = "add", value: int = 1
+) -> None:
+    """Raise counter `index` of `peer`, or each of a slice, after everything this thread has put or
+    written is visible there.
+
+    `op` is ``"add"``, an atomic addition, or ``"set"``, for a counter with one writer. `value` is
+    from 0 to 2**64 - 1. Counters must not overflow: sums of 2**64 wrap to zero. `peer` may be this
+    rank. Asynchronous transfers are published only if they were done before. Raises `ValueError`
+    for an invalid peer, counter, op or value.
+    """
+    if not notification(signals, index, peer, op, value)():
+        raise signals.world.failure(f"to notify rank {peer}")
+
+
+def wait(
+    signals: Signals, index: int | slice, cmp: str, value: int, timeout: float | None = None
+) -> None:
+    """Block until this rank's counter `index` satisfies ``counter <cmp> value``, or every counter
+    of a slice does.
+
+    `cmp` is one of ``== != > >= < <=``, `value` from 0 to 2**64 - 1. A slice is satisfied when one
+    pass over its counters, one after the other, finds each satisfied; counters that only grow,
+    compared with ``>=`` or ``>``, are then satisfied at the same time. On return all is visible
+    that was put before the notifies that were seen. Prefer ``>=`` to ``==``, which a counter may
+    skip.
+
+    `timeout` is in seconds, the world's by default; after it `PeerTimeout` names the counter, the
+    expected and the actual value. The world stays open, and the caller may wait again; the same
+    holds for Ctrl-C. Raises `PeerLost` as soon as a peer dies or fails, or when all peers have
+    closed the world; either closes it here.
+
+    On a GPU the current stream waits, for up to twice `timeout`, and these errors are raised by the
+    next call. A wait that was captured in a CUDA graph waits for the same `value` in each replay.
+    """
+    world = signals.world
+    world.check()
+    selection, compare, number = signals.select(index), _comparison(cmp), _value(value)
+    seconds = seconds_of(timeout, world)
+    if isinstance(signals, DeviceSignals):
+        streams = on_streams(world)
+        streams.check()
+        streams.wait(signals, selection, cmp, number, seconds)
+        return
+    status, at, actual = signals.array.wait(*selection, compare, number, seconds)
+    if status == _native.WaitStatus.none:
+        return
+    doing = f"for {signals.name}[{at}] {cmp} {number}: it is {actual}"
+    if status == _native.WaitStatus.failed:
+        raise world.failure(doing)
+    if status == _native.WaitStatus.left:
+        raise world.lost(
+            (world.rank + 1) % world.ranks, "closed its world, as all peers did,", doing
+        )
+    raise PeerTimeout(f"rank {world.rank} waited {seconds:g} s {doing}")
+
+
+def test(signals: Signals, index: int | slice, cmp: str, value: int) -> bool:
+    """Whether `wait` with these arguments would return at once; if so, with the same guarantee for
+    memory.
+
+    Raises `PeerLost` if not and a peer has died or failed, so that a polling loop ends. On a GPU it
+    first waits for the current stream.
+    """
+    signals.world.check()
+    selection, compare, number = signals.select(index), _comparison(cmp), _value(value)
+    if isinstance(signals, DeviceSignals):
+        satisfied = on_streams(signals.world).test(signals, selection, cmp, number)
+    else:
+        satisfied = signals.array.test(*selection, compare, number)
+    if not satisfied and signals.world.mesh.failure()[0]:
+        raise signals.world.failure(f"for {signals.name}[{index}] {cmp} {number}")
+    return satisfied
+
+
+def on_streams(world: Peers) -> OneSided:
+    """The one-sided calls of a world whose work is on streams."""
+    return engine(cast(World, world)).one_sided
+
+
+def notification(
+    signals: Signals, index: int | slice, peer: int, op: str, value: int
+) -> Callable[[], bool]:
+    """A notify with checked arguments, to be called."""
+    world = signals.world
+    world.check()
+    if op not in ("add", "set"):
+        raise ValueError(f"a notify can add or set; got op={op!r}")
+    if isinstance(signals, DeviceSignals):
+        checked = signals.select(index), check_rank(peer, world), op, _value(value)
+        on_streams(world).check()
+        return partial(on_streams(world).notify, signals, *checked)
+    raising = signals.array.add if op == "add" else signals.array.set
+    return partial(raising, check_rank(peer, world), *signals.select(index), _value(value))
+
+
+def check_rank(peer: int, world: Peers) -> int:
+    """The number of a rank. Raises `ValueError` or `TypeError` unless one-sided calls reach it."""
+    rank = integer(peer, "peer is the number of a rank")
+    if not 0 <= rank < world.ranks:
+        raise ValueError(f"there is no rank {rank} in a world of {world.ranks}")
+    if not world.same_host(rank):
+        raise ValueError(
+            f"rank {rank} is on another host; one-sided calls reach the ranks of this host: use a "
+            "collective"
+        )
+    return rank
+
+
+def _comparison(cmp: str) -> _native.Compare:
+    if cmp not in _COMPARISONS:
+        raise ValueError(f"there is no comparison {cmp!r}; choose one of {' '.join(_COMPARISONS)}")
+    return _COMPARISONS[cmp]
+
+
+def _value(value: int) -> int:
+    number = integer(value, "a counter holds an integer")
+    if not 0 <= number <= LARGEST:
+        raise ValueError(f"a counter holds 0 to 2**64 - 1; got {number}")
+    return number
+
+
+def seconds_of(timeout: float | None, world: Peers) -> float:
+    """A time limit in seconds, the world's by default."""
+    check_timeout(timeout)
+    return min(world.timeout if timeout is None else timeout, _FOREVER)
