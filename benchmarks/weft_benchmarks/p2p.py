@@ -1,15 +1,19 @@
-"""The benchmark of one-sided copies over message size: put and get, synchronous and asynchronous,
-compared with local copies.
+"""The benchmark of one-sided copies over message size: put and get, synchronous, asynchronous and
+staged, compared with local copies.
 
 Rank 0 copies to and from the last rank, which sleeps meanwhile; the implementations alternate in
-one process. Each round begins with a copy that is not timed, then times single copies (latency),
-then a window of copies back to back (bandwidth, and the cycles of the calling thread). An
-asynchronous copy is timed until it is complete, but costs its caller only the submission.
+one process. Each round begins with a copy that is not timed, then times single copies until they
+are complete (latency, and the cycles of the whole transfer), then a window of copies back to back
+(bandwidth, and the cycles of the calling thread). An asynchronous copy costs its caller only the
+submission. A staged get fetches one tile after the other into a small buffer, which stays in the
+core's cache, and copies it on from there, as a processor does that reaches memory only through a
+buffer of its own.
 """
 
 from __future__ import annotations
 
 import ctypes
+import platform
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -38,7 +42,12 @@ from weft.world import World
 from weft_benchmarks.settings import CopySettings
 
 MEMCPY, COPY_ = "memcpy", "torch.copy_"
+WEFT, ASYNC, STAGED = "weft", "weft (async)", "weft (staged)"
 _LOCAL = {MEMCPY: DASHED, COPY_: (0, (1, 2))}  # the style of their lines in the picture
+
+
+Calls = dict[str, Callable[..., object]]
+"""Copies by the name of their implementation."""
 
 
 class Copier(NamedTuple):
@@ -54,80 +63,85 @@ class Copier(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """Seconds of single copies, seconds per copy in windows, and the caller's cycles per copy in a
-    window.
+    """Seconds and cycles of single copies until they are complete; seconds, and the caller's
+    cycles, per copy in windows.
     """
 
     singles: list[float]
+    transfers: list[float]
     windows: list[float]
-    cycles: list[float]
+    callers: list[float]
 
 
 class Buffers:
-    """The buffers of one rank, shared by all sizes: the random bytes, a source and a target."""
+    """The buffers of one rank, shared by all sizes: random elements, a source and a target."""
 
     def __init__(self, settings: CopySettings, world: World) -> None:
         self.settings, self.world = settings, world
-        largest_size = max(parse_sizes(settings.sizes))
+        self.dtype: torch.dtype = getattr(torch, settings.dtype)
+        count = max(parse_sizes(settings.sizes)) // self.dtype.itemsize
         generator = torch.Generator().manual_seed(settings.seed)
+        [tile] = parse_sizes(settings.tile)
+        # all bits are random: floats are NaN and infinity, too
         self.stream = torch.randint(
-            256, (largest_size + RUNS,), dtype=torch.uint8, generator=generator
-        )
-        made = [
-            empty(largest_size, dtype=torch.uint8)
-            for empty in (world.empty, torch.empty, torch.empty)
-        ]
+            256,
+            ((count + RUNS) * self.dtype.itemsize,),
+            dtype=torch.uint8,
+            generator=generator,
+        ).view(self.dtype)
         # allocates the pages before anything is timed
-        self.shared, self.source, self.target = (tensor.zero_() for tensor in made)
+        self.shared = world.empty(count, dtype=self.dtype).zero_()
+        self.source, self.target, self.tile = (
+            torch.zeros(n, dtype=self.dtype) for n in (count, count, tile // self.dtype.itemsize)
+        )
 
     def contenders(self, size: int) -> list[Copier]:
         """All implementations, for copies of `size` bytes."""
-        shared, source, target, peer = (
-            self.shared[:size],
-            self.source[:size],
-            self.target[:size],
-            self.world.ranks - 1,
-        )
+        count, peer = size // self.dtype.itemsize, self.world.ranks - 1
+        shared, source, target = self.shared[:count], self.source[:count], self.target[:count]
         memmove = partial(ctypes.memmove, target.data_ptr(), source.data_ptr(), size)
+        puts: Calls = {WEFT: put, ASYNC: put_async}
+        gets: Calls = {WEFT: get, ASYNC: get_async}
+        local: Calls = {MEMCPY: memmove, COPY_: partial(target.copy_, source)}
+        staged = partial(_staged_get, self._steps(target, shared, peer))
         return [
-            Copier("put", "weft", partial(put, shared, source, peer), source, shared, 0, peer),
-            Copier(
-                "put",
-                "weft (async)",
-                partial(put_async, shared, source, peer),
-                source,
-                shared,
-                0,
-                peer,
+            *(
+                Copier("put", name, partial(call, shared, source, peer), source, shared, 0, peer)
+                for name, call in puts.items()
             ),
-            Copier("get", "weft", partial(get, target, shared, peer), shared, target, peer, 0),
-            Copier(
-                "get",
-                "weft (async)",
-                partial(get_async, target, shared, peer),
-                shared,
-                target,
-                peer,
-                0,
+            *(
+                Copier("get", name, partial(call, target, shared, peer), shared, target, peer, 0)
+                for name, call in gets.items()
             ),
-            Copier("local", MEMCPY, memmove, source, target, 0, 0),
-            Copier("local", COPY_, partial(target.copy_, source), source, target, 0, 0),
+            Copier("get", STAGED, staged, shared, target, peer, 0),
+            *(Copier("local", name, call, source, target, 0, 0) for name, call in local.items()),
         ]
 
+    def _steps(self, target: Tensor, shared: Tensor, peer: int) -> list[Callable[[], object]]:
+        """The calls of a staged get, two for each tile."""
+        steps = list[Callable[[], object]]()
+        for part, there in zip(*(t.split(len(self.tile)) for t in (target, shared)), strict=True):
+            tile = self.tile[: len(part)]
+            steps.append(partial(get, tile, there, peer))
+            steps.append(partial(ctypes.memmove, part.data_ptr(), tile.data_ptr(), part.nbytes))
+        return steps
+
     def verify(self, contender: Copier, run: int) -> Check:
-        """Copy the bytes of `run` to a target that holds their complement; the number of wrong
-        bytes on the target's owner. Collective.
+        """Copy the elements of `run` to a target that holds their complement; the number of wrong
+        elements, bit by bit, on the target's owner. Collective.
         """
         expected, rank = self.stream[run : run + len(contender.source)], self.world.rank
         if rank == contender.giver:
             contender.source.copy_(expected)
         if rank == contender.owner:
-            contender.target.copy_(~expected)
+            _bits(contender.target).copy_(~_bits(expected))
         barrier(self.world)
         if rank == 0:
             _complete(contender.call())
         barrier(self.world)
-        wrong = int((contender.target != expected).sum()) if rank == contender.owner else 0
+        wrong = 0
+        if rank == contender.owner:
+            wrong = int((_bits(contender.target) != _bits(expected)).sum())
         return worst(self.world, Check(wrong))
 
     def rows(self, size: int, advance: Callable[[], None]) -> list[dict[str, Any]]:
@@ -170,41 +184,48 @@ def measure(settings: CopySettings) -> dict[str, Any]:
     """Measure on this rank, collectively; the result as a JSON object, which is complete on rank 0.
 
     In its rows `time_us` is of single copies and `algbw_gbps` of windows, in 1e9 bytes per second
-    (`busbw_gbps` is the same for two ranks); `cycles` is the cost of a copy for its caller, in
-    ticks of the processor's time-stamp counter, null without such a counter.
+    (`busbw_gbps` is the same for two ranks). `transfer_cycles` are those of a single copy until it
+    is complete, `cycles` those that a copy costs its caller, in ticks of the counter that the
+    result names with its `mhz`; null without such a counter.
     """
     one_host = "one-sided calls stay within one: run weft bench p2p without a launcher there"
     with session(settings.threads, one_host) as world, neighbours(world, settings.neighbours):
+        start = _native.cycles(), _native.now()
         rows = every_size(settings, world, Buffers(settings, world).rows)
+        ticks, nanoseconds = _native.cycles() - start[0], _native.now() - start[1]
         return {
             "benchmark": "p2p",
             "ranks": world.ranks,
             "neighbours": settings.neighbours,
+            "counter": {"name": _counter(), "mhz": round(1e3 * ticks / nanoseconds, 1)},
             "rows": rows,
             "verified": not any(row["wrong"] for row in rows),
             **environment(world, settings),
         }
 
 
+def _counter() -> str | None:
+    """The name of the counter of cycles of this processor."""
+    names = {"x86_64": "time-stamp counter", "aarch64": "virtual counter"}
+    return names.get(platform.machine())
+
+
 def print_tables(result: dict[str, Any], console: Console) -> None:
     """Print the rows of a result, and notes on how to read them."""
-    table = tables.table(("size", "", "us", "p99 us", "GB/s", "kcycles", f"vs {MEMCPY}", "wrong"))
+    columns = ("size", "", "us", "p99", "GB/s", f"vs {MEMCPY}", "kcycles", "caller", "wrong")
+    table = tables.table(columns)
     for size, of_size in groupby(result["rows"], key=lambda row: row["size_bytes"]):
         rows = {(row["operation"], row["implementation"]): row for row in of_size}
         head, local = size_name(size), rows["local", MEMCPY]["algbw_gbps"]
         for (operation, name), row in rows.items():
             table.add_row(
                 head,
-                name
-                if operation == "local"
-                else f"{operation} async"
-                if "async" in name
-                else operation,
-                f"{row['time_us']['median']:.1f}",
-                f"{row['time_us']['p99']:.1f}",
+                name if operation == "local" else _named(operation, name),
+                _short(row["time_us"]["median"]),
+                _short(row["time_us"]["p99"]),
                 f"{row['algbw_gbps']:.1f}",
-                "" if row["cycles"] is None else f"{row['cycles'] / 1e3:.1f}",
-                Text() if name == MEMCPY else tables.ratio(row["algbw_gbps"] / local),
+                Text() if name == MEMCPY else _ratio(row["algbw_gbps"] / local),
+                *(_thousands(row.get(name)) for name in ("transfer_cycles", "cycles")),
                 tables.count(row["wrong"]),
             )
             head = ""
@@ -215,17 +236,63 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
         console,
         "us: median of single copies, until complete. GB/s of 1e9 bytes: copies back to back; "
         "these are compared.",
-        "kcycles: the cost of a copy for its caller, in 1000 ticks of the time-stamp counter; "
-        "asynchronous: its submission."
-        if result["rows"][0]["cycles"] is not None
-        else "kcycles: this processor has no time-stamp counter that can be read.",
+        _of_cycles(result.get("counter")),
+        *_bought(result["rows"]),
         tables.verdict(
             result,
-            "every byte, in targets poisoned before every implementation and size, before and "
-            "after timing.",
+            "every element, bit by bit, in targets poisoned before every implementation and size, "
+            "before and after timing.",
         ),
         tables.machine(result),
     )
+
+
+def _named(operation: str, implementation: str) -> str:
+    """``put``, ``get async``, …"""
+    return " ".join([operation, *implementation.removeprefix(WEFT).split()]).translate(_PLAIN)
+
+
+_PLAIN = str.maketrans("", "", "()")
+
+
+def _ratio(speed: float) -> Text:
+    """A speed relative to memcpy's, red if it is below 1; the word for that has no place here."""
+    return Text(f"{speed:.2f}x", "bold red" if round(speed, 2) < 1 else "")
+
+
+def _short(number: float) -> str:
+    return f"{number:.1f}" if number < 1000 else f"{number:.0f}"
+
+
+def _thousands(cycles: float | None) -> str:
+    return "" if cycles is None else _short(cycles / 1e3)
+
+
+def _of_cycles(counter: dict[str, Any] | None) -> str:
+    if counter is None or counter["name"] is None:
+        return "kcycles: the result does not name a counter of the processor."
+    return (
+        f"kcycles: 1000 ticks of the {counter['name']}, {counter['mhz']:,g} MHz, of a single copy "
+        "until it is complete; caller: what a copy costs its thread, asynchronous its submission."
+    )
+
+
+def _bought(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What asynchrony buys, and does not, at the smallest and the largest size."""
+    found = {(row["size_bytes"], row["operation"], row["implementation"]): row for row in rows}
+    sizes = sorted({row["size_bytes"] for row in rows})
+    ends = dict.fromkeys([sizes[0], sizes[-1]])
+    pairs = {size: (found[size, "get", ASYNC], found[size, "get", WEFT]) for size in ends}
+    if any(not row["cycles"] for pair in pairs.values() for row in pair):
+        return []
+    said = (
+        f"{one['algbw_gbps'] / other['algbw_gbps']:.2f} of the bandwidth of get for "
+        f"{one['cycles'] / other['cycles']:.2f} of its caller's cycles ({size_name(size)})"
+        for size, (one, other) in pairs.items()
+    )
+    return [
+        f"On a CPU asynchrony buys the caller's time, not bandwidth. get async: {', '.join(said)}."
+    ]
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -259,23 +326,39 @@ def _round(contender: Copier, copies: int) -> Samples:
     """One round: a copy that is not timed, `copies` single ones, and as many (at least two) back to
     back.
     """
-    call, singles, window = contender.call, [], max(2, copies)
+    call, window, cycles = contender.call, max(2, copies), _native.cycles
+    singles, transfers = list[float](), list[float]()
     _complete(call())
     for _ in range(copies):
-        start = perf_counter()
+        start, ticks = perf_counter(), cycles()
         _complete(call())
+        ticks = cycles() - ticks
         singles.append(perf_counter() - start)
-    last, start, ticks = None, perf_counter(), _native.cycles()
+        transfers.append(ticks)
+    last, start, ticks = None, perf_counter(), cycles()
     for _ in range(window):
         last = call()
-    ticks = _native.cycles() - ticks
+    ticks = cycles() - ticks
     _complete(last)
-    return Samples(singles, [(perf_counter() - start) / window], [ticks / window])
+    return Samples(singles, transfers, [(perf_counter() - start) / window], [ticks / window])
 
 
 def _complete(handle: object) -> None:
     if isinstance(handle, Transfer):
         handle.wait()
+
+
+def _staged_get(steps: Sequence[Callable[[], object]]) -> None:
+    for step in steps:
+        step()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The elements of a tensor as integers of their size, which compare bit by bit."""
+    return tensor.view(_INTEGERS[tensor.itemsize])
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _row(size: int, contender: Copier, samples: Samples, check: Check) -> dict[str, Any]:
@@ -289,7 +372,8 @@ def _row(size: int, contender: Copier, samples: Samples, check: Check) -> dict[s
         per_call(samples.singles),
         speed,
         speed,
-        cycles=statistics.median(samples.cycles) or None,
+        transfer_cycles=statistics.median(samples.transfers) or None,
+        cycles=statistics.median(samples.callers) or None,
         wrong=check.wrong,
         copies=len(samples.singles),
         windows=len(samples.windows),

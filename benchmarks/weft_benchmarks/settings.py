@@ -11,6 +11,7 @@ from weft.bench.settings import (
     Baseline,
     Compared,
     Dtype,
+    Element,
     Gbps,
     Iterations,
     Seed,
@@ -50,10 +51,14 @@ class OverlapSettings(Compared, Shown):
 
 @dataclass(frozen=True)
 class CopySettings(Shown):
-    """One-sided put and get over size, synchronous and asynchronous, and local copies."""
+    """One-sided put and get over size, synchronous, asynchronous and staged, and local copies."""
 
     ranks: Several = None
     sizes: Annotated[str, of_sizes("Bytes of a copy; K, M, G are binary.")] = "4K:64M:4"
+    dtype: Annotated[Element, typer.Option(help="Dtype of the elements.")] = "float32"
+    tile: Annotated[
+        str, of_sizes("Of the buffer through which the staged get copies.", "BYTES")
+    ] = "16K"
     warmup: Warmup = 2
     iterations: Iterations = 40
     seed: Seed = 0
