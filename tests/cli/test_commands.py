@@ -36,6 +36,7 @@ from weft.measure import timing, verification
 from weft.measure.timing import Statistics, Stopwatch, summarize
 from weft.measure.verification import RUNS, Check, Problem, Sums, compare
 from weft.ops.call import Selection
+from weft.plan.trace import Span, Trace
 from weft.predict import figures, tuned
 from weft.predict.planners import PLANNERS
 from weft.schedules.workload import Variant, Workload
@@ -55,13 +56,18 @@ SCHEMA = {
     "reason": str,
     "notes": list,
     "link": type(None),
-    "times_ms": dict.fromkeys(("compute", "communicate", "sequential", "pipelined"), TIMES),
+    "times_ms": dict.fromkeys(
+        ("compute", "compute in chunks", "communicate", "sequential", "pipelined"), TIMES
+    ),
     "baselines_ms": dict.fromkeys(("gloo+torch.mm", "one process"), TIMES),
     "streamed_ms": dict,
     "speedup": float,
     "overlap_percent": float,
     "limit_ratio": float,
     "tflops": float,
+    "chunking_ms": float,
+    "exposed_ms": float,
+    "hidden_percent": dict,
     "wrong": dict,
     "verified": bool,
     "max_error": float,
@@ -121,10 +127,10 @@ ENVIRONMENT = {
 
 def result(**changes):
     """A result with made-up times."""
-    names = ("compute", "communicate", "sequential", "pipelined")
+    names = ("compute", "compute in chunks", "communicate", "sequential", "pipelined")
     times = {
         name: Statistics(median, median, median - 1, median + 1, median + 1, 20)
-        for name, median in zip(names, (10.0, 8.0, 18.0, 12.0), strict=True)
+        for name, median in zip(names, (10.0, 10.5, 8.0, 18.0, 12.0), strict=True)
     }
     made = {
         "settings": AllGatherMatmul(shape=Shape(1000, 1000, 500)),
@@ -157,6 +163,10 @@ def test_figures_follow_their_formulas():
     assert figures.limit_ratio(compute=10, communicate=8, pipelined=12) == 1.2
     assert figures.limit_ratio(compute=8, communicate=10, pipelined=12) == 1.2
     assert figures.tflops(1000, 1000, 500, milliseconds=1.0) == pytest.approx(1.0)
+    assert figures.of_cutting(compute=10, in_chunks=10.5, overlapped=12) == {
+        "chunking_ms": 0.5,
+        "exposed_ms": 1.5,
+    }
 
 
 def test_statistics_are_in_milliseconds():
@@ -357,6 +367,32 @@ def test_tables_mark_slower_wrong_and_emulated():
     )
 
 
+def test_the_costs_of_cutting_and_of_waiting():
+    """The second is that of the algorithm that streams, which is not the selected one here."""
+    direct = {"direct": Statistics(13.0, 13.0, 12.0, 14.0, 14.0, 20)}
+    made = report.to_json(result(choice=Selection(Variant("sequential"), "fast"), streamed=direct))
+    assert (made["chunking_ms"], made["exposed_ms"]) == (0.5, 2.5)
+    assert "exposed_ms" in report.to_json(result())
+    assert "2.500 ms  cost of waiting: direct - compute in chunks" in text_of(
+        result(streamed=direct)
+    )
+    older = result()
+    del older.times["compute in chunks"]
+    assert "exposed" not in text_of(older)
+
+
+def test_the_hidden_share_of_every_trace():
+    spans = [
+        Span(0, "comm", "copy", "copy a -> b", 4, 0, 400),
+        Span(0, "compute", "matmul", "matmul a -> out", 4, 100, 400),
+    ]
+    traces = [Trace("sequential", (spans[1],)), Trace("pipelined", tuple(spans))]
+    made = report.to_json(result(traces=traces))
+    assert made["hidden_percent"] == {"sequential": None, "pipelined": 75}
+    assert "75 %  of copying is behind products: pipelined" in text_of(result(traces=traces))
+    assert report.to_json(result())["hidden_percent"] == {}
+
+
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_times_are_drawn(tmp_path, suffix):
     path = tmp_path / f"times.{suffix}"
@@ -528,7 +564,9 @@ def test_bench_on_two_ranks(tmp_path):
     assert (tmp_path / "times.png").stat().st_size > 1000
     assert "<svg" in (tmp_path / "timeline.svg").read_text()
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert {event["pid"] for event in events} == {0, 1, 2, 3}, "two ranks, sequential and pipelined"
+    traced = ["sequential", *made["streamed_ms"], "pipelined"]
+    assert [*made["hidden_percent"]] == traced
+    assert {event["pid"] for event in events} == {*range(2 * len(traced))}, "of two ranks each"
     for rank in range(2):
         out = torch.load(tmp_path / "outputs" / f"rank{rank}.pt")
         assert out.shape == (64, 32)
@@ -583,8 +621,8 @@ def test_saved_results_are_shown(tmp_path):
     assert "pipelined (direct)" in shown.stdout
     header, *rows = CliRunner().invoke(app, ["show", "--csv", str(file)]).stdout.splitlines()
     assert header == "view,median_ms,mean_ms,min_ms,max_ms,p99_ms,runs"
-    assert rows[3] == "pipelined,12.0,12.0,11.0,13.0,13.0,20"
-    assert len(rows) == 6
+    assert rows[4] == "pipelined,12.0,12.0,11.0,13.0,13.0,20"
+    assert len(rows) == 7
     for text, why in (
         ("[]", "no result of weft bench"),
         ("{", "is not JSON"),
@@ -681,7 +719,7 @@ def test_bench_of_sums_on_one_rank(operator, arguments, tmp_path):
 
 
 @pytest.mark.data
-def test_bench_with_uneven_shards_steps_and_a_link():
+def test_bench_with_uneven_shards_steps_and_a_link(tmp_path):
     arguments = [
         "-n",
         "3",
@@ -704,6 +742,8 @@ def test_bench_with_uneven_shards_steps_and_a_link():
         "5",
         "--json",
         "-",
+        "--trace",
+        str(tmp_path / "trace.json"),
     ]
     outcome = CliRunner().invoke(app, ["bench", "all-gather-matmul", *SMALL, *arguments, *more])
     assert outcome.exit_code == 0, outcome.stderr
@@ -716,6 +756,13 @@ def test_bench_with_uneven_shards_steps_and_a_link():
         "overlapped",
         "+ own rows first",
         "+ arrivals joined",
+    ]
+    traced = ["sequential", *list(made["ablation_ms"])[1:], "pipelined"]
+    assert list(made["hidden_percent"]) == traced, "each step is traced"
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    processes = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert list(dict.fromkeys(processes)) == [
+        f"{name}: rank {rank}" for name in traced for rank in range(3)
     ]
 
 

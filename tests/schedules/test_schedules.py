@@ -18,7 +18,8 @@ from weft.plan.proof import verify
 from weft.schedules.all_gather import all_gather
 from weft.schedules.all_gather_matmul import ALGORITHMS, all_gather_matmul
 from weft.schedules.all_reduce import all_reduce
-from weft.schedules.lanes import enter, leave, tidy
+from weft.schedules.lanes import enter, leave, products_alone, tidy
+from weft.schedules.operators import OPERATORS
 from weft.schedules.peers import after, before, in_order
 from weft.schedules.workload import Request
 
@@ -38,6 +39,21 @@ def test_computes_its_operator_in_any_interleaving(plan, seed):
     for order in (None, random.Random(seed)):
         for call, outputs in zip(calls, run(*calls, order=order), strict=True):
             assert plans.equal(outputs, plans.expected(call))
+
+
+@pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
+def test_products_alone_are_those_of_the_plan(operator):
+    """They are cut as in the plan, wait for nothing, and are proved to be the products of all rows
+    that a rank multiplies.
+    """
+    for algorithm, ranks, pieces in product(operator.algorithms, (1, 2, 3), (1, 4)):
+        plan = operator.plan(Request(ranks, pieces, algorithm))
+        alone = products_alone(plan, operator.exchanges)
+        verify(alone)
+        products = [i for _, i in plan.instructions() if isinstance(i, Compute)]
+        found = [i for _, i in alone.instructions()]
+        assert [i.dst.rows for i in found] == [i.dst.rows for i in products]
+        assert {type(i) for i in found} == {Compute}
 
 
 @st.composite

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
@@ -24,8 +24,8 @@ from weft.bench.fused_baselines import LABELS, call_of
 from weft.bench.harness import environment, link_of, poison, progress, verified, worst
 from weft.bench.neighbours import neighbours
 from weft.bench.settings import FusedSettings
+from weft.bench.traces import traces
 from weft.engines import engine
-from weft.engines.recording import record
 from weft.kernels.methods import on_device
 from weft.kernels.packed import pack
 from weft.kernels.products import multiply
@@ -39,9 +39,10 @@ from weft.ops.operator import find
 from weft.plan import Copy, Plan
 from weft.plan.binding import bind, split
 from weft.plan.trace import Trace
-from weft.predict.figures import VIEWS
+from weft.predict.figures import IN_CHUNKS
+from weft.schedules.lanes import products_alone
 from weft.schedules.operators import OPERATORS
-from weft.schedules.workload import Workload
+from weft.schedules.workload import Request, Variant, Workload
 from weft.world import World
 
 Times = TypeVar("Times")
@@ -56,7 +57,7 @@ class Rounds(Protocol):
     def iterations(self) -> int: ...
 
 
-_TRACED = 5  # traced runs of a view; the result has the one with the median time
+_SHOWN = "compute", IN_CHUNKS, "communicate", "sequential", "pipelined"
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class Result:
     Attributes:
         choice: the variant that was executed, and the reason for it.
         chunk_rows: the largest number of rows in one of its transfers.
-        times: the times of the four views; `baselines` and `ablation` are compared with them.
+        times: the times of `VIEWS` and `IN_CHUNKS`; `baselines` and `ablation` are compared with
+            them.
         checks: the worst check of each of these, before and after timing, on any rank.
         environment: the ranks, the link, the neighbours (None if not asked for), the machine and
             the versions, as in the JSON.
@@ -216,6 +218,10 @@ class Subject(Views):
             self.streamed, _ = self.call.overlapped()
             call = self.operator(self.streamed, settings.chunk_rows)
             self.views[self.streamed] = self.view(call)
+        plan = self.products_alone()
+        if bind(plan, self.rows).buffers["x"].rows[world.rank] == len(self.x):
+            call = partial(self._multiply, plan)
+            self.views[IN_CHUNKS] = self.views["compute"]._replace(call=call)
         self.ablation: dict[str, str] = {}
 
     @abstractmethod
@@ -240,14 +246,16 @@ class Subject(Views):
 
     def plan(self) -> Plan:
         """The plan of the communication alone, by the selected variant."""
-        operator, world = self.call.operator, self.world
-        request = operator.request(
-            self.call.workload,
-            self.choice.variant,
-            hosts=world.topology,
-            remote_reads=world.remote_reads,
-        )
-        return operator.communicate(request)
+        return self.call.operator.communicate(self._request(self.choice.variant))
+
+    def products_alone(self) -> Plan:
+        """The plan of the products alone, cut as by the algorithm that multiplies while rows
+        arrive.
+        """
+        operator, variant = self.call.operator, self.choice.variant
+        streams = self.call.variant(self.streamed) if self.streamed else variant
+        plan = products_alone(operator.plan(self._request(streams)), operator.exchanges)
+        return replace(plan, rows_multiple=self.call.rows_multiple)
 
     def view(self, call: Callable[[], object]) -> View:
         """The view of a call of the complete operator."""
@@ -270,6 +278,15 @@ class Subject(Views):
 
         return View(timed, (self.out,), lambda run: self.check_baseline(found[0], run))
 
+    def _request(self, variant: Variant) -> Request:
+        world = self.world
+        more: dict[str, Any] = {"hosts": world.topology, "remote_reads": world.remote_reads}
+        return self.call.operator.request(self.call.workload, variant, **more)
+
+    def _multiply(self, plan: Plan) -> None:
+        tensors, weights = {"x": self.x, "product": self.product}, {"product": self.weight}
+        engine(self.world).execute(plan, tensors, weights, rows=self.rows)
+
     def _move(self, plan: Plan) -> None:
         engine(self.world).program(plan, self.moved, self.rows, self.dtypes).run(
             self.moved, self.rows, {}
@@ -285,14 +302,12 @@ def measure(
         neighbours(world, settings.neighbours),
     ):
         stopwatch = stopwatch_of(world)
-        subject, traces = make_subject(settings, world, stopwatch), list[Trace | None]()
+        subject, traced = make_subject(settings, world, stopwatch), list[Trace]()
 
         def race() -> dict[str, Statistics]:
             times = interleave(subject, stopwatch, settings)
             if settings.trace or settings.timeline:
-                traces.extend(
-                    trace(subject, world, stopwatch, name) for name in ("sequential", "pipelined")
-                )
+                traced.extend(traces(subject, stopwatch))
             return times
 
         times, checks = verify(subject, world, race)
@@ -308,7 +323,7 @@ def measure(
             settings,
             subject.choice,
             subject.call.operator.chunk_rows(subject.rows, subject.choice.variant),
-            times={name: times[name] for name in VIEWS},
+            times={name: times[name] for name in _SHOWN if name in times},
             baselines={name: times[name] for name in (*LABELS.values(), ALONE) if name in times},
             ablation={step: times[name] for step, name in subject.ablation.items()},
             checks=checks,
@@ -319,7 +334,7 @@ def measure(
                 "neighbours": settings.neighbours,
                 **environment(world, settings),
             },
-            traces=[trace for trace in traces if trace],
+            traces=traced,
             notes=subject.notes,
             streamed={name: times[name] for name in filter(None, [subject.streamed])},
         )
@@ -360,21 +375,6 @@ def interleave(subject: Views, stopwatch: Stopwatch, rounds: Rounds) -> dict[str
             advance,
             lambda name: subject.views[name].around(),
         )
-
-
-def trace(subject: Views, world: World, stopwatch: Stopwatch, name: str) -> Trace | None:
-    """The trace of a view's run with the median time, on rank 0."""
-    traces = []
-    for _ in range(_TRACED):
-        stopwatch.time(lambda: None)
-        with record(world) as recording:
-            subject.views[name].call()
-        traces.append(recording.gather(name))
-    return (
-        sorted((t for t in traces if t), key=lambda t: t.seconds)[_TRACED // 2]
-        if world.rank == 0
-        else None
-    )
 
 
 def balanced_gbps(gather: Plan, row_bytes: int, compute: float, latency_us: float) -> float:

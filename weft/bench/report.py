@@ -15,6 +15,7 @@ from weft.bench import tables
 from weft.bench.alone import ALONE
 from weft.bench.harness import times_ms
 from weft.bench.settings import Shape
+from weft.plan.trace import Trace
 from weft.predict import figures
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def to_json(result: Result) -> dict[str, Any]:
         "baselines_ms": times_ms(result.baselines),
         "streamed_ms": times_ms(result.streamed),
         **_figures(result),
+        "hidden_percent": {trace.title: _hidden(trace) for trace in result.traces},
         "wrong": {name: check.wrong for name, check in result.checks.items()},
         "verified": not any(check.wrong for check in result.checks.values()),
         "max_error": _finite(max(check.max_error for check in products)),
@@ -91,7 +93,8 @@ def _table(report: dict[str, Any], rows: Times, compared: Times) -> Table:
     versus = (f"vs {name.partition('+')[0]}" for name in compared)
     table = tables.table(("", *tables.TIMES.values(), "runs", *versus))
     for name, times in rows.items():
-        incomparable = name in ("compute", "communicate") or name in compared
+        parts = "compute", figures.IN_CHUNKS, "communicate"
+        incomparable = name in parts or name in compared
         ratios = [
             Text() if incomparable else tables.ratio(baseline["median"] / times["median"])
             for baseline in compared.values()
@@ -114,6 +117,21 @@ def _figure_table(report: dict[str, Any]) -> Table:
         f"{report['limit_ratio']:.3f}",
         "pipelined / max(compute, communicate); 1 is the limit",
     )
+    if "chunking_ms" in report:
+        overlapped = next(iter(report["streamed_ms"]), "pipelined")
+        table.add_row(
+            "chunking",
+            f"{report['chunking_ms']:.3f} ms",
+            f"cost of cutting: {figures.IN_CHUNKS} - compute",
+        )
+        table.add_row(
+            "exposed",
+            f"{report['exposed_ms']:.3f} ms",
+            f"cost of waiting: {overlapped} - {figures.IN_CHUNKS}",
+        )
+    for name, hidden in report.get("hidden_percent", {}).items():
+        if hidden is not None:
+            table.add_row("hidden", f"{hidden:.0f} %", f"of copying is behind products: {name}")
     table.add_row("TFLOP/s", f"{report['tflops']:.3f}", "of each rank's product, pipelined")
     table.columns[1].justify = "right"
     return table
@@ -159,7 +177,9 @@ def _notes(report: dict[str, Any]) -> Iterator[Text]:
 
 def _why_not_streamed(report: dict[str, Any], name: str, streamed: float) -> str:
     """A sentence on what an algorithm that streams would take, in milliseconds, and why."""
-    compute, communicate, _, pipelined = (time["median"] for time in report["times_ms"].values())
+    compute, communicate, _, pipelined = (
+        report["times_ms"][view]["median"] for view in figures.VIEWS
+    )
     takes = f"{name}, which multiplies while rows arrive, takes {streamed / pipelined:.2f} times"
     if streamed < pipelined:
         return f"{takes} the time of {report['algorithm']}: too little gain for auto to be sure of."
@@ -170,10 +190,20 @@ def _why_not_streamed(report: dict[str, Any], name: str, streamed: float) -> str
 
 
 def _figures(result: Result) -> dict[str, float]:
-    shape, medians = result.settings.shape, [times.median for times in result.times.values()]
-    return figures.of_overlap(*medians) | {
-        "tflops": figures.tflops(shape.m, shape.k, shape.n, medians[-1])
-    }
+    shape, medians = result.settings.shape, {n: time.median for n, time in result.times.items()}
+    pipelined = medians["pipelined"]
+    found = figures.of_overlap(*(medians[name] for name in figures.VIEWS))
+    found["tflops"] = figures.tflops(shape.m, shape.k, shape.n, pipelined)
+    if figures.IN_CHUNKS in medians:
+        overlapped = next((time.median for time in result.streamed.values()), pipelined)
+        found |= figures.of_cutting(medians["compute"], medians[figures.IN_CHUNKS], overlapped)
+    return found
+
+
+def _hidden(trace: Trace) -> float | None:
+    """The percentage of copying behind products; None if nothing is copied."""
+    part = trace.hidden_copies()
+    return None if part is None else 100 * part
 
 
 def _finite(value: float) -> float | None:

@@ -256,7 +256,7 @@ class FusedSettings(Compared):
 
 
 _PEERS = "host: one rank, on a GPU, with its peers' rows in pinned host memory."
-_ABLATE = "Also measure the steps from a sequential cascade to the operator."
+_ABLATE = "Also measure, and trace, the steps from a sequential cascade to the operator."
 
 
 @dataclass(frozen=True)

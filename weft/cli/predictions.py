@@ -57,6 +57,7 @@ def show_comparison(result: dict[str, Any], measured: dict[str, Any], console: C
     rows = [
         (name, result["times_ms"][name], times["median"], ms)
         for name, times in measured["times_ms"].items()
+        if name in result["times_ms"]
     ]
     for name in ("speedup", "limit_ratio"):
         rows.append((name, result[name], measured[name], "{:.3f}".format))

@@ -13,7 +13,7 @@ COLOURS = {
     name: colour
     for colour, names in {
         "#3566a8": ("matmul", "compute", "weft", "weft.nn", "triton"),
-        "#8fb0da": ("weft (plain)", "weft (staged)"),
+        "#8fb0da": ("weft (plain)", "weft (staged)", "compute in chunks"),
         "#e8963c": ("copy", "communicate", "weft (async)", "one process", "openmpi", "gluon"),
         "#5a9e6f": ("reduce", "pipelined", "overlapped", "intel-mpi", "copy engine"),
         "#a8cdb3": ("copy engine, processes",),

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 VIEWS = ("compute", "communicate", "sequential", "pipelined")
-"""The times from which the figures are computed, in this order."""
+"""The times from which the figures of overlap are computed, in this order."""
+IN_CHUNKS = "compute in chunks"
+"""The time of the products alone, cut as the operator that overlaps cuts them, with all rows there:
+it tells what cutting costs from what waiting costs.
+"""
 
 
 def of_overlap(
@@ -15,6 +19,16 @@ def of_overlap(
         "overlap_percent": overlap_percent(compute, communicate, pipelined),
         "limit_ratio": limit_ratio(compute, communicate, pipelined),
     }
+
+
+def of_cutting(compute: float, in_chunks: float, overlapped: float) -> dict[str, float]:
+    """What `overlapped` takes longer than one product, in two parts, by their JSON keys.
+
+    ``chunking_ms``: ``in_chunks − compute``, the loss of several products in place of one.
+    ``exposed_ms``: ``overlapped − in_chunks``, the communication that is not hidden: waits, and
+    what the lane that multiplies moves and adds up itself. Noise may make either negative.
+    """
+    return {"chunking_ms": in_chunks - compute, "exposed_ms": overlapped - in_chunks}
 
 
 def speedup(sequential: float, pipelined: float) -> float:

@@ -8,8 +8,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from weft.plan import Compute, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Wait
-from weft.plan.lazy import PerRank
+from weft.plan import (
+    Compute,
+    Copy,
+    Instruction,
+    Notify,
+    Plan,
+    Reduce,
+    Region,
+    Signal,
+    Term,
+    Wait,
+)
+from weft.plan.lazy import Deferred, PerRank
 from weft.schedules.peers import Layout, after, before, examples
 
 Lanes = Mapping[str, Sequence[Instruction]]
@@ -125,6 +136,37 @@ def without_products(plan: Plan) -> Plan:
         },
         buffers=buffers | {"partial": replace(buffers["partial"], role="input")},
         result={},
+    )
+
+
+def products_alone(plan: Plan, exchanges: str) -> Plan:
+    """The products of a fused operator's plan, cut and ordered as in it, with all rows there from
+    the beginning: no rank waits, moves rows or adds them up.
+
+    ``product = x @ weight``, both with the blocks that a rank multiplies: those of its ``out`` if
+    ranks exchange rows of ``a``, else those of its ``a``. There is one weight.
+    """
+    gathers = exchanges == "a"
+    rows = plan.buffers["out" if gathers else "a"]
+
+    def alone(one: Compute) -> Compute:
+        region = one.dst if gathers else one.srcs[0]
+        source, product = region._replace(buffer="x"), region._replace(buffer="product")
+        return replace(one, srcs=(source,), dst=product, weight="product")
+
+    def products(lanes: Mapping[str, tuple[Instruction, ...]]) -> Mapping[str, tuple[Compute, ...]]:
+        return {"compute": tuple(alone(i) for i in lanes["compute"] if isinstance(i, Compute))}
+
+    return plan.with_lanes(
+        products,
+        f"{plan.request}, products alone",
+        buffers={"x": replace(rows, role="input"), "product": replace(rows, role="output")},
+        result=Deferred(
+            lambda: {
+                Region(rank, "product", 0, blocks): (Term(rank, "x", 0, (rank, "product")),)
+                for rank, blocks in enumerate(rows.rows)
+            }
+        ),
     )
 
 
