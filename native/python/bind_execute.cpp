@@ -187,7 +187,8 @@ void bind_execute(nb::module_& m) {
       .def(
           "start",
           [](Executor& self, Program& program, size_t lane, nb::object retained) {
-            self.lane_thread.start({&program, lane, keep(std::move(retained))});
+            in_range([&] { return program.name + "_async"; },
+                     [&] { self.lane_thread.start({&program, lane, keep(std::move(retained))}); });
           },
           "compiled"_a, "lane"_a, "retained"_a = nb::none())
       .def("enter", &Executor::enter)
@@ -202,9 +203,12 @@ void bind_execute(nb::module_& m) {
       .def(
           "join",
           [](Executor& self, Program& program, double seconds) {
-            return self.lane_thread.join(program, seconds);
+            const auto join = [&] {
+              return unlocked([&] { return self.lane_thread.join(program, seconds); });
+            };
+            return seconds > 0 ? in_range([] { return "wait"; }, join) : join();
           },
-          "compiled"_a, "seconds"_a = 1e9, Unlocked())
+          "compiled"_a, "seconds"_a = 1e9)
       .def(
           "execute",
           [](Executor& self, nb::handle program, Binding& bound, double timeout,

@@ -5,6 +5,7 @@
 #include "python/bind.hpp"
 #include "python/gil.hpp"
 #include "python/one_sided.hpp"
+#include "python/range.hpp"
 
 using namespace nanobind::literals;
 
@@ -71,10 +72,18 @@ void bind_memory(nb::module_& m) {
 
   nb::class_<SignalArray>(m, "SignalArray")
       .def(nb::init<std::shared_ptr<Mesh>, std::shared_ptr<Segment>, int>())
-      .def("add", [](SignalArray& self, int rank, size_t start, size_t count, size_t step,
-                     uint64_t value) { return self.add(rank, {start, count, step}, value); })
-      .def("set", [](SignalArray& self, int rank, size_t start, size_t count, size_t step,
-                     uint64_t value) { return self.set(rank, {start, count, step}, value); })
+      .def(
+          "add",
+          [](SignalArray& self, int rank, size_t start, size_t count, size_t step, uint64_t value) {
+            return in_range([] { return "notify"; },
+                            [&] { return self.add(rank, {start, count, step}, value); });
+          })
+      .def(
+          "set",
+          [](SignalArray& self, int rank, size_t start, size_t count, size_t step, uint64_t value) {
+            return in_range([] { return "notify"; },
+                            [&] { return self.set(rank, {start, count, step}, value); });
+          })
       .def("values", [](SignalArray& self, size_t start, size_t count,
                         size_t step) { return self.values({start, count, step}); })
       .def("test", [](SignalArray& self, size_t start, size_t count, size_t step, Compare compare,
@@ -82,10 +91,13 @@ void bind_memory(nb::module_& m) {
       .def_prop_ro("failed", &SignalArray::failed)
       .def("wait", [](SignalArray& self, size_t start, size_t count, size_t step, Compare compare,
                       uint64_t value, double timeout) {
-        const auto [status, index, actual] = unlocked([&] {
-          return self.wait({start, count, step}, compare, value, nanoseconds(timeout),
-                           signal_pending);
-        });
+        const auto wait = [&] {
+          return unlocked([&] {
+            return self.wait({start, count, step}, compare, value, nanoseconds(timeout),
+                             signal_pending);
+          });
+        };
+        const auto [status, index, actual] = in_range([] { return "wait"; }, wait);
         return std::make_tuple(status, index, actual);
       });
 
@@ -100,8 +112,9 @@ void bind_memory(nb::module_& m) {
         PyTransfers& open = *world->second;
         // another thread may close the world, and release the transfers
         const nb::object retained = nb::find(open);
-        nb::gil_scoped_release release;
-        return open.transfers.copy(found->second);
+        return in_range(
+            [&] { return put ? "put" : "get"; },
+            [&] { return unlocked([&] { return open.transfers.copy(found->second); }); });
       },
       "put"_a, "remote"_a.none(), "local"_a.none(), "peer"_a);
   m.def("one_sided", &one_sided, "put"_a, "remote"_a.none(), "local"_a.none(), "peer"_a);
@@ -109,14 +122,18 @@ void bind_memory(nb::module_& m) {
   nb::class_<PyTransfers>(m, "Transfers")
       .def(nb::init<std::shared_ptr<Mesh>, int, size_t, uint64_t>())
       .def_prop_ro_static("max_outstanding", [](nb::handle) { return Transfers::kOutstanding; })
-      .def(
-          "copy",
-          [](PyTransfers& self, const StridedCopy& copy) { return self.transfers.copy(copy); },
-          Unlocked())
+      .def("copy",
+           [](PyTransfers& self, const StridedCopy& copy) {
+             return in_range([] { return "copy"; },
+                             [&] { return unlocked([&] { return self.transfers.copy(copy); }); });
+           })
       .def("submit",
            [](PyTransfers& self, nb::object keepalive, const StridedCopy& copy) {
-             const uint64_t number =
-                 unlocked([&] { return self.transfers.submit(copy, signal_pending); });
+             const uint64_t number = in_range(
+                 [] { return "copy_async"; },
+                 [&] {
+                   return unlocked([&] { return self.transfers.submit(copy, signal_pending); });
+                 });
              self.keepalive.emplace_back(number, std::move(keepalive));
              self.release();
              return number;
@@ -130,7 +147,12 @@ void bind_memory(nb::module_& m) {
            [](PyTransfers& self, uint64_t number, double timeout) {
              const int64_t deadline = now() + nanoseconds(timeout);
              const bool done =
-                 unlocked([&] { return self.transfers.wait(number, deadline, signal_pending); });
+                 in_range([] { return "wait"; },
+                          [&] {
+                            return unlocked([&] {
+                              return self.transfers.wait(number, deadline, signal_pending);
+                            });
+                          });
              self.release();
              return done;
            })

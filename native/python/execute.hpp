@@ -8,6 +8,7 @@
 #include "execute/binding.hpp"
 #include "execute/executor.hpp"
 #include "python/gil.hpp"
+#include "python/range.hpp"
 
 namespace weft {
 
@@ -40,8 +41,8 @@ void exclusively(Executor& executor, nb::handle program, Work work) {
 // reserved the world for this thread. `multiply` computes the product of an instruction of the
 // compute lane. Raises the error of the call, which has then closed the world.
 template <class Multiply>
-void execute(Executor& executor, nb::handle program, Binding& bound, double timeout,
-             Multiply multiply) {
+void execute_once(Executor& executor, nb::handle program, Binding& bound, double timeout,
+                  Multiply multiply) {
   Program& native = bound.program();
   if (native.execution.binding != &bound) program.attr("apply")(nb::find(bound));
   const int end = static_cast<int>(native.lanes[0].size());
@@ -83,6 +84,14 @@ void execute(Executor& executor, nb::handle program, Binding& bound, double time
   }
   if (has_comm && native.execution.failures[1].status != WaitStatus::none)
     raise(program.attr("stopped")(1, timeout));
+}
+
+// `execute_once`, in a range with the name of the operator.
+template <class Multiply>
+void execute(Executor& executor, nb::handle program, Binding& bound, double timeout,
+             Multiply multiply) {
+  in_range([&] { return nb::cast<std::string>(program.attr("plan").attr("operator")); },
+           [&] { execute_once(executor, program, bound, timeout, multiply); });
 }
 
 }  // namespace weft

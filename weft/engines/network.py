@@ -25,6 +25,7 @@ import numpy as np
 import weft._native as _native
 from weft.engines.engine import LANES, Dtypes, Tensors, Timed
 from weft.engines.host import HostEngine, HostProgram, Place
+from weft.engines.ranges import in_range
 from weft.errors import WeftError
 from weft.plan import Instruction, Notify, Plan, Region, Wait
 from weft.plan.messages import (
@@ -164,7 +165,7 @@ class NetworkProgram(HostProgram):
     ) -> None:
         """Begin an execution on a thread of its own, which can send."""
         self.timeout, self.retained = timeout or self.world.timeout, retained
-        with self.world.fail_on_error:
+        with self.world.fail_on_error, in_range(f"{self.plan.operator}_async"):
             self.apply(binding)
             self.begin(self.timeout)
             self.over.clear()
@@ -189,7 +190,8 @@ class NetworkProgram(HostProgram):
             self.over.set()
 
     def ended(self, seconds: float) -> bool:
-        return self.over.wait(seconds)
+        with in_range("wait"):
+            return self.over.wait(seconds)
 
     def begin(self, seconds: float) -> None:
         """Publish the call, and queue its receives and sends."""

@@ -25,6 +25,7 @@ from weft.engines.device.fixed import FixedProgram, Geometry
 from weft.engines.device.lanes import Completion, Operands, Step, lane
 from weft.engines.device.onesided import OneSided
 from weft.engines.engine import LANES, Dtypes, Engine, Tensors, Timed, Weights
+from weft.engines.ranges import in_range
 from weft.errors import PeerTimeout, WeftError
 from weft.kernels.weights import Weight, as_tensor
 from weft.plan import Compute, Copy, Launch, Notify, Plan, Reduce, Region, Wait, accesses
@@ -270,7 +271,7 @@ class DeviceProgram(FixedProgram):
         operands, spans = Operands(tensors, weights, bias or {}, seconds), list[Span]()
         launched = self._launched(operands)
         self._begin(seconds)
-        with world.fail_on_error:
+        with world.fail_on_error, in_range(self.plan.operator):
             completions = []
             # Transfers first: to enqueue them is fast, and they then overlap with the compute lane.
             for name, kernels in (("comm", {}), ("compute", launched)):
@@ -347,7 +348,8 @@ class DeviceProgram(FixedProgram):
         self._begin(operands.timeout)
         steps = self._steps("compute", operands, self.spans, launched)
         steps.append(lambda: self.engine.counters.advance(self.promised))
-        self.completion = self.engine.lanes["comm"].start(partial(self._guarded, steps))
+        with in_range(f"{self.plan.operator}_async"):
+            self.completion = self.engine.lanes["comm"].start(partial(self._guarded, steps))
         # The caller's stream, which may be far ahead, would otherwise reuse their memory.
         self.retained = binding, retained
         self.engine.pending.append(self)
@@ -360,8 +362,9 @@ class DeviceProgram(FixedProgram):
             return True
         assert self.completion is not None
         try:
-            if not self.completion.join(timeout):
-                return False
+            with in_range("wait"):
+                if not self.completion.join(timeout):
+                    return False
         except BaseException as error:
             self.engine.pending.remove(self)
             raise self.world.fail(error) from None
