@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from dataclasses import asdict
+from functools import partial
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ import weft
 from weft.engines import engine
 from weft.ops import autotune
 from weft.ops.call import Selection
+from weft.plan import Copy
 from weft.predict import machine
 from weft.schedules.all_gather_matmul import ALGORITHMS
 from weft.schedules.operators import OPERATORS
@@ -91,6 +93,45 @@ def same_bits(world):
 @pytest.mark.data
 def test_same_bits_on_every_run():
     on_ranks(same_bits, 3)
+
+
+def orders(world):
+    """A push sends pieces in the order that is asked for, also over columns and in a sum."""
+    a, b = torch.randn(8, 16), torch.randn(16, 6)
+    for name, dim in (
+        ("all_gather_matmul", 0),
+        ("all_gather_matmul", 1),
+        ("matmul_reduce_scatter", 0),
+    ):
+        options = {"dim": dim, "algorithm": "push", "chunk_rows": 4 if dim == 0 else 8}
+        if name == "matmul_reduce_scatter":
+            options |= {"shard_rows": [2, 6, 0], "chunk_rows": 3}
+        weight = torch.randn(16 * world.ranks, 6) if dim else b
+        call, results = partial(getattr(weft, name), a, weight, **options), []
+        for order in (None, "interleaved", "peer"):
+            results.append(call(order=order))
+            assert torch.equal(call(order=order), results[-1]), "a repeated call"
+            plan = [*engine(world).programs.values()][-1].original
+            sent = [
+                each.dst.rank
+                for lane in plan.lanes[0].values()
+                for each in lane
+                if isinstance(each, Copy) and each.dst.rank != each.src.rank == 0
+            ]
+            peers = list(dict.fromkeys(sent))
+            if order != "peer":
+                wanted = peers * 2 if order else [peers[0]] * 2 + [peers[1]] * 2
+                assert sent == wanted, (name, dim, order)
+        assert all(torch.equal(result, results[0]) for result in results)
+    assert "push interleaved" in weft.explain(a, b, algorithm="push", order="interleaved")
+    with pytest.raises(ValueError, match="auto has no order 'peer': use algorithm='push'"):
+        weft.all_gather_matmul(a, b, order="peer")
+    with pytest.raises(ValueError, match="matmul_all_reduce has no algorithm with orders"):
+        weft.explain(a, b, operator="matmul_all_reduce", order="peer")
+
+
+def test_the_order_of_a_push():
+    on_ranks(orders, 3)
 
 
 def two_worlds(world):

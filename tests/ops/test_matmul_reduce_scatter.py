@@ -21,6 +21,7 @@ import weft
 from weft.plan.binding import split
 from weft.schedules.matmul_all_reduce import ALGORITHMS as ALL_REDUCES
 from weft.schedules.matmul_reduce_scatter import ALGORITHMS
+from weft.schedules.workload import ORDERS
 
 
 @pytest.mark.data
@@ -99,6 +100,11 @@ def in_rank_order(world):
         for algorithm in ("auto", *ALGORITHMS):
             y = weft.matmul_reduce_scatter(*mine, shard_rows=kept, algorithm=algorithm, **options)
             assert torch.equal(y, wanted.split(kept)[world.rank]), (algorithm, dtype, out_dtype)
+        for order in ORDERS:
+            y = weft.matmul_reduce_scatter(
+                *mine, shard_rows=kept, algorithm="push", order=order, **options
+            )
+            assert torch.equal(y, wanted.split(kept)[world.rank]), (order, dtype, out_dtype)
         for algorithm in ("auto", *ALL_REDUCES):
             assert torch.equal(
                 weft.matmul_all_reduce(*mine, algorithm=algorithm, **options), wanted
@@ -171,6 +177,8 @@ def bad_arguments(world):
         (ValueError, r"bias must have shape \(5,\)", (a, b), {"bias": torch.ones(6)}),
         (ValueError, "there is no algorithm 'pull'", (a, b), {"algorithm": "pull"}),
         (ValueError, "chunk_rows must be at least 1", (a, b), {"chunk_rows": 0}),
+        (ValueError, "there is no order 'up'; choose peer or interleaved", (a, b), {"order": "up"}),
+        (ValueError, "use algorithm='push', or omit order", (a, b), {"order": "peer"}),
         (ValueError, r"out must have shape \(2, 5\)", (a, b), {"out": torch.empty(4, 5)}),
         (TypeError, "out_dtype must be float32", (a, b), {"out_dtype": torch.float16}),
         (ValueError, "timeout must be a positive", (a, b), {"timeout": 0}),

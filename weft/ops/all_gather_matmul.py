@@ -40,6 +40,7 @@ def all_gather_matmul(
     shard_rows: Sequence[int] | None = None,
     algorithm: str = "auto",
     chunk_rows: int | None = None,
+    order: str | None = None,
     world: World | None = None,
     timeout: float | None = None,
 ) -> Tensor | list[Tensor] | tuple[Tensor | list[Tensor], Tensor]:
@@ -80,6 +81,8 @@ def all_gather_matmul(
             auto.
         chunk_rows: the most rows (of a as a matrix of K columns) per transfer of pull, push and
             ring; other algorithms ignore it.
+        order: of a push, which needs ``algorithm="push"``: ``peer`` (default), all rows to one peer
+            after the other, or ``interleaved``, the first piece to every peer, then the second ….
         world: by default the world made by ``weft.init()``.
         timeout: seconds any wait may take; by default the world's.
 
@@ -100,7 +103,8 @@ def all_gather_matmul(
     key: fused.Key | None = None
     plain = scale_a is None and scale_b is None and not return_gathered
     if plain and (out is None or isinstance(out, Tensor)):
-        key = check, (dim, out_dtype, shards, algorithm, chunk_rows), a, out, weights, biases
+        choices = dim, out_dtype, shards, algorithm, chunk_rows, order
+        key = check, choices, a, out, weights, biases
         if (cached := fused.repeat(world, key, timeout)) is not None:
             return [cached] if several and isinstance(cached, Tensor) else cached
     outs = arguments.listed(out, weights, several, "out")
@@ -111,7 +115,9 @@ def all_gather_matmul(
     keep = return_gathered or (
         recorded and any(getattr(w, "requires_grad", False) for w in weights)
     )
-    options = Options(dim, "sum", out_dtype, keep, shards, algorithm, chunk_rows, timeout)
+    options = Options(
+        dim, "sum", out_dtype, keep, shards, algorithm, chunk_rows, timeout, order=order
+    )
     if recorded:
         operator = torch.ops.weft.all_gather_matmul.default
         made = autograd.call(operator, a, weights, biases, out, options, world)
@@ -280,7 +286,9 @@ class _ColumnsCall(_GatherCall):
 
 
 def _gather_columns(request: Request) -> Plan:
-    return all_gather(request.ranks, request.pieces, request.algorithm, hosts=request.hosts)
+    return all_gather(
+        request.ranks, request.pieces, request.algorithm, order=request.order, hosts=request.hosts
+    )
 
 
 def reference(

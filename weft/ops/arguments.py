@@ -13,7 +13,7 @@ import weft.checks as checks
 from weft.checks import name
 from weft.engines import engine
 from weft.kernels.weights import DTYPES, FLOAT8, PreparedWeight, Weight, source
-from weft.schedules.workload import Collective, Operator
+from weft.schedules.workload import ORDERS, Collective, Operator
 from weft.world import World, memory
 
 FACTORS = (*DTYPES, *FLOAT8)
@@ -127,6 +127,18 @@ def check_chunk_rows(chunk_rows: int | None) -> None:
     """Raise `ValueError` for less than one row."""
     if chunk_rows is not None and chunk_rows <= 0:
         raise ValueError(f"chunk_rows must be at least 1; got {chunk_rows}")
+
+
+def check_order(order: str | None, algorithm: str, operator: Operator) -> None:
+    """Raise `ValueError` for an order that is none, or that the algorithm does not have."""
+    if order is None:
+        return
+    if order not in ORDERS:
+        raise ValueError(f"there is no order {order!r}; choose {' or '.join(ORDERS)}")
+    if algorithm not in operator.ordered:
+        needed = " or ".join(f"algorithm={name!r}" for name in operator.ordered)
+        why = f"use {needed}" if needed else f"{operator.name} has no algorithm with orders"
+        raise ValueError(f"{algorithm} has no order {order!r}: {why}, or omit order")
 
 
 def check_algorithm(algorithm: str, operator: Operator | Collective, world: World) -> None:

@@ -29,7 +29,7 @@ from weft.world import World, by_number, current
 _SCHEMA = (
     "(Tensor a, Tensor[] weights, Tensor[] biases, SymInt dim, str op, ScalarType? out_dtype, "
     "bool keep, SymInt[]? shard_rows, str algorithm, SymInt? chunk_rows, float? timeout, "
-    "bool own_bias, SymInt[]? extra, SymInt[] world) -> Tensor[]"
+    "bool own_bias, SymInt[]? extra, str? order, SymInt[] world) -> Tensor[]"
 )
 _NO_GRADIENTS = [None] * (len(Options._fields) + 1)  # for the options and the world
 

@@ -19,6 +19,7 @@ from weft.plan import Kernel, Plan
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import (
     FEW_ROWS,
+    ORDERS,
     PIECES,
     Operator,
     Request,
@@ -45,6 +46,7 @@ class Options(NamedTuple):
 
     `keep`: the gathered a is a result too. `own_bias`: each rank adds a bias of its own to its
     product, so all are summed. `extra`: integers that only one operator takes, such as a rank.
+    `order`: one of `ORDERS`, for an algorithm that can send in any of them; None is the first.
     """
 
     dim: int = 0
@@ -57,6 +59,7 @@ class Options(NamedTuple):
     timeout: float | None = None
     own_bias: bool = False
     extra: Sequence[int] | None = None
+    order: str | None = None
 
 
 class Operands(NamedTuple):
@@ -167,6 +170,7 @@ class Call(ABC):
         operator, world = self.operator, self.world
         arguments.check_algorithm(algorithm, operator, world)
         arguments.check_chunk_rows(self.options.chunk_rows)
+        arguments.check_order(self.options.order, self.options.algorithm, operator)
         if algorithm in operator.moves_nothing and world.emulated_link:
             others = ", ".join(
                 name for name in operator.algorithms if name not in operator.moves_nothing
@@ -194,9 +198,12 @@ class Call(ABC):
         return Selection(self.variant(algorithm), reason)
 
     def variant(self, algorithm: str) -> Variant:
-        """An algorithm with the number of pieces that `chunk_rows` asks for, or the operator's."""
+        """An algorithm with the number of pieces that `chunk_rows` asks for, or the operator's, in
+        the `order` that is asked for.
+        """
         most = max(self.options.chunk_rows or self.chunk_rows(algorithm), self.rows_multiple)
-        return Variant(algorithm, self.operator.pieces(self.workload.rows, algorithm, most))
+        pieces = self.operator.pieces(self.workload.rows, algorithm, most)
+        return Variant(algorithm, pieces, self.options.order or ORDERS[0])
 
     def default(self) -> tuple[str, str]:
         """The algorithm of the rule, and the reason."""

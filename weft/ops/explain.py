@@ -35,6 +35,7 @@ def explain(
     shard_rows: Sequence[int] | None = None,
     algorithm: str = "auto",
     chunk_rows: int | None = None,
+    order: str | None = None,
     world: World | None = None,
 ) -> str:
     """A text that names the variant that `operator` would select for these arguments, the reason,
@@ -60,7 +61,16 @@ def explain(
     scales = listed(scale_b, weights, several, "scale_b")
     with torch.no_grad():
         rows, weights = float8.scaled(a, weights, scale_a, scales, world)
-        options = Options(dim, op, out_dtype, return_gathered, shard_rows, algorithm, chunk_rows)
+        options = Options(
+            dim,
+            op,
+            out_dtype,
+            return_gathered,
+            shard_rows,
+            algorithm,
+            chunk_rows,
+            order=order,
+        )
         operands = Operands(rows, weights, biases, [None] * len(weights))
         call = find(operator).check(world, operands, options)
         selection, own = expected(call), engine(world)

@@ -43,6 +43,7 @@ def matmul_reduce_scatter(
     shard_rows: Sequence[int] | None = None,
     algorithm: str = "auto",
     chunk_rows: int | None = None,
+    order: str | None = None,
     world: World | None = None,
     timeout: float | None = None,
 ) -> Tensor:
@@ -84,6 +85,9 @@ def matmul_reduce_scatter(
             ``auto``; `explain` names the selection of auto.
         chunk_rows: the most rows (of the product as a matrix of N columns) that are added, or sent,
             together; sequential ignores it.
+        order: of a push, which needs ``algorithm="push"``: ``peer`` (default), the products of one
+            peer after the other, or ``interleaved``, the first piece of every peer, then the second
+            ….
         world: by default the world made by ``weft.init()``.
         timeout: seconds any wait may take; by default the world's.
 
@@ -99,12 +103,15 @@ def matmul_reduce_scatter(
     shards = None if shard_rows is None else tuple(shard_rows)
     key: fused.Key | None = None
     if scale_a is None and scale_b is None:
-        key = check, (op, dim, out_dtype, shards, algorithm, chunk_rows), a, out, (b,), (bias,)
+        choices = op, dim, out_dtype, shards, algorithm, chunk_rows, order
+        key = check, choices, a, out, (b,), (bias,)
         cached: Tensor | None = fused.repeat(world, key, timeout)
         if cached is not None:
             return cached
     a, (b,) = float8.scaled(a, [b], scale_a, [scale_b], world)
-    options = Options(dim, op, out_dtype, False, shards, algorithm, chunk_rows, timeout)
+    options = Options(
+        dim, op, out_dtype, False, shards, algorithm, chunk_rows, timeout, order=order
+    )
     if arguments.recorded((a, b, bias, out)):
         operator = torch.ops.weft.matmul_reduce_scatter.default
         return autograd.call(operator, a, [b], [bias], out, options, world)[0]
