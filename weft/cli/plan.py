@@ -11,11 +11,12 @@ from rich.progress import Progress
 
 from weft.cli.options import refuse
 from weft.errors import PlanError
+from weft.plan import Plan
 from weft.plan.binding import bind
 from weft.plan.language import show as show_plan
 from weft.plan.proof import RUNS, verify
 from weft.predict.planners import PLANNERS
-from weft.schedules.workload import Request, pieces
+from weft.schedules.workload import ORDERS, Order, Request, pieces
 
 PROVED = 64
 """The most ranks whose plan is proved: the time grows with their cube, and is seconds for these."""
@@ -52,8 +53,15 @@ def show(
         ),
     ] = None,
     chunk_rows: Annotated[
-        int, typer.Option(min=1, help="Rows per transfer; without --rows, of 4 rows.")
-    ] = 2,
+        int | None,
+        typer.Option(min=1, help="Rows per transfer; default 2, without --rows of 4 rows."),
+    ] = None,
+    order: Annotated[
+        Order | None, typer.Option(help="The pieces that a push sends first; default peer.")
+    ] = None,
+    links: Annotated[
+        int | None, typer.Option(min=2, help="Links over which a push sends at once.")
+    ] = None,
     symmetric: Annotated[
         bool, typer.Option("--symmetric", help="The caller's tensors are in symmetric memory.")
     ] = False,
@@ -76,14 +84,28 @@ def show(
         names = f"{operator.value} is planned with {', '.join(planner.algorithms)}"
         refuse("--algorithm", f"{names}; got {chosen!r}")
     parts = None if rows is None else _rows(rows, ranks)
-    cut = pieces(max(parts) if parts else 4, chunk_rows)
+    cut = pieces(max(parts) if parts else 4, chunk_rows or 2)
     count = len(parts) if parts else ranks or 2
     if rank is not None and rank >= count:
         refuse("--rank", f"the ranks are 0 to {count - 1}; got {rank}")
-    made = planner.plan(Request(count, cut, chosen, symmetric))
-    bound = made if parts is None else bind(made, planner.shards(parts))
     ranks_shown = range(count) if rank is None and count <= PROVED else [rank or 0]
-    typer.echo(show_plan(bound, ranks_shown))
+
+    def text(made: Plan) -> str:
+        bound = made if parts is None else bind(made, planner.shards(parts))
+        return show_plan(bound, ranks_shown)
+
+    request = Request(count, cut, chosen, symmetric, order or ORDERS[0], links=links or 1)
+    made = planner.plan(request)
+    shown, (other_order,) = text(made), {*ORDERS} - {request.order}
+    for option, given, other in (
+        ("--chunk-rows", chunk_rows, {"pieces": 2 * cut}),
+        ("--order", order, {"order": other_order}),
+        ("--links", links, {"links": 1}),
+        ("--symmetric", symmetric, {"symmetric": False}),
+    ):
+        if given and text(planner.plan(request._replace(**other))) == shown:
+            refuse(option, f"changes nothing in {chosen} on {count} rank(s): omit it")
+    typer.echo(shown)
     if count > PROVED:
         typer.echo(f"\nnot verified: proofs are of at most {PROVED} ranks")
         return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from weft.plan import Plan
 from weft.schedules.levels import Levels
@@ -18,7 +18,8 @@ from weft.schedules.peers import Hosts
 PIECES = 16
 """Transfers per shard: enough that little is left to do when the last one arrives."""
 
-ORDERS = ("peer", "interleaved")
+Order = Literal["peer", "interleaved"]
+ORDERS: tuple[str, ...] = get_args(Order)
 """The orders in which a push sends chunks: peer after peer, or the first chunk of every peer, then
 the second …
 """
