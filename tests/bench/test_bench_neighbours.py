@@ -117,7 +117,7 @@ def of_views(result):
 )
 def test_results_have_them_and_percentiles(command, count, times, tmp_path):
     file = tmp_path / "result.json"
-    few = ["--warmup", "0", "--iterations", "2", "--threads", "1", "--neighbours", str(count)]
+    few = ["--warmup", "1", "--iterations", "2", "--threads", "1", "--neighbours", str(count)]
     done = CliRunner().invoke(app, ["bench", *command, *few, "--json", str(file)])
     assert done.exit_code == 0, done.stderr
     assert ("beside 1 busy process" in done.stdout) == bool(count)

@@ -53,6 +53,7 @@ SCHEMA = {
     "out_dtype": str,
     "algorithm": str,
     "chunk_rows": int,
+    "order": str,
     "reason": str,
     "notes": list,
     "link": type(None),

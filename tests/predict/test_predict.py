@@ -195,13 +195,13 @@ def test_files(tmp_path):
         "matmul-reduce-scatter",
         "--machine",
         "ascend-950",
-        "-n",
-        4,
         "--shape",
         "256x512x512",
     ]
     command(
         *base,
+        "-n",
+        4,
         "--json",
         tmp_path / "a.json",
         "--trace",
@@ -222,7 +222,7 @@ def test_files(tmp_path):
     swept = json.loads((tmp_path / "b.json").read_text())
     assert [result["ranks"] for result in swept["results"]] == swept["values"] == [2, 4, 8]
     assert "<svg" in (tmp_path / "b.svg").read_text()
-    assert "16" in command(*base, "--sweep", "link=4:16:2")
+    assert "16" in command(*base, "-n", 4, "--sweep", "link=4:16:2")
 
 
 def test_predictions_next_to_a_measured_run(tmp_path):

@@ -33,9 +33,15 @@ def group_of(backend: str) -> Group:
 
 
 def all_gather_matmul(
-    a: Tensor, b: Tensor, out: Tensor, rows: Sequence[int], group: Group = None
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    rows: Sequence[int],
+    group: Group = None,
+    bias: Tensor | None = None,
 ) -> Callable[[], Tensor]:
-    """``dist.all_gather_into_tensor``, then ``torch.mm`` into `out`.
+    """``dist.all_gather_into_tensor``, then ``torch.mm``, or ``torch.addmm`` with a bias, into
+    `out`.
 
     Shards of different sizes are padded to the largest, since the collective takes equal ones, and
     are multiplied one by one.
@@ -43,7 +49,7 @@ def all_gather_matmul(
     shard = a if min(rows) == max(rows) else a.new_zeros(max(rows), a.shape[1])
     gathered = a.new_empty(max(rows) * len(rows), a.shape[1])
     gather = collective("all_gather", shard, gathered, group=group)
-    multiply = products(_parts(gathered, out, rows), b)
+    multiply = products(_parts(gathered, out, rows), b, bias)
 
     def call() -> Tensor:
         if shard is not a:
@@ -102,22 +108,29 @@ def _parts(padded: Tensor, compact: Tensor, rows: Sequence[int]) -> list[tuple[T
     return [(part[: len(own)], own) for part, own in parts]
 
 
-def products(pieces: Sequence[tuple[Tensor, Tensor]], b: Tensor) -> Callable[[], None]:
-    """A call that multiplies rows by `b` with ``torch.mm``, for pairs of rows and results. On a CPU
-    operands are converted to the dtype of the results, `b` only once; a GPU's products do so.
+def products(
+    pieces: Sequence[tuple[Tensor, Tensor]], b: Tensor, bias: Tensor | None = None
+) -> Callable[[], None]:
+    """A call that multiplies rows by `b` with ``torch.mm``, or ``torch.addmm`` with a bias, for
+    pairs of rows and results. On a CPU operands are converted to the dtype of the results, `b` and
+    the bias only once; a GPU's products do so.
     """
 
     def on_gpu() -> None:
         for rows, result in pieces:
-            on_device(rows, b, result, None)
+            on_device(rows, b, result, bias)
 
     if b.is_cuda:
         return on_gpu
-    wide = b.to(pieces[0][1].dtype)
+    dtype = pieces[0][1].dtype
+    wide, added = b.to(dtype), None if bias is None else bias.to(dtype)
 
     def call() -> None:
         for rows, result in pieces:
-            torch.mm(rows.to(result.dtype), wide, out=result)
+            if added is None:
+                torch.mm(rows.to(result.dtype), wide, out=result)
+            else:
+                torch.addmm(added, rows.to(result.dtype), wide, out=result)
 
     return call
 

@@ -17,9 +17,11 @@ CHUNKS = 4
 
 
 def all_gather_matmul(
-    a: Tensor, b: Tensor, out: Tensor, ranks: int, group: Group = None
+    a: Tensor, b: Tensor, out: Tensor, ranks: int, group: Group = None, bias: Tensor | None = None
 ) -> Callable[[], Tensor]:
-    """All chunks of the shards are sent at once, and multiplied by `b` as they arrive."""
+    """All chunks of the shards are sent at once, and multiplied by `b` as they arrive, plus the
+    bias.
+    """
     gathers, multiplies = [], []
     shards = out.view(ranks, len(a), -1)
     for part, results in zip(a.tensor_split(CHUNKS), shards.tensor_split(CHUNKS, 1), strict=True):
@@ -27,7 +29,7 @@ def all_gather_matmul(
         gathers.append(
             collective("all_gather", part, gathered.flatten(0, 1), group=group, background=True)
         )
-        multiplies.append(products([*zip(gathered, results, strict=True)], b))
+        multiplies.append(products([*zip(gathered, results, strict=True)], b, bias))
 
     def call() -> Tensor:
         works = [gather() for gather in gathers]

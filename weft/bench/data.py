@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +16,27 @@ from weft.world import World
 
 
 def save(
-    directory: Path, world: World, name: str, rows: Sequence[int], a: Tensor, b: Tensor, out: Tensor
+    directory: Path, world: World, name: str, rows: Sequence[int], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Write ``rank<r>.npz`` with the arrays of this rank: its input `a`, its weight `b`, its result
-    `out`, and what is `expected` by the definition of the operator `name`, in float64; collective.
+    """Write ``rank<r>.npz`` with the arrays of this rank: `tensors`, which are its input ``a``, its
+    weight ``b``, its result ``out`` and, if the call has them, its ``bias`` and the ``gathered`` a;
+    and what is ``expected`` by the definition of the operator `name`, plus the bias, in float64;
+    collective.
 
     `rows` are the operator's rows of each rank. NumPy has no bfloat16: such values are written as
     float32, which holds them exactly.
     """
-    a, b, out = a.cpu(), b.cpu(), out.cpu()
-    operator, own = find(name), (a.clone(), b)
+    tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+    operator, own = find(name), (tensors["a"].clone(), tensors["b"])
     operands = [own] * world.ranks
     if world.ranks > 1:
         dist.all_gather_object(operands, own)
     inputs, weights = ([each.double() for each in part] for part in zip(*operands, strict=True))
     result_rows = [operator.schedule.result_rows(rows, rank) for rank in range(world.ranks)]
     expected = operator.reference(inputs, weights, result_rows)[world.rank]
-    arrays = {"a": a, "b": b, "out": out, "expected": expected}
+    if "bias" in tensors:
+        expected = expected + tensors["bias"]
+    arrays = {**tensors, "expected": expected}
     file = directory / f"rank{world.rank}.npz"
     np.savez(file, **{name: _array(tensor) for name, tensor in arrays.items()})
 

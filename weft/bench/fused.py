@@ -20,6 +20,7 @@ from torch import Tensor
 import weft
 from weft.bench import data
 from weft.bench.alone import ALONE, all_cores
+from weft.bench.cascade import Agreement, compare_with_cascade
 from weft.bench.fused_baselines import LABELS, call_of
 from weft.bench.harness import environment, link_of, poison, progress, verified, worst
 from weft.bench.neighbours import neighbours
@@ -58,6 +59,8 @@ class Rounds(Protocol):
 
 
 _SHOWN = "compute", IN_CHUNKS, "communicate", "sequential", "pipelined"
+WITHOUT_GATHERED = "without gathered"
+"""The view of the fused call that does not return the gathered rows, beside the one that does."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,8 @@ class Result:
         notes: further sentences that explain the times.
         streamed: where auto has selected to communicate first, the times of an algorithm that
             multiplies while rows arrive.
+        without_gathered: if the calls return the gathered rows, the times of one that does not.
+        cascade: then also the comparisons of the fused call with the sequential one, by rank.
     """
 
     settings: FusedSettings
@@ -88,6 +93,8 @@ class Result:
     traces: list[Trace]
     notes: tuple[str, ...] = ()
     streamed: dict[str, Statistics] = field(default_factory=dict)
+    without_gathered: dict[str, Statistics] = field(default_factory=dict)
+    cascade: list[Agreement] = field(default_factory=list)
 
 
 class View(NamedTuple):
@@ -116,11 +123,12 @@ class Subject(Views):
     `streamed`, if any, and the steps that `ablation` names, in order.
 
     On a CPU the weight is packed, as in a model that runs many times; the baselines have plain
-    ones. `compared` tells whether the operator has baselines.
+    ones. `compared` tells whether the operator has baselines, `biased` whether it can add a bias.
 
     Attributes (set by `prepare`):
         problem: the operands and the exact results.
         a, out: the operator's input and result.
+        gathered: the gathered rows that the latest call returned, if it does.
         x, product: operand and result of the product without communication.
         moved: the tensors of the communication without a product, by the names of the plan's
             buffers.
@@ -131,8 +139,10 @@ class Subject(Views):
     """
 
     compared: ClassVar[bool] = True
+    biased: ClassVar[bool] = True
     problem: Problem
     a: Tensor
+    gathered: Tensor
     x: Tensor
     product: Tensor
     out: Tensor
@@ -172,15 +182,17 @@ class Subject(Views):
             world.emulate_link(
                 1.0 if settings.link_gbps == "auto" else float(settings.link_gbps), latency
             )
-        multiplied = partial(on_device, bias=None) if on_gpu else multiply
-        compute = partial(multiplied, self.x, self.weight, self.product)
+        multiplied = on_device if on_gpu else multiply
+        compute = partial(multiplied, self.x, self.weight, self.product, self.problem.own_bias)
         options = Options(
             out_dtype=self.out_dtype,
             algorithm=settings.algorithm,
             chunk_rows=settings.chunk_rows,
+            order=settings.order,
+            keep=settings.return_gathered,
             **self.shares,
         )
-        operands = Operands(self.a, [self.weight], [None], [self.out])
+        operands = Operands(self.a, [self.weight], [self.problem.bias], [self.out])
         self.call = find(settings.operator).check(world, operands, options)
         self.choice = self.call.rule(settings.algorithm)
         if settings.link_gbps == "auto":
@@ -204,7 +216,9 @@ class Subject(Views):
                 partial(self._move, self.plan()), (*self.moved.values(),)[1:], self.check_moved
             ),
             "sequential": self.view(self.operator(self.call.operator.baseline, None)),
-            "pipelined": self.view(self.operator(settings.algorithm, settings.chunk_rows)),
+            "pipelined": self.view(
+                self.operator(settings.algorithm, settings.chunk_rows, settings.order)
+            ),
         }
         names = settings.baselines if self.compared else ()
         self.views |= {LABELS[name]: self._baseline(name) for name in names}
@@ -224,19 +238,30 @@ class Subject(Views):
             self.views[IN_CHUNKS] = self.views["compute"]._replace(call=call)
         self.ablation: dict[str, str] = {}
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of the latest call of the operator, by name."""
+        found = {"a": self.a, "b": self.problem.weight, "out": self.out}
+        bias = self.problem.bias
+        return found if bias is None else found | {"bias": bias}
+
     @abstractmethod
     def prepare(self) -> None:
         """Set the attributes that depend on the operator."""
 
-    def operator(self, algorithm: str, chunk_rows: int | None) -> Callable[[], object]:
+    def operator(
+        self, algorithm: str, chunk_rows: int | None, order: str | None = None, **more: Any
+    ) -> Callable[[], object]:
         """The call of the operator, with the arguments that it takes."""
         options = {
+            "bias": self.problem.bias,
             "algorithm": algorithm,
             "chunk_rows": chunk_rows,
+            "order": order,
             "out": self.out,
             "out_dtype": self.out_dtype,
             "world": self.world,
             **self.shares,
+            **more,
         }
         function = getattr(weft, self.settings.operator)
         names = signature(function).parameters
@@ -270,6 +295,7 @@ class Subject(Views):
             self.out,
             self.rows,
             self.world,
+            self.problem.bias,
         )
         found = [self.out]
 
@@ -285,7 +311,9 @@ class Subject(Views):
 
     def _multiply(self, plan: Plan) -> None:
         tensors, weights = {"x": self.x, "product": self.product}, {"product": self.weight}
-        engine(self.world).execute(plan, tensors, weights, rows=self.rows)
+        bias = self.problem.own_bias
+        program = engine(self.world).program(plan, tensors, self.rows)
+        program.run(tensors, self.rows, weights, None if bias is None else {"product": bias})
 
     def _move(self, plan: Plan) -> None:
         engine(self.world).program(plan, self.moved, self.rows, self.dtypes).run(
@@ -298,7 +326,7 @@ def measure(
 ) -> Result:
     """The result on this rank; collective. Only rank 0 has the traces."""
     with (
-        session(settings.threads, **settings.place) as world,
+        session(settings.threads, **settings.place, comm_threads=settings.comm_threads) as world,
         neighbours(world, settings.neighbours),
     ):
         stopwatch = stopwatch_of(world)
@@ -311,14 +339,17 @@ def measure(
             return times
 
         times, checks = verify(subject, world, race)
+        cascade = []
+        if settings.return_gathered:
+            cascade = compare_with_cascade(subject, world, 2 * len(subject.views))
+            checks["fused = cascade"] = Check(sum(one.wrong for one in cascade))
         if settings.save_outputs:
             torch.save(
                 subject.views["pipelined"].outputs[0].cpu(),
                 settings.save_outputs / f"rank{world.rank}.pt",
             )
         if settings.save_data:
-            operands = subject.a, subject.problem.weight, subject.out
-            data.save(settings.save_data, world, settings.operator, subject.rows, *operands)
+            data.save(settings.save_data, world, settings.operator, subject.rows, subject.tensors())
         return Result(
             settings,
             subject.choice,
@@ -337,6 +368,8 @@ def measure(
             traces=traced,
             notes=subject.notes,
             streamed={name: times[name] for name in filter(None, [subject.streamed])},
+            without_gathered={name: times[name] for name in (WITHOUT_GATHERED,) if name in times},
+            cascade=cascade,
         )
 
 

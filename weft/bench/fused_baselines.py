@@ -32,19 +32,37 @@ def refusal(name: str, operator: str, m: int, ranks: int) -> str:
 
 
 def call_of(
-    name: str, operator: str, a: Tensor, b: Tensor, out: Tensor, rows: Sequence[int], world: World
+    name: str,
+    operator: str,
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    rows: Sequence[int],
+    world: World,
+    bias: Tensor | None = None,
 ) -> Callable[[], Tensor]:
     """The call of a baseline, which returns its result: `out`, or of torch's own operators a new
-    tensor; collective. `rows` are those of each rank's shard.
+    tensor; collective. `rows` are those of each rank's shard. Products of gathered rows add the
+    bias; to sums, and to the results of torch's own operators, it is added at the end.
     """
+    if name != "torch" and operator == "all_gather_matmul":
+        group, chunked = baselines.group_of(name.partition("-")[0]), "-" in name
+        if chunked:
+            return chunks.all_gather_matmul(a, b, out, world.ranks, group, bias)
+        return baselines.all_gather_matmul(a, b, out, rows, group, bias)
+    call = _without_bias(name, operator, a, b, out, world)
+    return call if bias is None else lambda: call().add_(bias)
+
+
+def _without_bias(
+    name: str, operator: str, a: Tensor, b: Tensor, out: Tensor, world: World
+) -> Callable[[], Tensor]:
     if name == "torch":
         return _by_torch(operator, a, b, world)
     backend, _, chunked = name.partition("-")
     group = baselines.group_of(backend)
     if chunked:
         return getattr(chunks, operator)(a, b, out, world.ranks, group)  # type: ignore[no-any-return]
-    if operator == "all_gather_matmul":
-        return baselines.all_gather_matmul(a, b, out, rows, group)
     return getattr(baselines, operator)(a, b, out, group)  # type: ignore[no-any-return]
 
 

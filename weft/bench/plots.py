@@ -28,6 +28,7 @@ def draw_times(result: dict[str, Any], path: Path) -> None:
     steps = list(result.get("ablation_ms", {}).items())[1:]  # the first is sequential
     times = (
         result["times_ms"]
+        | result.get("without_gathered_ms", {})
         | result.get("streamed_ms", {})
         | result["baselines_ms"]
         | {f"step: {name}": time for name, time in steps}

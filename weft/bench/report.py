@@ -11,12 +11,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weft.bench import tables
+from weft.bench import cascade, tables
 from weft.bench.alone import ALONE
 from weft.bench.harness import times_ms
 from weft.bench.settings import Shape
 from weft.plan.trace import Trace
 from weft.predict import figures
+from weft.schedules.workload import Variant
 
 if TYPE_CHECKING:
     from weft.bench.fused import Result
@@ -44,6 +45,7 @@ def to_json(result: Result) -> dict[str, Any]:
         "out_dtype": settings.result_dtype,
         "algorithm": result.choice.variant.algorithm,
         "chunk_rows": result.chunk_rows,
+        "order": result.choice.variant.order,
         "reason": result.choice.reason,
         "notes": [*result.notes],
         "link": environment["link"],
@@ -58,6 +60,9 @@ def to_json(result: Result) -> dict[str, Any]:
         "error_bound": _finite(max(check.bound for check in products)),
         **{key: environment[key] for key in ("options", "date", "machine", "versions")},
     }
+    if result.without_gathered:
+        report["without_gathered_ms"] = times_ms(result.without_gathered)
+        report["cascade"] = [one._asdict() for one in result.cascade]
     return report | ({"ablation_ms": times_ms(result.ablation)} if result.ablation else {})
 
 
@@ -65,7 +70,8 @@ def print_tables(report: dict[str, Any], console: Console) -> None:
     """Print the times, the figures, and the notes that explain them, of a result as JSON."""
     console.print(Text(title(report), "bold"), soft_wrap=True)
     baselines, ablation = report["baselines_ms"], report.get("ablation_ms", {})
-    rows = report["times_ms"] | report["streamed_ms"] | baselines
+    rows = report["times_ms"] | report.get("without_gathered_ms", {}) | report["streamed_ms"]
+    rows |= baselines
     tables.print_wide(console, _table(report, rows, baselines), _figure_table(report))
     if ablation:
         first = next(iter(ablation))
@@ -74,14 +80,31 @@ def print_tables(report: dict[str, Any], console: Console) -> None:
 
 
 def title(report: dict[str, Any]) -> str:
-    """The operator, the ranks, the shape, the dtypes, the algorithm and the link, in one line."""
+    """The operator, the ranks, the shape, the dtypes, the algorithm, the options of the call and
+    the link, in one line.
+    """
     dtype, result_dtype = report["dtype"], report["out_dtype"]
     dtypes = dtype if result_dtype == dtype else f"{dtype} to {result_dtype}"
     link = f", emulated link of {report['link']['gbps']:g} Gbit/s" if report["link"] else ""
     ranks, hosts = report["ranks"], report["hosts"]
     size = f"{ranks} rank{'s' if ranks > 1 else ''}{f' on {hosts} hosts' if hosts > 1 else ''}"
-    what = f"{size}, {Shape(**report['shape'])}, {dtypes}, {report['algorithm']}"
-    return f"{report['benchmark']}: {what}{link}{tables.loaded(report)}"
+    what = ", ".join([size, str(Shape(**report["shape"])), dtypes, _variant(report)])
+    options = "".join(f", {words}" for words in _options(report["options"]))
+    return f"{report['benchmark']}: {what}{options}{link}{tables.loaded(report)}"
+
+
+def _variant(report: dict[str, Any]) -> str:
+    return str(Variant(report["algorithm"], order=report["order"]))
+
+
+def _options(options: dict[str, Any]) -> Iterator[str]:
+    """The options that decide what is measured, in words."""
+    if options.get("bias"):
+        yield "bias"
+    if options.get("return_gathered"):
+        yield "gathered rows returned"
+    if (threads := options.get("comm_threads", 1)) > 1:
+        yield f"{threads} comm threads"
 
 
 Times = Mapping[str, Mapping[str, float]]
@@ -99,7 +122,7 @@ def _table(report: dict[str, Any], rows: Times, compared: Times) -> Table:
             Text() if incomparable else tables.ratio(baseline["median"] / times["median"])
             for baseline in compared.values()
         ]
-        ran = f" ({report['algorithm']})" if name == "pipelined" else ""
+        ran = f" ({_variant(report)})" if name == "pipelined" else ""
         label = tables.named(f"{name}{ran}", report["wrong"].get(name, 0))
         numbers = (f"{times[key]:.3f}" for key in tables.TIMES)
         table.add_row(label, *numbers, str(times["runs"]), *ratios)
@@ -147,10 +170,13 @@ def _notes(report: dict[str, Any]) -> Iterator[Text]:
             "yellow",
         )
     chunk = f"at most {report['chunk_rows']} rows per transfer"
-    yield Text(f"{report['algorithm']}, {chunk}: {report['reason']}.")
+    yield Text(f"{_variant(report)}, {chunk}: {report['reason']}.")
     for name, times in report["streamed_ms"].items():
         yield Text(_why_not_streamed(report, name, times["median"]))
     yield from map(Text, report["notes"])
+    for times in report.get("without_gathered_ms", {}).values():
+        pipelined = report["times_ms"]["pipelined"]["median"]
+        yield Text(f"To return the gathered rows takes {pipelined - times['median']:+.3f} ms.")
     if ALONE in report["baselines_ms"]:
         threads = report["ranks"] * report["machine"]["threads_per_rank"]
         yield Text(
@@ -158,6 +184,7 @@ def _notes(report: dict[str, Any]) -> Iterator[Text]:
             "while the others sleep."
         )
     yield from tables.checking(report)
+    yield from map(Text, cascade.sentences(report.get("cascade", [])))
     yield from tables.cut_short(report)
     wrong = [name for name, count in report["wrong"].items() if count]
     if wrong:

@@ -1,7 +1,8 @@
 """The settings of benchmarks: a dataclass for each command, from which its options are made.
 
 A field annotated with an `Option` is an option of the command; words in the annotation are its only
-values. Commands set the other fields. Imports neither torch nor ranks.
+values, and where it has an effect is stated as in `weft.bench.conditions`. Commands set the other
+fields. Imports neither torch nor ranks.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import Annotated, Any, Literal
 
 from typer import BadParameter, Option
 
+from weft.bench import reasons
+from weft.bench.conditions import Also, Unless
 from weft.schedules import all_gather, all_gather_matmul, all_reduce
 from weft.schedules.operators import OPERATORS
-from weft.schedules.workload import Operator
+from weft.schedules.workload import Operator, Order
 
 POWERS = {"": 0, "K": 10, "M": 20, "G": 30}
 
@@ -85,6 +88,14 @@ def _gbps(text: str) -> None:
     raise ValueError(f"expected a positive number of Gbit/s, or auto; got {text!r}")
 
 
+def _positive(text: str) -> float:
+    """The number of a text. Raises `ValueError` unless it is positive and finite."""
+    with suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise ValueError(f"expected a positive number; got {text!r}")
+
+
 def _numbers(text: str) -> None:
     """Check positive numbers such as ``4,8,16``."""
     if not all(part.strip().isdecimal() and int(part) for part in text.split(",")):
@@ -125,12 +136,14 @@ FUSED = tuple(name.replace("_", "-") for name in OPERATORS)
 
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 Op = Annotated[Literal["sum", "avg", "max", "min"], Option(help="The reduction.")]
+KERNELS, FROM_HOST = Also({"--comm-sms"}), Also({"--peers host"})
+"""Modes in which few options have an effect."""
 _RANKS = "Number of ranks to start; default 2, or a launcher's."
-Ranks = Annotated[int | None, Option("--ranks", "-n", min=1, help=_RANKS)]
-Several = Annotated[int | None, Option("--ranks", "-n", min=2, help=_RANKS)]
-Warmup = Annotated[int, Option(min=0, help="Rounds to run before measuring.")]
-Iterations = Annotated[int, Option(min=1, help="Rounds to measure.")]
-Seed = Annotated[int, Option(min=0, help="Seed of the random data.")]
+Ranks = Annotated[int | None, Option("--ranks", "-n", min=1, help=_RANKS), FROM_HOST]
+Several = Annotated[int | None, Option("--ranks", "-n", min=2, help=_RANKS), KERNELS]
+Warmup = Annotated[int, Option(min=1, help="Rounds to run before measuring."), FROM_HOST]
+Iterations = Annotated[int, Option(min=1, help="Rounds to measure."), FROM_HOST]
+Seed = Annotated[int, Option(min=0, help="Seed of the random data."), FROM_HOST]
 Baseline = Annotated[
     str | None, Option(help="gloo or none; default gloo without an emulated link.")
 ]
@@ -143,16 +156,27 @@ _FUSED_BASELINE = (
     "nccl, nccl-chunks, torch; one or more, or none: default with a link."
 )
 _LINK = "Emulate a slower link; auto: communication takes as long as compute."
-Gbps = Annotated[str | None, _option(_gbps, "GBPS|auto", _LINK)]
+Gbps = Annotated[str | None, _option(_gbps, "GBPS|auto", _LINK), Unless(reasons.emulated)]
+_EMULATED = "Gbit/s of an emulated link, as for weft bench."
+EmulatedGbps = Annotated[float | None, _option(_positive, "GBPS", _EMULATED, keep=False)]
+EmulatedLatency = Annotated[
+    float,
+    Option(min=0, help="Latency of the emulated link."),
+    Unless(reasons.link_latency_us),
+]
 _JSON = "Write the result as JSON; -: stdout."
-Json = Annotated[str | None, Option("--json", metavar="FILE|-", help=_JSON)]
-Plot = Annotated[Path | None, Option(metavar="FILE.png|svg", help="Draw the result.")]
+Json = Annotated[str | None, Option("--json", metavar="FILE|-", help=_JSON), KERNELS, FROM_HOST]
+Plot = Annotated[
+    Path | None, Option(metavar="FILE.png|svg", help="Draw the result."), KERNELS, FROM_HOST
+]
 _TRACE = "Write a trace for https://ui.perfetto.dev."
-Trace = Annotated[Path | None, Option(metavar="FILE", help=_TRACE)]
+Trace = Annotated[Path | None, Option(metavar="FILE", help=_TRACE), Unless(reasons.over_time)]
 _TIMELINE = "Draw the instructions over time."
-Timeline = Annotated[Path | None, Option(metavar="FILE.png|svg", help=_TIMELINE)]
+Timeline = Annotated[
+    Path | None, Option(metavar="FILE.png|svg", help=_TIMELINE), Unless(reasons.over_time)
+]
 _DEVICE = "cuda: each rank on the GPU of its local rank."
-Device = Annotated[Literal["cpu", "cuda"], Option(help=_DEVICE)]
+Device = Annotated[Literal["cpu", "cuda"], Option(help=_DEVICE), KERNELS]
 ENGINES = {"cpu": ("host", "reference", "streams", "interpreter"), "cuda": ("streams", "triton")}
 """The engines of each device, the default first."""
 CHECKING = ("reference", "interpreter")
@@ -164,11 +188,15 @@ _ENGINE = (
 Engine = Annotated[
     Literal["host", "reference", "streams", "interpreter", "triton"] | None, Option(help=_ENGINE)
 ]
-Threads = Annotated[int | None, Option(min=1, help="Compute threads per rank; default: its cores.")]
+_THREADS = "Compute threads per rank; default: its cores."
+Threads = Annotated[int | None, Option(min=1, help=_THREADS), Unless(reasons.threads)]
 _NEIGHBOURS = "Busy processes on each host; collectives are then timed call by call, also with 0."
 Neighbours = Annotated[int | None, Option(min=0, help=_NEIGHBOURS)]
 _LATENCY = "Latency of each transfer on the emulated link."
-Latency = Annotated[float | None, Option(min=0, help=_LATENCY)]
+Latency = Annotated[float | None, Option(min=0, help=_LATENCY), Unless(reasons.link_latency_us)]
+_BIAS = "Add a bias to the result: each rank's, or one of all ranks to a sum."
+_COMM_THREADS = "Threads that move rows in the background."
+CommThreads = Annotated[int, Option(min=1, help=_COMM_THREADS), Unless(reasons.comm_threads)]
 
 
 class Placed:
@@ -178,7 +206,7 @@ class Placed:
     engine: str | None
 
     @property
-    def place(self) -> dict[str, str]:
+    def place(self) -> dict[str, Any]:
         """The device, and the engine: by default the device's first one."""
         return {"device": self.device, "engine": self.engine or ENGINES[self.device][0]}
 
@@ -224,18 +252,21 @@ class FusedSettings(Compared):
     shape: Shape = SHAPE
     algorithm: str = "auto"
     chunk_rows: int | None = None
+    order: str | None = None
+    return_gathered: bool = False
     ablate: bool = False
     peers: str = "ranks"
     ranks: Ranks = None
-    dtype: Annotated[Dtype, Option(help="Dtype of the inputs.")] = "float32"
+    dtype: Annotated[Dtype, Option(help="Dtype of the inputs."), FROM_HOST] = "float32"
     out_dtype: Annotated[
         Dtype | None, Option(help="Dtype of the output: the inputs' or float32.")
     ] = None
+    bias: Annotated[bool, Option("--bias", help=_BIAS)] = False
     warmup: Warmup = 3
     iterations: Iterations = 20
     seed: Seed = 0
     baseline: Annotated[str | None, Option(help=_FUSED_BASELINE)] = None
-    link_gbps: Gbps = None
+    link_gbps: Annotated[Gbps, Unless(reasons.link_gbps)] = None
     link_latency_us: Latency = None
     device: Device = "cpu"
     engine: Engine = None
@@ -248,7 +279,13 @@ class FusedSettings(Compared):
     ] = None
     save_data: Annotated[Path | None, Option(metavar="DIR", help=_DATA)] = None
     threads: Threads = None
+    comm_threads: CommThreads = 1
     neighbours: Neighbours = None
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """The modes that the user has chosen, as in `weft.bench.conditions`."""
+        return tuple(FROM_HOST) if self.peers == "host" else ()
 
     @property
     def result_dtype(self) -> str:
@@ -256,6 +293,7 @@ class FusedSettings(Compared):
 
 
 _PEERS = "host: one rank, on a GPU, with its peers' rows in pinned host memory."
+_GATHERED = "The calls return the gathered rows too, which are verified bit for bit."
 _ABLATE = "Also measure, and trace, the steps from a sequential cascade to the operator."
 
 
@@ -264,8 +302,9 @@ class AllGatherMatmul(FusedSettings):
     """The benchmark of all-gather + matmul, which has further options."""
 
     operator: str = all_gather_matmul.OPERATOR.name
-    ablate: Annotated[bool, Option("--ablate", help=_ABLATE)] = False
-    peers: Annotated[Literal["ranks", "host"], Option(help=_PEERS)] = "ranks"
+    return_gathered: Annotated[bool, Option("--return-gathered", help=_GATHERED)] = False
+    ablate: Annotated[bool, Option("--ablate", help=_ABLATE), Unless(reasons.ablate)] = False
+    peers: Annotated[Literal["ranks", "host"], Option(help=_PEERS), FROM_HOST] = "ranks"
 
 
 def fused(operator: Operator) -> type[FusedSettings]:
@@ -279,12 +318,16 @@ def fused(operator: Operator) -> type[FusedSettings]:
         ("operator", str, operator.name),
         (
             "shape",
-            Annotated[Shape, product(f"M {rows}, any number, times a (K, N) weight.")],
+            Annotated[Shape, product(f"M {rows}, any number, times a (K, N) weight."), FROM_HOST],
             SHAPE,
         ),
-        ("algorithm", Annotated[str, moves, names], "auto"),
-        ("chunk_rows", Annotated[int | None, chunk], None),
+        ("algorithm", Annotated[str, moves, names, Unless(reasons.algorithm)], "auto"),
+        ("chunk_rows", Annotated[int | None, chunk, Unless(reasons.chunk_rows)], None),
     ]
+    if operator.ordered:
+        sends = f"The pieces that {reasons.either(operator.ordered)} sends first; default peer."
+        order = Annotated[Order | None, Option(help=sends), Unless(reasons.order)]
+        options.append(("order", order, None))
     base = special.get(operator.name, FusedSettings)
     made = make_dataclass(operator.name, options, bases=(base,), frozen=True)
     parts = "compute alone, communication alone, one after the other, and overlapped"
@@ -311,12 +354,17 @@ class SweepSettings(Shown):
     algorithm: str = "auto"
     comm_sms: str | None = None
     ranks: Several = None
-    sizes: Annotated[str, of_sizes(_SIZES)] = "4K:64M:4"
+    sizes: Annotated[str, of_sizes(_SIZES), KERNELS] = "4K:64M:4"
     dtype: Annotated[Element, Option(help="Dtype of the elements.")] = "float32"
-    warmup: Annotated[int, Option(min=0, help=_WARMUP)] = 2
-    iterations: Annotated[int, Option(min=1, help=_BATCHES)] = 20
+    warmup: Annotated[int, Option(min=0, help=_WARMUP), KERNELS] = 2
+    iterations: Annotated[int, Option(min=1, help=_BATCHES), KERNELS] = 20
     seed: Seed = 0
     baseline: Annotated[str | None, Option(help=_OTHERS)] = None
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """The modes that the user has chosen, as in `weft.bench.conditions`."""
+        return tuple(KERNELS) if self.comm_sms else ()
 
     @property
     def baselines(self) -> tuple[str, ...]:
@@ -329,6 +377,12 @@ class SweepSettings(Shown):
 
 _GATHER = "auto", *all_gather.ALGORITHMS
 _REDUCE = "auto", *all_reduce.ALGORITHMS
+
+
+def _without_gpu(settings: SweepSettings) -> str:
+    return "" if settings.device == "cuda" else "only kernels on a GPU use SMs: add --device cuda"
+
+
 _SMS = "With --device cuda: the numbers of SMs for the kernels."
 
 
@@ -338,7 +392,9 @@ class AllGather(SweepSettings):
 
     operation: str = "all_gather"
     algorithm: Annotated[str, Option(help="The movement of the rows."), _GATHER] = "auto"
-    comm_sms: Annotated[str | None, _option(_numbers, "N,…", _SMS)] = None
+    comm_sms: Annotated[
+        str | None, _option(_numbers, "N,…", _SMS), KERNELS, Unless(_without_gpu)
+    ] = None
 
     @property
     def sms(self) -> list[int]:

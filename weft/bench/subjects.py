@@ -18,7 +18,7 @@ from torch import Tensor
 from weft.bench.ablation import STEPS
 from weft.bench.alone import of_all_ranks
 from weft.bench.baselines import products
-from weft.bench.fused import Subject
+from weft.bench.fused import WITHOUT_GATHERED, Subject, View
 from weft.bench.settings import FusedSettings
 from weft.engines import engine
 from weft.measure.timing import Stopwatch
@@ -52,6 +52,9 @@ class GatheredRows(Subject):
             "Shards are in symmetric memory and the weight is packed; baselines have a plain "
             "weight.",
         )
+        if settings.return_gathered:
+            call = super().operator(settings.algorithm, settings.chunk_rows, settings.order)
+            self.views[WITHOUT_GATHERED] = super().view(call)
         if settings.ablate:
             self.ablation = {
                 "cascade": self.call.operator.baseline,
@@ -61,18 +64,43 @@ class GatheredRows(Subject):
             steps = {name: partial(self._execute, rewrite(plan)) for name, rewrite in STEPS.items()}
             self.views |= {name: self.view(step) for name, step in steps.items()}
 
+    def operator(
+        self, algorithm: str, chunk_rows: int | None, order: str | None = None, **more: Any
+    ) -> Callable[[], object]:
+        """The call of the operator; `gathered` keeps the gathered a, if it is returned."""
+        keep = self.settings.return_gathered
+        call = super().operator(algorithm, chunk_rows, order, return_gathered=keep, **more)
+
+        def kept() -> None:
+            _, self.gathered = call()  # type: ignore[misc]
+
+        return kept if keep else call
+
+    def view(self, call: Callable[[], object]) -> View:
+        view = super().view(call)
+        return view._replace(check=self._check_both) if self.settings.return_gathered else view
+
+    def tensors(self) -> dict[str, Tensor]:
+        found = super().tensors()
+        return found | {"gathered": self.gathered} if self.settings.return_gathered else found
+
+    def _check_both(self, run: int) -> Check:
+        """The check of the product and of the gathered a."""
+        return self.check(run).plus(self.problem.check_rows(self.gathered, run).wrong)
+
     def prepare(self) -> None:
         world, (m, k, n) = self.world, self.settings.shape
+        dtypes, seed = (self.dtype, self.out_dtype), self.settings.seed
         where: dict[str, Any] = {"rank": world.rank, "device": world.device}
-        self.problem = Problem(
-            m, k, n, self.dtype, self.out_dtype, seed=self.settings.seed, **where
-        )
+        if self.settings.bias:
+            where["bias_seed"] = seed + 500 + world.rank
+        self.problem = Problem(m, k, n, *dtypes, seed=seed, **where)
         self.a = world.empty(max(self.rows), k, dtype=self.dtype)[: self.rows[world.rank]]
         self.moved = {"a": self.a, "gathered": world.empty(m, k, dtype=self.dtype)}
         self.x = self.empty(m, k, dtype=self.dtype)
         self.product = self.out = self.empty(m, n, dtype=self.out_dtype)
-        self.check_baseline = self.problem.check_product
-        self.check = partial(self.check_baseline, self.out)
+        self.check = partial(self.problem.check_product, self.out)
+        self.check_baseline = self.problem.check_product_of_baseline
         self.check_moved = partial(self.problem.check_rows, self.moved["gathered"])
         self.shares = {"shard_rows": self.rows}
         self.one_process = self._multiply_by_all_weights
@@ -85,24 +113,32 @@ class GatheredRows(Subject):
     def _multiply_by_all_weights(self) -> Whole:
         rank, (m, _, n) = self.world.rank, self.settings.shape
         weights = of_all_ranks(self.problem.weight, 1)
+        own = self.problem.bias
+        bias = None if own is None else of_all_ranks(own, 0)
         out = self.empty(m, n * self.world.ranks, dtype=self.out_dtype)
 
         def check(run: int) -> Check:
             """Each rank checks the columns of its weight."""
             dist.broadcast(out, 0)
-            return self.problem.check_product(out[:, n * rank : n * (rank + 1)], run)
+            return self.problem.check_product_of_baseline(out[:, n * rank : n * (rank + 1)], run)
 
-        return products([(self.x, out)], weights), out, check
+        return products([(self.x, out)], weights, bias), out, check
 
     def _plan_in_symmetric_memory(self) -> Plan:
         """The operator's plan, by the algorithm of its communication."""
         variant = self.call.rule(self.plan().algorithm).variant
         request = self.call.operator.request(self.call.workload, variant, hosts=self.world.topology)
-        return self.call.operator.plan(request._replace(symmetric=True))
+        keep = self.settings.return_gathered
+        return self.call.operator.plan(request._replace(symmetric=True, gathered=keep))
 
     def _execute(self, plan: Plan) -> None:
         tensors = {"a": self.a, "out": self.out}
-        engine(self.world).execute(plan, tensors, {"out": self.weight}, rows=self.rows)
+        if self.settings.return_gathered:  # a new tensor, as the operator returns
+            self.gathered = tensors["gathered"] = torch.empty_like(self.x)
+        bias = self.problem.bias
+        biases = None if bias is None else {"out": bias}
+        program = engine(self.world).program(plan, tensors, self.rows)
+        program.run(tensors, self.rows, {"out": self.weight}, biases)
 
 
 class SummedProducts(Subject):
@@ -123,6 +159,8 @@ class SummedProducts(Subject):
         host_partial = world.multi_host and not one_rank_per_host(world.hosts)
         dtypes, seed = (self.dtype, self.out_dtype, product), self.settings.seed
         where: dict[str, Any] = {"rank": world.rank, "device": world.device}
+        if self.settings.bias:
+            where["bias_seed"] = seed + 500
         self.problem = Sums(m, k, n, *dtypes, seed=seed, host_partial=host_partial, **where)
         self.a = self.x = self.empty(m, k, dtype=self.dtype)
         self.product = self.empty(m, n, dtype=self.out_dtype)
@@ -150,7 +188,8 @@ class SummedProducts(Subject):
         self.inputs.append((x, rows))
         out = self.empty(len(x), weight.shape[1], dtype=self.out_dtype)
         check = partial(self.problem.check_whole, out)
-        return products([(x, out)], weight), out, check if self.world.rank == 0 else _unchecked
+        call = products([(x, out)], weight, self.problem.bias)
+        return call, out, check if self.world.rank == 0 else _unchecked
 
 
 class ScatteredProducts(SummedProducts):
@@ -166,7 +205,7 @@ class Defined(Subject):
     """
 
     problem: Definition
-    compared = False
+    compared = biased = False
     notes = (
         "communicate is the operator without its products, and is not verified.",
         "K is that of each rank. The weight is packed.",

@@ -71,7 +71,7 @@ def loaded(result: dict[str, Any]) -> str:
 
 def times_of(result: dict[str, Any]) -> dict[str, dict[str, float]]:
     """The times in milliseconds of all measured calls of a result, by their names."""
-    kinds = ("times_ms", "streamed_ms", "baselines_ms", "ablation_ms")
+    kinds = ("times_ms", "without_gathered_ms", "streamed_ms", "baselines_ms", "ablation_ms")
     return {name: times for kind in kinds for name, times in result.get(kind, {}).items()}
 
 

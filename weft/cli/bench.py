@@ -27,19 +27,12 @@ app = typer.Typer(
 )
 
 
-_ON_GPU = {"ranks", "warmup", "iterations", "json_file", "plot"}
-"""The fields of settings that all benchmarks on a GPU honour."""
-
-
 def _fused(settings: FusedSettings) -> None:
     from weft.bench import fused, plots, report
     from weft.bench.subjects import subject
 
     settings = FusedSettings(**vars(settings))
     if settings.peers == "host":
-        options.only(
-            settings, "--peers host", _ON_GPU | {"operator", "shape", "peers", "dtype", "seed"}
-        )
         options.need_gpu("--peers host")
         products = options.from_repository("--peers host", "gpu.products")
         options.run_benchmark(
@@ -49,9 +42,11 @@ def _fused(settings: FusedSettings) -> None:
     _check_fused(settings)
     settings = options.placed(settings)
     kind = subject(settings.operator)
+    name = settings.operator.replace("_", "-")
     if settings.baseline not in (None, "none") and not kind.compared:
-        name = settings.operator.replace("_", "-")
         refuse("--baseline", f"{name} has no baseline to compare with: use --baseline none")
+    if settings.bias and not kind.biased:
+        refuse("--bias", f"{name} is not known to add a bias: omit it")
     measure = partial(fused.measure, kind)
     options.run_benchmark(
         settings,
@@ -67,32 +62,11 @@ def _check_fused(settings: FusedSettings) -> None:
     """End with exit status 2 if these settings cannot be measured."""
     from weft.bench import fused_baselines
 
-    algorithm, operator = settings.algorithm, OPERATORS[settings.operator]
     _, ranks = options.world_size(settings.ranks)
-    cutting = [name for name in operator.algorithms if name not in operator.uncut]
-    chooses = algorithm == "auto" and not {*operator.auto_candidates} <= {*operator.uncut}
-    if settings.chunk_rows and algorithm not in cutting and not chooses:
-        why = f"{algorithm} does not cut shards into pieces: use --algorithm {_either(cutting)}"
-        refuse("--chunk-rows", why)
-    if settings.ablate and (ranks == 1 or algorithm not in (*cutting, "auto")):
-        subject = "one rank" if ranks == 1 else algorithm
-        needed = f"use 2 or more ranks and --algorithm {_either(cutting)}"
-        refuse("--ablate", f"{subject} has no transfers to overlap: {needed}")
     possible = {settings.dtype, "float32"} if settings.dtype != "float64" else {settings.dtype}
     if settings.out_dtype and settings.out_dtype not in possible:
         names = " or ".join(sorted(possible))
         refuse("--out-dtype", f"a product of {settings.dtype} is {names}; got {settings.out_dtype}")
-    if settings.link_gbps is None and settings.link_latency_us is not None:
-        missing = (
-            "an emulated link needs a bandwidth too: add --link-gbps GBPS, or --link-gbps auto"
-        )
-        refuse("--link-latency-us", missing)
-    if settings.link_gbps and algorithm in operator.moves_nothing:
-        moving = [name for name in cutting if name not in operator.moves_nothing]
-        why = f"{algorithm} moves no rows, so an emulated link cannot slow it"
-        refuse("--link-gbps", f"{why}: use --algorithm {_either(moving)}")
-    if settings.link_gbps and ranks == 1:
-        refuse("--link-gbps", "a single rank sends nothing over a link: use --ranks 2 or more")
     options.check_baselines(settings, kinds.FUSED_BASELINES[settings.device])
     for name in settings.baselines:
         if why := fused_baselines.refusal(name, settings.operator, settings.shape.m, ranks):
@@ -102,10 +76,6 @@ def _check_fused(settings: FusedSettings) -> None:
             directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         refuse("--save-outputs / --save-data", f"cannot make the directory: {error}")
-
-
-def _either(names: list[str]) -> str:
-    return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else "".join(names)
 
 
 def _write_traces(result: Result) -> None:
@@ -118,13 +88,6 @@ def _sweep(settings: SweepSettings) -> None:
     from weft.bench import plots, sweep
 
     if settings.comm_sms:
-        if settings.device == "cpu":
-            refuse("--comm-sms", "the kernels of all-gather run on a GPU: use --device cuda")
-        options.only(
-            settings,
-            "--comm-sms",
-            _ON_GPU | {"operation", "device", "sizes", "comm_sms"},
-        )
         options.need_gpu("--device cuda")
         gathers = options.from_repository("--comm-sms", "gpu.gathers")
         options.run_benchmark(

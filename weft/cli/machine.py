@@ -14,7 +14,17 @@ from rich.console import Console
 
 import weft.predict as predict
 from weft.bench import tables
-from weft.bench.settings import FUSED, Dtype, Json, Shape, Threads, product
+from weft.bench.conditions import Unless
+from weft.bench.settings import (
+    FUSED,
+    Dtype,
+    EmulatedGbps,
+    EmulatedLatency,
+    Json,
+    Shape,
+    Threads,
+    product,
+)
 from weft.cli import options
 from weft.cli.options import refuse
 from weft.predict import machine, tuned
@@ -124,6 +134,12 @@ def _clear(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _stages_nothing(settings: Tune) -> str:
+    if predict.OPERATORS[settings.operator.replace("-", "_")].exchanges == "a":
+        return ""
+    return f"{settings.operator} exchanges no inputs, so it stages none"
+
+
 @dataclass(frozen=True)
 class Tune:
     """Measure the candidates for shapes on this machine, and store the fastest, which auto uses."""
@@ -143,11 +159,10 @@ class Tune:
     staged: Annotated[
         bool,
         typer.Option("--staged", help="Inputs that ranks exchange are not in symmetric memory."),
+        Unless(_stages_nothing),
     ] = False
-    link_gbps: Annotated[float | None, typer.Option(help="Gbit/s of an emulated link.")] = None
-    link_latency_us: Annotated[float, typer.Option(min=0, help="Latency of the emulated link.")] = (
-        0.0
-    )
+    link_gbps: EmulatedGbps = None
+    link_latency_us: EmulatedLatency = 0.0
     iterations: Annotated[int, typer.Option(min=1, help="Rounds to measure.")] = 10
     threads: Threads = None
     json_file: Json = None
@@ -169,8 +184,6 @@ def tune(settings: Tune) -> None:
 
     if options.world_size(None)[0] is not None:
         refuse("tune", "it starts its own ranks, on one host: run it without a launcher")
-    if settings.staged and predict.OPERATORS[settings.operator.replace("-", "_")].exchanges != "a":
-        refuse("--staged", f"{settings.operator} exchanges no inputs, so it stages none")
     on, link = (
         options.load_machine(""),
         (settings.link_gbps, settings.link_latency_us) if settings.link_gbps else None,

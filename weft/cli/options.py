@@ -9,9 +9,9 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_origin, get_type_hints
 
@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 
 import weft.cache as cache
-from weft.bench import repository
+from weft.bench import conditions, repository
 from weft.bench.settings import ENGINES
 from weft.plan.trace import Trace
 from weft.predict import machine
@@ -40,10 +40,15 @@ def command_from(kind: type[Settings], run: Callable[[Settings], None]) -> Calla
         if get_origin(hints[field.name]) is Annotated
     ]
 
-    def command(**values: Any) -> None:
-        run(kind(**values))
+    def command(context: typer.Context, **values: Any) -> None:
+        settings = kind(**values)
+        _refuse_ignored(settings, [name for name in values if _given(context, name)])
+        run(settings)
 
     parameters = [
+        inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    ]
+    parameters += [
         field.replace(kind=field.KEYWORD_ONLY, annotation=_annotation(hints[field.name]))
         for field in fields
     ]
@@ -55,20 +60,36 @@ def command_from(kind: type[Settings], run: Callable[[Settings], None]) -> Calla
 
 def _annotation(hint: Any) -> Any:
     """The annotation of an option; words in a field's annotation are its only values."""
-    option, *words = hint.__metadata__
-    return Annotated[Literal[words[0]], option] if words else hint
+    option, *more = hint.__metadata__
+    words = next((each for each in more if type(each) is tuple), None)
+    return Annotated[Literal[words] if words else hint.__origin__, option]
+
+
+def _given(context: typer.Context, name: str) -> bool:
+    """Whether the user has given a parameter, be it with its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _refuse_ignored(settings: Any, given: Sequence[str]) -> None:
+    """Refuse the first of the `given` options that has no effect on these settings."""
+    if getattr(settings, "ranks", 0) is None:
+        settings = replace(settings, ranks=world_size(None)[1])
+    for name, why in conditions.ignored(settings, given):
+        refuse(_option(type(settings), name), why)
+
+
+def _option(kind: type[Any], name: str) -> str:
+    """The option of a field as users give it."""
+    declared: Sequence[str] = (
+        get_type_hints(kind, include_extras=True)[name].__metadata__[0].param_decls or ()
+    )
+    return next((each for each in declared if each.startswith("--")), f"--{name.replace('_', '-')}")
 
 
 def refuse(option: str, why: str) -> NoReturn:
     """End with exit status 2 because of the value of `option`."""
     raise typer.BadParameter(why, param_hint=option)
-
-
-def only(settings: Any, mode: str, honoured: Collection[str]) -> None:
-    """Refuse options that the option `mode` does not honour, if they differ from their defaults."""
-    for field in fields(settings):
-        if field.name not in honoured and getattr(settings, field.name) != field.default:
-            refuse(f"--{field.name.replace('_', '-')}", f"has no effect with {mode}: omit one")
 
 
 @contextmanager
@@ -126,10 +147,6 @@ def placed(settings: Settings) -> Settings:
     if engine not in ENGINES[on.device]:
         names = " or ".join(ENGINES[on.device])
         refuse("--engine", f"{engine} is none of --device {on.device}: use {names}")
-    if engine != "host" and getattr(on, "link_gbps", None):
-        refuse("--link-gbps", f"the engine {engine} does not emulate links: omit one of them")
-    if engine == "reference" and (getattr(on, "trace", None) or getattr(on, "timeline", None)):
-        refuse("--trace / --timeline", "the reference engine has no lanes over time: omit one")
     if on.device == "cpu":
         return settings
     need_gpu("--device cuda")

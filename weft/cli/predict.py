@@ -6,17 +6,60 @@ import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from weft.bench.settings import FUSED, SHAPE, Dtype, Json, Plot, Shape, Trace, parse_sizes, product
+from weft.bench.conditions import Also, Unless
+from weft.bench.settings import (
+    FUSED,
+    SHAPE,
+    Dtype,
+    EmulatedGbps,
+    EmulatedLatency,
+    Json,
+    Plot,
+    Shape,
+    Trace,
+    parse_sizes,
+    product,
+)
 from weft.cli import options
 from weft.cli.options import refuse
 from weft.predict import COLLECTIVES, answers, candidates, trace, workload
 from weft.schedules.operators import OPERATORS
+
+COLLECTIVE, COMPARE, SWEEP = Also({"a collective"}), Also({"--compare"}), Also({"--sweep"})
+EVERY = Also({*COLLECTIVE, *COMPARE, *SWEEP})
+"""Modes, as `weft.bench.conditions` has them, in which some options have no effect."""
+
+
+def _swept(settings: Question, name: str) -> str:
+    swept = (settings.sweep or "").startswith(f"{name}=")
+    return "the sweep sets it: omit it" if swept else ""
+
+
+def _no_bytes(settings: Question) -> str:
+    record = COLLECTIVES.get(settings.operator.replace("-", "_"))
+    if record is None:
+        return f"{settings.operator} takes --shape in place of it"
+    return "" if record.algorithms else f"{settings.operator} moves no bytes: omit it"
+
+
+def _no_pieces(settings: Question) -> str:
+    names = [settings.operator.replace("-", "_")] if settings.operator != "mlp" else [*OPERATORS]
+    if all(settings.algorithm in OPERATORS[name].uncut for name in names if name in OPERATORS):
+        return f"{settings.algorithm} does not cut shards into pieces: use another --algorithm"
+    return ""
+
+
+def _no_curve(settings: Question) -> str:
+    return (
+        "" if settings.sweep else "only a sweep is drawn as curves: add --sweep, or use --timeline"
+    )
 
 
 @dataclass(frozen=True)
@@ -36,41 +79,60 @@ class Question:
             "intermediate. Collectives take --bytes in place of --shape."
         ),
         (*FUSED, "mlp", *(name.replace("_", "-") for name in COLLECTIVES)),
+        EVERY,
     ]
     machine: Annotated[
         str,
         typer.Option(
             help="Name of a profile; default: this machine's if it is calibrated, else cpu."
         ),
+        EVERY,
     ] = ""
-    ranks: Annotated[int, typer.Option("--ranks", "-n", min=1, help="Number of ranks.")] = 2
+    ranks: Annotated[
+        int,
+        typer.Option("--ranks", "-n", min=1, help="Number of ranks."),
+        COLLECTIVE,
+        SWEEP,
+        Unless(partial(_swept, name="ranks")),
+    ] = 2
     threads: Annotated[
         int | None,
         typer.Option(
             min=1, help="Compute threads per rank, if the profile has cores; default: all."
         ),
+        EVERY,
     ] = None
     bytes: Annotated[
         str,
         typer.Option(metavar="FIRST:LAST:FACTOR,…", help="Bytes of each rank, for collectives."),
+        COLLECTIVE,
+        Unless(_no_bytes),
     ] = "8:16M:8"
     hosts: Annotated[
-        int, typer.Option(min=1, help="Number of hosts, each with the same number of ranks.")
+        int,
+        typer.Option(min=1, help="Number of hosts, each with the same number of ranks."),
+        COLLECTIVE,
+        SWEEP,
     ] = 1
-    shape: Annotated[Shape, product("M rows of all ranks, times each rank's (K, N) weight.")] = (
-        SHAPE
-    )
+    shape: Annotated[
+        Shape, product("M rows of all ranks, times each rank's (K, N) weight."), SWEEP
+    ] = SHAPE
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Dtype of the inputs; default: the first of the profile.")
+        Dtype | None,
+        typer.Option(help="Dtype of the inputs; default: the first of the profile."),
+        SWEEP,
     ] = None
     out_dtype: Annotated[
-        Dtype | None, typer.Option(help="Dtype of the output; default: the inputs'.")
+        Dtype | None, typer.Option(help="Dtype of the output; default: the inputs'."), SWEEP
     ] = None
     algorithm: Annotated[
-        str, typer.Option(help="An algorithm of the operator, or auto for the fastest.")
+        str, typer.Option(help="An algorithm of the operator, or auto for the fastest."), SWEEP
     ] = "auto"
     chunk_rows: Annotated[
-        int | None, typer.Option(min=1, help="Rows per piece; default: the fastest.")
+        int | None,
+        typer.Option(min=1, help="Rows per piece; default: the fastest."),
+        SWEEP,
+        Unless(_no_pieces),
     ] = None
     link: Annotated[
         float | None,
@@ -78,22 +140,23 @@ class Question:
             metavar="GB/s",
             help="Bandwidth of the link between ranks, in place of the profile's.",
         ),
+        EVERY,
+        Unless(partial(_swept, name="link")),
     ] = None
     latency_us: Annotated[
-        float | None, typer.Option(min=0, help="Latency of the link, in place of the profile's.")
+        float | None,
+        typer.Option(min=0, help="Latency of the link, in place of the profile's."),
+        EVERY,
     ] = None
-    link_gbps: Annotated[
-        float | None, typer.Option(help="Gbit/s of an emulated link, as for weft bench.")
-    ] = None
-    link_latency_us: Annotated[float, typer.Option(min=0, help="Latency of the emulated link.")] = (
-        0.0
-    )
+    link_gbps: Annotated[EmulatedGbps, COLLECTIVE, SWEEP] = None
+    link_latency_us: Annotated[EmulatedLatency, COLLECTIVE, SWEEP] = 0.0
     compare: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             help="JSON of weft bench, to compare with; it sets the other options.",
         ),
+        COMPARE,
     ] = None
     sweep: Annotated[
         str | None,
@@ -101,14 +164,23 @@ class Question:
             metavar="WHAT=A:B[:F]",
             help="Predict for ranks, m, k, n or link from A to B, times F each (default 2).",
         ),
+        SWEEP,
     ] = None
-    json_file: Json = None
-    plot: Plot = None
-    trace: Trace = None
+    json_file: Annotated[Json, EVERY] = None
+    plot: Annotated[Plot, SWEEP, Unless(_no_curve)] = None
+    trace: Annotated[Trace, COMPARE] = None
     timeline: Annotated[
         Path | None,
         typer.Option(metavar="FILE.png|svg", help="Draw the predicted instructions over time."),
+        COMPARE,
     ] = None
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """The modes that the user has chosen, as in `weft.bench.conditions`."""
+        collective = self.operator.replace("-", "_") in COLLECTIVES
+        chosen = {COLLECTIVE: collective, COMPARE: self.compare, SWEEP: self.sweep}
+        return tuple(name for mode, wanted in chosen.items() if wanted for name in mode)
 
     def changed(self, name: str, value: float) -> Question:
         """The question with another value of `name`: ranks, link, or m, k or n of the shape."""
@@ -129,7 +201,7 @@ class Question:
             refuse("--compare", f"cannot read {self.compare}: {error}")
         if "times_ms" not in found or found.get("benchmark") != self.operator:
             refuse("--compare", f"{self.compare} is not the JSON of weft bench {self.operator}")
-        link = found["link"] or {"gbps": self.link_gbps, "latency_us": self.link_latency_us}
+        link = found["link"] or {"gbps": None, "latency_us": 0.0}
         same = ("ranks", "dtype", "out_dtype", "algorithm", "chunk_rows")
         changes: dict[str, Any] = {name: found[name] for name in same}
         changes |= {f"link_{name}": value for name, value in link.items()}
@@ -192,8 +264,8 @@ def predict(settings: Question) -> None:
     if settings.operator.replace("-", "_") in COLLECTIVES:
         result = _collective(settings, machine, console)
     elif settings.sweep:
-        if settings.operator == "mlp" or measured:
-            refuse("--sweep", "a sweep needs a single operator, and no --compare")
+        if settings.operator == "mlp":
+            refuse("--sweep", "a sweep needs a single operator")
         result = _sweep(question, machine, console)
     else:
         result = _operators(question, measured, machine, console)
@@ -203,9 +275,6 @@ def predict(settings: Question) -> None:
 def _collective(settings: Question, machine: Any, console: Console) -> dict[str, Any]:
     from weft.cli.predictions import show_collective
 
-    if settings.sweep or settings.plot or settings.trace or settings.timeline:
-        why = "collectives have no --sweep, --plot, --trace or --timeline"
-        refuse("--sweep", f"{why}: use --bytes for several sizes, and --json")
     name = settings.operator.replace("-", "_")
     moves_nothing = not COLLECTIVES[name].algorithms
     sizes = [0] if moves_nothing else parse_sizes(settings.bytes)
@@ -245,8 +314,6 @@ def _operators(
 ) -> dict[str, Any]:
     from weft.cli import predictions
 
-    if question.plot:
-        refuse("--plot", "only a sweep is drawn as curves: add --sweep, or use --timeline")
     cases = [*question.cases(machine)]
     results = [answers.answer(*case) for case in cases]
     for result in results:

@@ -174,8 +174,8 @@ def on_device(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None) -> No
         _empty(x, b, out, bias, False)
         return
     if out.dtype == x.dtype:
-        torch.mm(x, b, out=out)
-    else:
-        torch.mm(x, b, out_dtype=out.dtype, out=out)
+        mm(x, b, out, bias)
+        return
+    torch.mm(x, b, out_dtype=out.dtype, out=out)
     if bias is not None:
         out.add_(bias)

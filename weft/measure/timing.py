@@ -80,10 +80,16 @@ def _p99(times: Sequence[float]) -> float:
 
 @contextmanager
 def session(
-    threads: int | None, one_host: str = "", *, device: str = "cpu", engine: str = "host"
+    threads: int | None,
+    one_host: str = "",
+    *,
+    device: str = "cpu",
+    engine: str = "host",
+    comm_threads: int = 1,
 ) -> Iterator[World]:
     """The world in which this rank measures: with `threads` compute threads, or torch's default for
-    None, without gradients, and with a timeout that slow baselines do not reach.
+    None, `comm_threads` in the background, without gradients, and with a timeout that slow
+    baselines do not reach.
 
     `device` is ``cpu``, or ``cuda``, the GPU of this rank's local rank. `engine` executes plans:
     ``host`` (on a CPU), ``streams`` (lanes are streams of a GPU, or on a CPU threads), ``triton``
@@ -96,8 +102,13 @@ def session(
     if engine == "interpreter":
         os.environ["TRITON_INTERPRET"] = "1"
     place = device_of_rank() if device == "cuda" else torch.device("cpu")
-    products = "triton" if engine in ("triton", "interpreter") else "torch"
-    made = init(timeout=_TIMEOUT, device=place, products=products, streams=engine == "streams")
+    made = init(
+        timeout=_TIMEOUT,
+        device=place,
+        products="triton" if engine in ("triton", "interpreter") else "torch",
+        streams=engine == "streams",
+        comm_threads=comm_threads,
+    )
     with made as world, torch.no_grad():
         if one_host and world.multi_host:
             raise WeftError(f"ranks are on {len(set(world.hosts))} hosts: {one_host}")

@@ -8,7 +8,7 @@ are right only for constant data.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,8 @@ class Check(NamedTuple):
 
 class Problem:
     """Random rows (m, k) of all ranks together, this rank's random weight (k, n), and their exact
-    product.
+    product. With a `bias_seed` there is a random `bias` (n,) too; `own_bias` is what this rank adds
+    to its product: the bias, or None.
 
     The rows of run 0, 1, … are a window onto a longer random matrix that moves by one row, so each
     row differs from the one at its index in the run before, and one product in float64 serves
@@ -64,19 +65,32 @@ class Problem:
         seed: int,
         rank: int,
         device: torch.device = CPU,
+        bias_seed: int | None = None,
     ) -> None:
         self.m, self.device = m, device
         self.all_rows = self.random(m + RUNS, k, dtype, seed)
         self.weight = self.random(k, n, dtype, seed + 1 + rank)
+        self.bias = None if bias_seed is None else self.random(1, n, dtype, bias_seed)[0]
+        self.own_bias = self.bias if self.adds_bias(rank) else None
         a, b = self.all_rows.double(), self.weight.double()
         self.exact, self.magnitude = a @ b, a.abs() @ b.abs()
+        if self.own_bias is not None:  # as one more row of the weight, times ones
+            k, self.exact = k + 1, self.exact + self.own_bias
+            self.magnitude = self.magnitude + self.own_bias.abs()
         self.bound = error_bound(self.magnitude, self.exact, k, dtype, out_dtype)
+        rounded = 0.0 if self.own_bias is None else _unit(out_dtype)
+        self.baseline_bound = self.bound + rounded * (self.magnitude + self.bound)
 
     def random(self, rows: int, columns: int, dtype: torch.dtype, seed: int) -> Tensor:
         """A random matrix on the device, the same on every device and rank."""
         wide = torch.promote_types(dtype, torch.float32)
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(rows, columns, dtype=wide, generator=generator).to(self.device, dtype)
+
+    @staticmethod
+    def adds_bias(rank: int) -> bool:
+        """Whether a rank adds the bias to its product."""
+        return True
 
     def rows(self, run: int) -> Tensor:
         """The rows of all ranks in this run."""
@@ -89,6 +103,10 @@ class Problem:
     def check_product(self, out: Tensor, run: int) -> Check:
         """Compare a product with the run's exact one."""
         return _compare_rows(out, self.exact, self.bound, run)
+
+    def check_product_of_baseline(self, out: Tensor, run: int) -> Check:
+        """The same comparison for a baseline that rounds the product before it adds the bias."""
+        return _compare_rows(out, self.exact, self.baseline_bound, run)
 
 
 class Definition(Problem):
@@ -142,8 +160,8 @@ class Sums(Problem):
     """A `Problem` with different rows and a different weight on each rank, and the exact sum of all
     ranks' products.
 
-    There are also random `products` to sum, in the dtype of partial products. The constructor is
-    collective.
+    There are also random `products` to sum, in the dtype of partial products. A bias is the same on
+    all ranks; rank 0 adds it to its product, as weft does. The constructor is collective.
     """
 
     def __init__(
@@ -159,21 +177,27 @@ class Sums(Problem):
         rank: int,
         host_partial: bool = False,
         device: torch.device = CPU,
+        bias_seed: int | None = None,
     ) -> None:
         # the relative rounding error of the sum of each host, which is sent
         self.host_partial = _unit(product) if host_partial else 0.0
-        where = {"seed": seed + 1000 * rank, "rank": rank}
-        super().__init__(m, k, n, dtype, out_dtype, **where, device=device)
+        where: dict[str, Any] = {"rank": rank, "device": device, "bias_seed": bias_seed}
+        super().__init__(m, k, n, dtype, out_dtype, seed=seed + 1000 * rank, **where)
         self.all_products = self.random(m + RUNS, n, product, seed + 1000 * rank + 500)
-        rounded = error_bound(self.magnitude, self.exact, k, dtype, product)
+        terms = k if self.bias is None else k + 1
+        rounded = error_bound(self.magnitude, self.exact, terms, dtype, product)
         self.sum, self.sum_bound = self._summed(self.exact, rounded, out_dtype)
         self.baseline_bound = self._rounded_sum_bound(self.bound, out_dtype)
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         magnitude = sum_over_ranks(self.magnitude)
-        self.whole_bound = error_bound(magnitude, self.sum, k * ranks, dtype, out_dtype)
+        self.whole_bound = error_bound(magnitude, self.sum, terms * ranks, dtype, out_dtype)
         products = self.all_products.double()
         no_error = torch.zeros_like(products)
         self.products_sum, self.products_bound = self._summed(products, no_error, out_dtype)
+
+    @staticmethod
+    def adds_bias(rank: int) -> bool:
+        return rank == 0
 
     def products(self, run: int) -> Tensor:
         """This rank's products to sum in this run."""
@@ -223,10 +247,13 @@ class Sums(Problem):
 
         For terms p of ranks, each with an error of at most e, it is ``Σe + γ·Σ(|p| + e)``, where γ
         is that of `error_bound` for ranks - 1 additions and the unit roundoff of `dtype`. The exact
-        sum to compare with has such an error too, with the unit roundoff of float64.
+        sum to compare with has such an error too, with the unit roundoff of float64. A bias is
+        added last: one more term, without an error.
         """
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         error, size = sum_over_ranks(errors), sum_over_ranks(self.exact.abs() + errors)
+        if self.bias is not None:  # the exact product of rank 0 has it, so it may hide there
+            ranks, size = ranks + 1, size + 2 * self.bias.abs()
         return error + (_gamma(ranks - 1, dtype) + _gamma(ranks, torch.float64)) * size
 
 

@@ -61,7 +61,7 @@ def doctor():
 
 def benches(folder):
     """Benchmarks of every kind measure, or refuse to measure on several hosts."""
-    few = ["--warmup", "0", "--iterations", "1", "--threads", "1"]
+    few = ["--warmup", "1", "--iterations", "1", "--threads", "1"]
     fused, sizes = ["--shape", "64x32x16", *few], ["--sizes", "4K", *few]
     measured = {
         **dict.fromkeys(("all-gather-matmul", "matmul-all-reduce"), fused),
