@@ -63,8 +63,8 @@ def example(name, *arguments, cwd=ROOT):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_per_rank():
-    printed = run(WEFT, "run", "-n", "2", EXAMPLES / "gpu_per_rank.py")
-    assert "2 rank(s) on cpu: (1024, 256), as expected" in printed
+    printed = as_process("gpu_per_rank.py")
+    assert "1 rank(s) on cpu: (512, 256), as expected" in printed
 
 
 @pytest.mark.data

@@ -271,8 +271,8 @@ def test_copies_of_vectors(target: str) -> None:
     patterns = NVIDIA if target.startswith("sm") else AMD
     per_thread = 1024 // 8 // TARGETS[target].warp_size
     for wide, every in (
-        (patterns.load, patterns.any_load),
-        (patterns.store, patterns.any_store),
+        (patterns.load[16], patterns.any_load),
+        (patterns.store[16], patterns.any_store),
     ):
         assert made.count(wide) == made.count(every) == 2 * per_thread, every
     assert made.spills == 0

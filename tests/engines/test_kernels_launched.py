@@ -111,6 +111,8 @@ def test_a_shard_of_any_alignment_needs_no_further_kernel(monkeypatch):
     with weft.local_world(2, products="triton") as local:
         local.run(gathers_of_any_alignment, compiled)
     assert compiled[-1] == compiled[0] == [1, 2]
+
+
 def one_sided():
     world = weft.init()
     peer, memory, signals = 1 - world.rank, world.empty(4, 96), world.signals(3)
