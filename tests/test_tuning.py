@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 import typer
 
-from weft.bench.settings import parse_sizes
+from weft.bench.values import parse_sizes
 from weft.cli import app
 
 ROOT = Path(__file__).parent.parent

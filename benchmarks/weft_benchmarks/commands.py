@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.bench.settings import LIBRARIES, parse_sizes
+from weft.bench.settings import LIBRARIES
+from weft.bench.values import parse_sizes
 from weft.cli import options
 from weft.cli.options import refuse
 from weft_benchmarks.settings import CopySettings, OverlapSettings, ServingSettings

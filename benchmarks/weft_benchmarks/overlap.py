@@ -17,11 +17,12 @@ from rich.text import Text
 
 from weft.bench import collectives, tables
 from weft.bench.baselines import collective, group_of
-from weft.bench.fused import View, Views, interleave, verify
 from weft.bench.harness import environment, link_of, times_ms
 from weft.bench.neighbours import neighbours
 from weft.bench.plots import size_name
-from weft.bench.settings import Shape, SweepSettings, parse_sizes
+from weft.bench.settings import SweepSettings
+from weft.bench.values import Shape, parse_sizes
+from weft.bench.views import View, Views, interleave, verify
 from weft.kernels.methods import on_device
 from weft.kernels.packed import pack
 from weft.kernels.products import multiply

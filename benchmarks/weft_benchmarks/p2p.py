@@ -32,7 +32,7 @@ from weft.bench import sweep, tables
 from weft.bench.harness import batches, environment, every_size, verified, worst
 from weft.bench.neighbours import neighbours
 from weft.bench.plots import over_sizes, size_name
-from weft.bench.settings import parse_sizes
+from weft.bench.values import parse_sizes
 from weft.measure.timing import per_call, race, session
 from weft.measure.verification import RUNS, Check
 from weft.ops.barrier import barrier

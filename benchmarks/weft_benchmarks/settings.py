@@ -14,20 +14,19 @@ from weft.bench.settings import (
     Element,
     Gbps,
     Iterations,
+    OnDevice,
     Seed,
     Several,
-    Shape,
     Shown,
     Warmup,
-    of_sizes,
-    product,
 )
+from weft.bench.values import Shape, of_sizes, product
 
 PRODUCT = Shape(1024, 1024, 1024)
 
 
 @dataclass(frozen=True)
-class OverlapSettings(Compared, Shown):
+class OverlapSettings(Compared, OnDevice):
     """A product and an all-gather that are independent of each other: each alone, one after the
     other, and concurrently.
     """
@@ -59,7 +58,7 @@ class CopySettings(Shown):
     tile: Annotated[
         str, of_sizes("Of the buffer through which the staged get copies.", "BYTES")
     ] = "16K"
-    warmup: Warmup = 2
+    warmup: Annotated[int, typer.Option(min=0, help="Rounds to run before measuring.")] = 2
     iterations: Iterations = 40
     seed: Seed = 0
 

@@ -20,10 +20,11 @@ from weft_benchmarks import baselines, deepspeed, mpi, overlap
 from weft_benchmarks.settings import OverlapSettings
 
 import weft
-from weft.bench import collectives, fused, plots, sweep
+from weft.bench import collectives, plots, sweep, views
 from weft.bench.collectives import COLLECTIVES, Data, bandwidths, count_of, limit_of
-from weft.bench.settings import Shape, SweepSettings, parse_sizes
+from weft.bench.settings import SweepSettings
 from weft.bench.sweep import Bench, Local
+from weft.bench.values import Shape, parse_sizes
 from weft.cli import app
 from weft.measure.timing import Times, per_call
 
@@ -431,7 +432,7 @@ def test_an_overlap_that_gathers_nothing_fails(monkeypatch):
 
     monkeypatch.setattr(overlap, "all_gather_async", lambda *arguments, **more: Idle())
     with weft.init() as world:
-        _, checks = fused.verify(
+        _, checks = views.verify(
             overlap.Overlap(
                 OverlapSettings(shape=Shape(8, 8, 4), size="64", baseline="none"), world
             ),

@@ -19,7 +19,7 @@ from support.ranks import on_ranks
 from typer.testing import CliRunner
 
 import weft
-from weft.bench import fused, plots, report
+from weft.bench import plots, report
 from weft.bench import subjects as case
 from weft.bench.alone import ALONE
 from weft.bench.baselines import (
@@ -29,7 +29,9 @@ from weft.bench.baselines import (
 )
 from weft.bench.fused import Result, measure
 from weft.bench.fused_baselines import LABELS
-from weft.bench.settings import AllGatherMatmul, FusedSettings, Shape
+from weft.bench.settings import AllGatherMatmul, FusedSettings
+from weft.bench.values import Shape
+from weft.bench.views import verify
 from weft.cli import app, options
 from weft.doctor import checks as doctor
 from weft.measure import timing, verification
@@ -512,7 +514,7 @@ def one_process(world, operator, shape, dtype):
 
     for call in (view.call, spoiled, lambda: None):
         subject.views[ALONE] = view._replace(call=call)
-        _, checks = fused.verify(subject, world, lambda: None)
+        _, checks = verify(subject, world, lambda: None)
         found.append(checks[ALONE].wrong)
     return found
 

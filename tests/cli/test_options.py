@@ -17,7 +17,9 @@ from typer.testing import CliRunner
 
 import weft
 from weft.bench import cascade, fused, subjects
-from weft.bench.settings import AllGatherMatmul, Shape
+from weft.bench.settings import AllGatherMatmul
+from weft.bench.values import Shape
+from weft.bench.views import verify
 from weft.cli import app
 from weft.measure.timing import Stopwatch
 from weft.measure.verification import Problem
@@ -101,7 +103,7 @@ def spoiled(world, how):
 
     weft.all_gather_matmul = wrong
     subject = subjects.GatheredRows(settings, world, Stopwatch(world))
-    _, checks = fused.verify(subject, world, lambda: None)
+    _, checks = verify(subject, world, lambda: None)
     found = cascade.compare_with_cascade(subject, world, 2 * len(subject.views))
     return {name: check.wrong for name, check in checks.items()}, found
 
@@ -171,6 +173,8 @@ REFUSED = [
     (f"{AGM} --engine reference --trace x.json", "--trace", "no lanes over time"),
     (f"{AGM} --engine streams --link-gbps 10", "--link-gbps", "does not emulate links"),
     (f"{AGM} --engine streams --algorithm push --comm-threads 2", "--comm-threads", "has no"),
+    ("bench p2p --device cuda", "--device", "No such option"),
+    ("bench serving --engine reference", "--engine", "No such option"),
     ("bench overlap --engine streams --link-gbps 10", "--link-gbps", "does not emulate links"),
     ("bench all-gather --op max", "--op", "No such option"),
     ("predict all-reduce --shape 8x8x8", "--shape", "has no effect with a collective"),

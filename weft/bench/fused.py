@@ -6,13 +6,12 @@ Each operator has its `Subject`; measurement, verification and tracing are the s
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,10 +21,11 @@ from weft.bench import data
 from weft.bench.alone import ALONE, all_cores
 from weft.bench.cascade import Agreement, compare_with_cascade
 from weft.bench.fused_baselines import LABELS, call_of
-from weft.bench.harness import environment, link_of, poison, progress, verified, worst
+from weft.bench.harness import environment, link_of
 from weft.bench.neighbours import neighbours
 from weft.bench.settings import FusedSettings
 from weft.bench.traces import traces
+from weft.bench.views import View, Views, interleave, verify
 from weft.engines import engine
 from weft.kernels.methods import on_device
 from weft.kernels.packed import pack
@@ -45,18 +45,6 @@ from weft.schedules.lanes import products_alone
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Request, Variant, Workload
 from weft.world import World
-
-Times = TypeVar("Times")
-
-
-class Rounds(Protocol):
-    """Settings that have the numbers of rounds of a benchmark."""
-
-    @property
-    def warmup(self) -> int: ...
-    @property
-    def iterations(self) -> int: ...
-
 
 _SHOWN = "compute", IN_CHUNKS, "communicate", "sequential", "pipelined"
 WITHOUT_GATHERED = "without gathered"
@@ -95,27 +83,6 @@ class Result:
     streamed: dict[str, Statistics] = field(default_factory=dict)
     without_gathered: dict[str, Statistics] = field(default_factory=dict)
     cascade: list[Agreement] = field(default_factory=list)
-
-
-class View(NamedTuple):
-    """A measured call that all ranks make, the tensors that it writes, a check of the tensors for a
-    run, and the context in which it is called.
-    """
-
-    call: Callable[[], object]
-    outputs: tuple[Tensor, ...]
-    check: Callable[[int], Check]
-    around: Callable[[], AbstractContextManager[None]] = nullcontext
-
-
-class Views(ABC):
-    """The views that one rank measures, by name, all on the same inputs."""
-
-    views: dict[str, View]
-
-    @abstractmethod
-    def renew(self, run: int) -> None:
-        """Fill the inputs with the data of this run."""
 
 
 class Subject(Views):
@@ -370,43 +337,6 @@ def measure(
             streamed={name: times[name] for name in filter(None, [subject.streamed])},
             without_gathered={name: times[name] for name in (WITHOUT_GATHERED,) if name in times},
             cascade=cascade,
-        )
-
-
-def verify(
-    subject: Views, world: World, race: Callable[[], Times]
-) -> tuple[Times, dict[str, Check]]:
-    """The result of `race`, and the worst check of every view on any rank, before and after it.
-
-    Each check is a run on new inputs, into poisoned outputs; ``pipelined`` is the last, so its
-    output remains.
-    """
-
-    def check(name: str, run: int) -> Check:
-        view = subject.views[name]
-        subject.renew(run)
-        poison(*view.outputs)
-        with view.around():
-            view.call()
-        return worst(world, view.check(run))
-
-    names = sorted(subject.views, key="pipelined".__eq__)
-    times, checks = verified(names, check, race)
-    return times, dict(zip(names, checks, strict=True))
-
-
-def interleave(subject: Views, stopwatch: Stopwatch, rounds: Rounds) -> dict[str, Statistics]:
-    """The times of all views, measured alternately, with a progress bar on rank 0."""
-    with progress(
-        "measuring", rounds.iterations + max(rounds.warmup, 1) - 1, shown=stopwatch.world.rank == 0
-    ) as advance:
-        calls = {name: view.call for name, view in subject.views.items()}
-        return stopwatch.interleave(
-            calls,
-            rounds.warmup,
-            rounds.iterations,
-            advance,
-            lambda name: subject.views[name].around(),
         )
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import weft._native as _native
 import weft.cache as cache
-from weft.bench.settings import Shape, parse_sizes
+from weft.bench.values import Shape, parse_sizes
 from weft.measure.timing import Statistics, largest
 from weft.measure.verification import CPU, Check
 from weft.version import __version__

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from weft.bench.settings import POWERS, Shape
+from weft.bench.values import POWERS, Shape
 from weft.pictures import COLOURS, DASHED, picture
 
 

@@ -14,7 +14,7 @@ from rich.text import Text
 from weft.bench import cascade, tables
 from weft.bench.alone import ALONE
 from weft.bench.harness import times_ms
-from weft.bench.settings import Shape
+from weft.bench.values import Shape
 from weft.plan.trace import Trace
 from weft.predict import figures
 from weft.schedules.workload import Variant

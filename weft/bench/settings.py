@@ -7,125 +7,27 @@ fields. Imports neither torch nor ranks.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from typer import BadParameter, Option
+from typer import Option
 
 from weft.bench import reasons
 from weft.bench.conditions import Also, Unless
+from weft.bench.values import (
+    SHAPE,
+    Shape,
+    gbps,
+    numbers,
+    of_sizes,
+    option,
+    positive,
+    product,
+)
 from weft.schedules import all_gather, all_gather_matmul, all_reduce
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Operator, Order
-
-POWERS = {"": 0, "K": 10, "M": 20, "G": 30}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A product (m, k) @ (k, n)."""
-
-    m: int
-    k: int
-    n: int
-
-    def __iter__(self) -> Iterator[int]:
-        return iter((self.m, self.k, self.n))
-
-    def __str__(self) -> str:
-        return f"{self.m}x{self.k}x{self.n}"
-
-
-SHAPE = Shape(2048, 2048, 1024)
-
-
-def parse_shape(text: str) -> Shape:
-    """The shape of a text ``MxKxN``. Raises `ValueError` for any other text."""
-    sizes = text.lower().split("x")
-    if len(sizes) != 3 or not all(size.isdecimal() and int(size) for size in sizes):
-        expected = "expected three positive numbers MxKxN such as 2048x2048x1024"
-        raise ValueError(f"{expected}; got {text!r}")
-    return Shape(*map(int, sizes))
-
-
-def parse_sizes(text: str) -> list[int]:
-    """The numbers of bytes of a text such as ``8,4K:64M:4``: sizes, and ranges of first, last and
-    factor (default 2); K, M and G are binary. Raises `ValueError` for any other text.
-    """
-    sizes: list[int] = []
-    for part in text.split(","):
-        fields = part.split(":")
-        factor = fields[2] if len(fields) > 2 else "2"
-        if len(fields) > 3 or not factor.isdecimal() or int(factor) < 2:
-            expected = "expected sizes such as 8,4K:64M:4 (first, last, factor of at least 2)"
-            raise ValueError(f"{expected}; got {part!r}")
-        size, end = _bytes(fields[0]), _bytes(fields[min(1, len(fields) - 1)])
-        if end < size:
-            raise ValueError(f"the last size comes before the first in {part!r}")
-        while size <= end:
-            sizes.append(size)
-            size *= int(factor)
-    return sorted(set(sizes))
-
-
-def _bytes(text: str) -> int:
-    found = re.fullmatch(r"0*([1-9][0-9]*)([KMG]?)", text, re.IGNORECASE)
-    if not found:
-        expected = "expected a positive number of bytes such as 8, 4K, 64M or 1G"
-        raise ValueError(f"{expected}; got {text!r}")
-    return int(found[1]) << POWERS[found[2].upper()]
-
-
-def _gbps(text: str) -> None:
-    """Check the bandwidth of an emulated link in 1e9 bits per second, or ``auto``."""
-    with suppress(ValueError):
-        if text == "auto" or 0 < float(text) < float("inf"):
-            return
-    raise ValueError(f"expected a positive number of Gbit/s, or auto; got {text!r}")
-
-
-def _positive(text: str) -> float:
-    """The number of a text. Raises `ValueError` unless it is positive and finite."""
-    with suppress(ValueError):
-        if 0 < float(text) < float("inf"):
-            return float(text)
-    raise ValueError(f"expected a positive number; got {text!r}")
-
-
-def _numbers(text: str) -> None:
-    """Check positive numbers such as ``4,8,16``."""
-    if not all(part.strip().isdecimal() and int(part) for part in text.split(",")):
-        raise ValueError(f"expected positive numbers such as 4,8,16; got {text!r}")
-
-
-def _option(parse: Callable[[str], Any], metavar: str, text: str, *, keep: bool = True) -> Any:
-    """An option whose value `parse` checks. The value is the text itself if `keep`, or else the
-    result of `parse`.
-    """
-
-    def parser(value: object) -> Any:
-        try:
-            parsed = parse(str(value))
-        except ValueError as error:
-            raise BadParameter(str(error)) from None
-        return str(value) if keep else parsed
-
-    return Option(parser=parser, metavar=metavar, help=text)
-
-
-def product(text: str) -> Any:
-    """An option that takes a shape."""
-    return _option(parse_shape, "MxKxN", text, keep=False)
-
-
-def of_sizes(text: str, metavar: str = "FIRST:LAST:FACTOR,…") -> Any:
-    """An option that takes sizes in bytes."""
-    return _option(parse_sizes, metavar, text)
-
 
 BASELINES = {"cpu": ("gloo", "openmpi", "mpich", "intel-mpi", "deepspeed"), "cuda": ("nccl",)}
 """The baselines of the collectives by device."""
@@ -156,9 +58,9 @@ _FUSED_BASELINE = (
     "nccl, nccl-chunks, torch; one or more, or none: default with a link."
 )
 _LINK = "Emulate a slower link; auto: communication takes as long as compute."
-Gbps = Annotated[str | None, _option(_gbps, "GBPS|auto", _LINK), Unless(reasons.emulated)]
+Gbps = Annotated[str | None, option(gbps, "GBPS|auto", _LINK), Unless(reasons.emulated)]
 _EMULATED = "Gbit/s of an emulated link, as for weft bench."
-EmulatedGbps = Annotated[float | None, _option(_positive, "GBPS", _EMULATED, keep=False)]
+EmulatedGbps = Annotated[float | None, option(positive, "GBPS", _EMULATED, keep=False)]
 EmulatedLatency = Annotated[
     float,
     Option(min=0, help="Latency of the emulated link."),
@@ -229,17 +131,21 @@ class Compared(Placed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shown(Placed):
-    """The place of the measurement, the files of the result, the threads and the neighbours: the
-    last options of a command.
-    """
+class Shown:
+    """The files of the result, the threads and the neighbours: the last options of a command."""
 
-    device: Device = "cpu"
-    engine: Engine = None
     json_file: Json = None
     plot: Plot = None
     threads: Threads = None
     neighbours: Neighbours = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnDevice(Placed, Shown):
+    """The same with the device and the engine, of benchmarks that honour them."""
+
+    device: Device = "cpu"
+    engine: Engine = None
 
 
 @dataclass(frozen=True)
@@ -346,7 +252,7 @@ _OTHERS = (
 
 
 @dataclass(frozen=True)
-class SweepSettings(Shown):
+class SweepSettings(OnDevice):
     """A collective over message size."""
 
     operation: str
@@ -392,9 +298,9 @@ class AllGather(SweepSettings):
 
     operation: str = "all_gather"
     algorithm: Annotated[str, Option(help="The movement of the rows."), _GATHER] = "auto"
-    comm_sms: Annotated[
-        str | None, _option(_numbers, "N,…", _SMS), KERNELS, Unless(_without_gpu)
-    ] = None
+    comm_sms: Annotated[str | None, option(numbers, "N,…", _SMS), KERNELS, Unless(_without_gpu)] = (
+        None
+    )
 
     @property
     def sms(self) -> list[int]:

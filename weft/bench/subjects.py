@@ -18,8 +18,9 @@ from torch import Tensor
 from weft.bench.ablation import STEPS
 from weft.bench.alone import of_all_ranks
 from weft.bench.baselines import products
-from weft.bench.fused import WITHOUT_GATHERED, Subject, View
+from weft.bench.fused import WITHOUT_GATHERED, Subject
 from weft.bench.settings import FusedSettings
+from weft.bench.views import View
 from weft.engines import engine
 from weft.measure.timing import Stopwatch
 from weft.measure.verification import Check, Definition, Problem, Sums

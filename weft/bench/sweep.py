@@ -24,7 +24,8 @@ from weft.bench.baselines import collective, group_of
 from weft.bench.collectives import COLLECTIVES, Data, bandwidths, count_of, weft_collective
 from weft.bench.harness import batches, environment, every_size, poison, singles, verified
 from weft.bench.neighbours import neighbours
-from weft.bench.settings import LIBRARIES, SweepSettings, parse_sizes
+from weft.bench.settings import LIBRARIES, SweepSettings
+from weft.bench.values import parse_sizes
 from weft.measure.timing import Times, largest, per_call, race, session, stopwatch_of
 from weft.measure.verification import Check, sum_over_ranks
 from weft.world import World

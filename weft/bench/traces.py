@@ -9,7 +9,8 @@ from weft.measure.timing import Stopwatch
 from weft.plan.trace import Trace
 
 if TYPE_CHECKING:
-    from weft.bench.fused import Subject, View
+    from weft.bench.fused import Subject
+from weft.bench.views import View
 
 _RUNS = 5  # of a view; its trace is that of the run with the median time
 

@@ -15,16 +15,8 @@ from rich.console import Console
 import weft.predict as predict
 from weft.bench import tables
 from weft.bench.conditions import Unless
-from weft.bench.settings import (
-    FUSED,
-    Dtype,
-    EmulatedGbps,
-    EmulatedLatency,
-    Json,
-    Shape,
-    Threads,
-    product,
-)
+from weft.bench.settings import FUSED, Dtype, EmulatedGbps, EmulatedLatency, Json, Threads
+from weft.bench.values import Shape, product
 from weft.cli import options
 from weft.cli.options import refuse
 from weft.predict import machine, tuned

@@ -14,19 +14,8 @@ import typer
 from rich.console import Console
 
 from weft.bench.conditions import Also, Unless
-from weft.bench.settings import (
-    FUSED,
-    SHAPE,
-    Dtype,
-    EmulatedGbps,
-    EmulatedLatency,
-    Json,
-    Plot,
-    Shape,
-    Trace,
-    parse_sizes,
-    product,
-)
+from weft.bench.settings import FUSED, Dtype, EmulatedGbps, EmulatedLatency, Json, Plot, Trace
+from weft.bench.values import SHAPE, Shape, parse_sizes, product
 from weft.cli import options
 from weft.cli.options import refuse
 from weft.predict import COLLECTIVES, answers, candidates, trace, workload

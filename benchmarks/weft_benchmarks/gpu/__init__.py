@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.bench import harness
-from weft.bench.fused import Views
+from weft.bench.views import Views
 from weft.measure.verification import Check
 
 

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from weft.bench import sweep, tables
 from weft.bench.collectives import bandwidths
-from weft.bench.settings import AllGather, parse_sizes
+from weft.bench.settings import AllGather
+from weft.bench.values import parse_sizes
 from weft.measure.timing import per_call
 from weft.ops.all_gather import all_gather
 from weft.ops.barrier import barrier

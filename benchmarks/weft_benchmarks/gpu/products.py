@@ -13,9 +13,9 @@ import torch
 from rich.console import Console
 
 from weft.bench import tables
-from weft.bench.fused import View, Views
 from weft.bench.harness import options_of, times_ms, utc
 from weft.bench.settings import AllGatherMatmul
+from weft.bench.views import View, Views
 from weft.engines import engine
 from weft.kernels.methods import on_device
 from weft.kernels.products import multiply

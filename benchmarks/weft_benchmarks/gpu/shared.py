@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.bench.fused import View, Views
+from weft.bench.views import View, Views
 from weft.kernels.methods import on_device
 from weft.kernels.products import multiply
 from weft.measure.timing import summarize

@@ -1,0 +1,84 @@
+"""The views of a benchmark, calls on the same inputs: their verification and their race."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Protocol, TypeVar
+
+from torch import Tensor
+
+from weft.bench.harness import poison, progress, verified, worst
+from weft.measure.timing import Statistics, Stopwatch
+from weft.measure.verification import Check
+from weft.world import World
+
+Times = TypeVar("Times")
+
+
+class Rounds(Protocol):
+    """Settings that have the numbers of rounds of a benchmark."""
+
+    @property
+    def warmup(self) -> int: ...
+    @property
+    def iterations(self) -> int: ...
+
+
+class View(NamedTuple):
+    """A measured call that all ranks make, the tensors that it writes, a check of the tensors for a
+    run, and the context in which it is called.
+    """
+
+    call: Callable[[], object]
+    outputs: tuple[Tensor, ...]
+    check: Callable[[int], Check]
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+class Views(ABC):
+    """The views that one rank measures, by name, all on the same inputs."""
+
+    views: dict[str, View]
+
+    @abstractmethod
+    def renew(self, run: int) -> None:
+        """Fill the inputs with the data of this run."""
+
+
+def verify(
+    subject: Views, world: World, race: Callable[[], Times]
+) -> tuple[Times, dict[str, Check]]:
+    """The result of `race`, and the worst check of every view on any rank, before and after it.
+
+    Each check is a run on new inputs, into poisoned outputs; ``pipelined`` is the last, so its
+    output remains.
+    """
+
+    def check(name: str, run: int) -> Check:
+        view = subject.views[name]
+        subject.renew(run)
+        poison(*view.outputs)
+        with view.around():
+            view.call()
+        return worst(world, view.check(run))
+
+    names = sorted(subject.views, key="pipelined".__eq__)
+    times, checks = verified(names, check, race)
+    return times, dict(zip(names, checks, strict=True))
+
+
+def interleave(subject: Views, stopwatch: Stopwatch, rounds: Rounds) -> dict[str, Statistics]:
+    """The times of all views, measured alternately, with a progress bar on rank 0."""
+    with progress(
+        "measuring", rounds.iterations + max(rounds.warmup, 1) - 1, shown=stopwatch.world.rank == 0
+    ) as advance:
+        calls = {name: view.call for name, view in subject.views.items()}
+        return stopwatch.interleave(
+            calls,
+            rounds.warmup,
+            rounds.iterations,
+            advance,
+            lambda name: subject.views[name].around(),
+        )
