@@ -214,6 +214,13 @@ def test_an_option_without_an_effect_is_refused(command, option, why, monkeypatc
     assert why in said
 
 
+def test_a_kernel_of_a_gpu_is_refused_elsewhere(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    kernel = ["bench", "all-gather", "--algorithm", "kernel"]
+    assert "kernel runs on GPUs: add --device cuda" in invoke(*kernel)[1]
+    assert "torch finds no GPU here" in invoke(*kernel, "--device", "cuda")[1]
+
+
 def test_plans_of_orders_and_links_are_shown():
     plan = ["plan", "show", "all-gather-matmul", "-n", 3, "--algorithm", "push"]
     peer, interleaved, links = (

@@ -94,7 +94,8 @@ def _sweep(settings: SweepSettings) -> None:
             settings, gathers.all_gathers, gathers.print_table, gathers.draw, in_process=True
         )
         return
-    if settings.algorithm in COLLECTIVES[settings.operation].launched:
+    launched = COLLECTIVES[settings.operation].launched
+    if settings.device == "cpu" and settings.algorithm in launched:
         refuse("--algorithm", f"{settings.algorithm} runs on GPUs: add --device cuda")
     if settings.op == "avg" and not settings.dtype.startswith(("float", "bfloat")):
         refuse("--op", f"avg needs a floating dtype; got {settings.dtype}: use --dtype float32")
