@@ -33,19 +33,21 @@ fi
 
 tree=$(mktemp -d)
 trap 'rm -rf "$tree"' EXIT
-step build 60 "$python" -m pip install --no-index --no-deps --no-build-isolation --target "$tree" .
+step build 55 "$python" -m pip install --no-index --no-deps --no-build-isolation --target "$tree" .
 export PYTHONPATH=$tree:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH} WEFT_CACHE=$tree/cache TRITON_CACHE_DIR=$tree/triton
 export PYTHONSAFEPATH=1  # the weft that was built, not the sources here
 export CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER
 weft=("$python" -m weft)
 
-step tests 100 "$python" -m pytest -q tests/engines/test_gpu.py -p no:cacheprovider
-step from-host 50 "${weft[@]}" bench all-gather-matmul --peers host --shape 8192x8192x8192 --dtype float16 --ranks 2 \
+step tests 90 "$python" -m pytest -q tests/engines/test_gpu.py -p no:cacheprovider
+step from-host 45 "${weft[@]}" bench all-gather-matmul --peers host --shape 8192x8192x8192 --dtype float16 --ranks 2 \
   --json "$out/from-host.json" --plot "$out/from-host.png"
-step all-gather 120 "${weft[@]}" bench all-gather --device cuda --ranks 2 --sizes 1M,16M,64M,256M --comm-sms 4,8,16,32,64 \
+step all-gather 80 "${weft[@]}" bench all-gather --device cuda --ranks 2 --sizes 1M,16M,64M,256M --comm-sms 4,8,16,32,64 \
   --json "$out/all-gather.json" --plot "$out/all-gather.png"
 step processes 60 "${weft[@]}" bench all-gather-matmul --device cuda --ranks 2 --shape 8192x8192x8192 --dtype bfloat16 \
   --baseline torch --iterations 10 --json "$out/processes.json"
-step products 130 "$python" benchmarks/gpu/products.py "$out"
+step p2p 35 "${weft[@]}" bench p2p --device cuda --ranks 2 --sizes 4K:64M:16 --comm-sms 4,16,32 --iterations 5 --warmup 1 \
+  --json "$out/p2p.json" --plot "$out/p2p.png"
+step products 110 "$python" benchmarks/gpu/products.py "$out"
 "$python" benchmarks/gpu/summary.py "$out" | tee "$out/summary.md"
 exit $failed

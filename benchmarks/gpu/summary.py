@@ -13,15 +13,11 @@ def load(folder: Path, name: str) -> dict[str, Any] | None:
 
 def main(folder: Path) -> None:
     print("# GPU check\n")
-    host, gathers, products = (
-        load(folder, name) for name in ("from-host", "all-gather", "products")
-    )
-    for missing in [
-        name
-        for name, found in (("from-host", host), ("all-gather", gathers), ("products", products))
-        if not found
-    ]:
-        print(f"- {missing}: no result; see {missing}.log")
+    names = "from-host", "all-gather", "p2p", "products"
+    host, gathers, copies, products = found = [load(folder, name) for name in names]
+    for name, result in zip(names, found, strict=True):
+        if not result:
+            print(f"- {name}: no result; see {name}.log")
     if host:
         times = ", ".join(f"{name} {time['median']:.3f}" for name, time in host["times_ms"].items())
         print(
@@ -35,16 +31,16 @@ def main(folder: Path) -> None:
         times = processes["times_ms"] | processes["baselines_ms"]
         print("\nTwo processes on one GPU, 8192 x 8192 x 8192: ", end="")
         print(", ".join(f"{name} {time['median']:.3f} ms" for name, time in times.items()))
-    if gathers:
+    for result in filter(None, (gathers, copies)):
         print(
-            "\n| bytes gathered | implementation | SMs | us | GB/s | wrong "
-            "|\n|---|---|---|---|---|---|"
+            "\n| bytes | operation | implementation | SMs | us | GB/s | wrong "
+            "|\n|---|---|---|---|---|---|---|"
         )
-        for row in gathers["rows"]:
-            label = f"{row['size_bytes']} | {row['implementation']} | {row['comm_sms'] or '-'}"
+        for row in result["rows"]:
+            labels = row["size_bytes"], row["operation"], row["implementation"]
             print(
-                f"| {label} | {row['time_us']['median']:.1f} | {row['algbw_gbps']:.1f} | "
-                f"{row['wrong']} |"
+                f"| {' | '.join(map(str, labels))} | {row['comm_sms'] or '-'} | "
+                f"{row['time_us']['median']:.1f} | {row['algbw_gbps']:.1f} | {row['wrong']} |"
             )
     if products:
         rates = products.get("products")

@@ -28,6 +28,7 @@ def p2p(settings: CopySettings) -> None:
     from weft_benchmarks import p2p
 
     _check_copies(settings)
+    settings = options.placed(settings)
     options.run_benchmark(
         settings, p2p.measure, p2p.print_tables, p2p.draw, alone=options.SINGLE_RANK
     )
@@ -35,17 +36,17 @@ def p2p(settings: CopySettings) -> None:
 
 def _check_copies(settings: CopySettings) -> None:
     """End with exit status 2 if these settings cannot be measured."""
-    if len(parse_sizes(settings.tile)) > 1:
+    if settings.engine in ("reference", "triton"):
+        why = f"one-sided calls have no plan and no product for the engine {settings.engine}"
+        refuse("--engine", f"{why}: use streams, or on a CPU host or interpreter")
+    if settings.tile and len(parse_sizes(settings.tile)) > 1:
         refuse("--tile", f"expected one size; got {settings.tile!r}")
     itemsize = int("".join(filter(str.isdecimal, settings.dtype))) // 8
     for option, text in (("--sizes", settings.sizes), ("--tile", settings.tile)):
-        for size in parse_sizes(text):
+        for size in parse_sizes(text) if text else ():
             if size % itemsize:
-                refuse(
-                    option,
-                    f"{size} bytes are no whole number of elements of {settings.dtype}: use "
-                    f"multiples of {itemsize}, or --dtype int8",
-                )
+                why = f"{size} bytes are no whole number of elements of {settings.dtype}"
+                refuse(option, f"{why}: use multiples of {itemsize}, or --dtype int8")
 
 
 def serving(settings: ServingSettings) -> None:

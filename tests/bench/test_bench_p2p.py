@@ -8,9 +8,12 @@ import json
 from pathlib import Path
 
 import pytest
-from support.ranks import on_ranks
+import torch
+from support.ranks import on_ranks, stream_world
 from typer.testing import CliRunner
-from weft_benchmarks.p2p import Buffers, draw
+from weft_benchmarks.copies import HostCopies
+from weft_benchmarks.gpu.copies import StreamCopies
+from weft_benchmarks.p2p import draw
 from weft_benchmarks.settings import CopySettings
 
 from weft.cli import app
@@ -68,7 +71,7 @@ def wrong_copies(world):
     found = []
     for dtype, size in (("float32", 4096), ("bfloat16", 1000), ("int8", 77)):
         settings = CopySettings(sizes=str(size), dtype=dtype, tile="256")
-        bench = Buffers(settings, world)
+        bench = HostCopies(settings, world)
         count = size // bench.dtype.itemsize
         for contender in bench.contenders(size):
             assert contender.target.dtype == bench.dtype
@@ -82,6 +85,57 @@ def wrong_copies(world):
 def test_a_copy_that_does_nothing_is_wrong_in_every_element():
     for found in on_ranks(wrong_copies, 2):
         assert found == [(0, True)] * 3 * len(NAMES)
+
+
+STREAMED = ["copy engine", "copy engine (async)"]
+
+
+def wrong_on_streams(world):
+    bench = StreamCopies(CopySettings(sizes="1000", dtype="bfloat16"), world)
+    found = []
+    for contender in bench.contenders(1000):
+        right = bench.verify(contender, 0)
+        nothing = bench.verify(contender._replace(call=lambda: None), 0)
+        found.append((contender.implementation, right.wrong, nothing.wrong))
+    return found
+
+
+@pytest.mark.data
+def test_copies_on_streams_that_do_nothing_are_wrong():
+    for found in on_ranks(wrong_on_streams, 2, context=stream_world):
+        assert found == [(name, 0, 500) for name in (*STREAMED, *STREAMED, "torch.copy_")]
+
+
+@pytest.mark.data
+def test_the_kernel_and_the_copy_engine_are_compared_by_the_interpreter(tmp_path):
+    pytest.importorskip("triton", "3.6")
+    saved, picture = tmp_path / "p2p.json", tmp_path / "p2p.svg"
+    sizes = ["--sizes", "1K", "--dtype", "bfloat16", "--iterations", "1", "--warmup", "0"]
+    files = ["--json", str(saved), "--plot", str(picture)]
+    options = ["--engine", "interpreter", "--comm-sms", "1,3", *sizes, *files]
+    done = CliRunner().invoke(app, ["bench", "p2p", *options])
+    assert done.exit_code == 0, done.output
+    result = json.loads(saved.read_text())
+    way = [*((name, None) for name in STREAMED), ("kernel", 1), ("kernel", 3)]
+    expected = [(operation, *each) for operation in ("put", "get") for each in way]
+    assert [
+        (row["operation"], row["implementation"], row["comm_sms"]) for row in result["rows"]
+    ] == [
+        *expected,
+        ("local", "torch.copy_", None),
+    ]
+    assert result["verified"]
+    assert "get 3 SMs" in done.stdout
+    assert "The engine interpreter checks results" in done.stdout
+    assert "kernel, 3 SMs" in picture.read_text()
+    assert CliRunner().invoke(app, ["show", str(saved)]).output == done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_refused():
+    done = CliRunner().invoke(app, ["bench", "p2p", "--device", "cuda", "--comm-sms", "4"])
+    assert done.exit_code == 2
+    assert "torch finds no GPU here" in done.output
 
 
 def test_results_of_earlier_versions_are_shown():
@@ -100,6 +154,12 @@ def test_invalid_options_are_refused():
         (["--sizes", "4K,6"], "6 bytes are no whole number of elements of float32"),
         (["--tile", "7", "--dtype", "bfloat16"], "multiples of 2, or --dtype int8"),
         (["--tile", "1K:4K"], "expected one size"),
+        (["--tile", "4K", "--device", "cuda"], "measured on the cores of a CPU"),
+        (["--comm-sms", "4"], "use --device cuda, or --engine interpreter"),
+        (["--comm-sms", "4", "--engine", "streams"], "use --device cuda, or --engine interpreter"),
+        (["--comm-sms", "0", "--device", "cuda"], "expected positive numbers"),
+        (["--engine", "reference"], "one-sided calls have no plan"),
+        (["--engine", "triton", "--device", "cuda"], "no product for the engine triton"),
     ]:
         outcome = runner.invoke(app, ["bench", "p2p", *options])
         assert outcome.exit_code == 2

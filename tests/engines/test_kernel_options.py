@@ -92,7 +92,7 @@ def test_each_rank_needs_its_own_queue(monkeypatch):
     local._check_queues(2)
     with pytest.raises(
         ValueError,
-        match="3 ranks need 9 concurrent streams, and there are 8: use at most 2 ranks",
+        match="3 ranks need 12 concurrent streams, and there are 8: use at most 2 ranks",
     ):
         local._check_queues(3)
 

@@ -19,7 +19,7 @@ from weft.bench.values import (
     SHAPE,
     Shape,
     gbps,
-    numbers,
+    of_numbers,
     of_sizes,
     option,
     positive,
@@ -298,9 +298,7 @@ class AllGather(SweepSettings):
 
     operation: str = "all_gather"
     algorithm: Annotated[str, Option(help="The movement of the rows."), _GATHER] = "auto"
-    comm_sms: Annotated[str | None, option(numbers, "N,…", _SMS), KERNELS, Unless(_without_gpu)] = (
-        None
-    )
+    comm_sms: Annotated[str | None, of_numbers(_SMS), KERNELS, Unless(_without_gpu)] = None
 
     @property
     def sms(self) -> list[int]:

@@ -113,3 +113,8 @@ def product(text: str) -> Any:
 def of_sizes(text: str, metavar: str = "FIRST:LAST:FACTOR,…") -> Any:
     """An option that takes sizes in bytes."""
     return option(parse_sizes, metavar, text)
+
+
+def of_numbers(text: str, metavar: str = "N,…") -> Any:
+    """An option that takes positive numbers."""
+    return option(numbers, metavar, text)

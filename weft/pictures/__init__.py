@@ -12,9 +12,10 @@ from matplotlib.figure import Figure
 COLOURS = {
     name: colour
     for colour, names in {
-        "#3566a8": ("matmul", "compute", "weft", "weft.nn", "triton"),
+        "#3566a8": ("matmul", "compute", "weft", "weft.nn", "triton", "kernel"),
         "#8fb0da": ("weft (plain)", "weft (staged)", "compute in chunks"),
         "#e8963c": ("copy", "communicate", "weft (async)", "one process", "openmpi", "gluon"),
+        "#f0b77e": ("copy engine (async)",),
         "#5a9e6f": ("reduce", "pipelined", "overlapped", "intel-mpi", "copy engine"),
         "#a8cdb3": ("copy engine, processes",),
         "#b0574a": ("mpich", "torch, processes"),

@@ -29,7 +29,7 @@ from weft.world.rendezvous import RankInfo, host_identity
 from weft.world.world import World, default_here
 
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-_STREAMS = 3  # of a rank on a GPU: two lanes, and the caller's
+_STREAMS = 4  # of a rank on a GPU: two lanes, the caller's, and that of one-sided transfers
 
 
 class LocalWorld:

@@ -49,6 +49,8 @@ def dimensions(dst: Tensor, src: Tensor) -> list[Dimension]:
     """The dimensions of a copy, outermost first; those that are contiguous in both tensors are
     merged.
     """
+    if dst.is_contiguous() and src.is_contiguous():
+        return [Dimension(dst.numel(), 1, 1)]
     every = map(Dimension, dst.shape, dst.stride(), src.stride())
     found: list[Dimension] = []
     for inner in sorted((d for d in every if d.size > 1), key=lambda d: d[1:], reverse=True):
@@ -101,7 +103,7 @@ class OneSided:
                 "a copy engine copies contiguous tensors; got the strides "
                 f'{dst.stride()} of dst and {src.stride()} of src: use algorithm="auto" or "kernel"'
             )
-        if _overlap(dst, src):
+        if _overlap(dst, src, dims):
             return lambda: self.copy(dst, src.clone(), algorithm, comm_sms)()
         if algorithm == "kernel" and dst.numel():
             return self._kernel_copy(dst, src, dims, comm_sms)
@@ -255,16 +257,14 @@ def _signed(value: int) -> int:
     return value if value < 1 << 63 else value - (LARGEST + 1)
 
 
-def _overlap(dst: Tensor, src: Tensor) -> bool:
+def _overlap(dst: Tensor, src: Tensor, dims: Sequence[Dimension]) -> bool:
     """Whether the tensors may have bytes in common, but are not one and the same."""
-    if (dst.data_ptr(), dst.stride()) == (src.data_ptr(), src.stride()):
+    to, at = dst.data_ptr(), src.data_ptr()
+    if to == at and all(d.dst == d.src for d in dims):
         return False
-    (one, one_end), (other, other_end) = _span(dst), _span(src)
-    return max(one, other) < min(one_end, other_end)
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first byte and of the byte after its last one."""
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = tensor.data_ptr()
-    return begin, begin + (last + 1) * tensor.itemsize
+    to_span, at_span = (
+        (1 + sum((d.size - 1) * stride for d, stride in zip(dims, strides, strict=True)))
+        * dst.itemsize
+        for strides in ([d.dst for d in dims], [d.src for d in dims])
+    )
+    return to < at + at_span and at < to + to_span
