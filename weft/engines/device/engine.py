@@ -88,7 +88,7 @@ class DeviceEngine(Engine):
     @property
     def one_sided(self) -> OneSided:
         if self._one_sided is None:
-            self._one_sided = OneSided(self.world)
+            self._one_sided = OneSided(self.world, self.timed_out)
         return self._one_sided
 
     def finish_transfers(self) -> None:
@@ -157,9 +157,12 @@ class DeviceEngine(Engine):
             raise world.fail(timeout)
 
     def timed_out(self) -> PeerTimeout | None:
-        """The error of a kernel's wait that timed out, which the kernel has recorded."""
+        """The error of a kernel's wait that timed out, which the kernel has recorded: of a plan, or
+        of a one-sided call.
+        """
         try:
-            self.counters.check(self.describe_counter)
+            if self._counters is not None:
+                self._counters.check(self.describe_counter)
         except PeerTimeout as error:
             return error
         return self.one_sided.timed_out()

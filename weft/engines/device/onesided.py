@@ -70,10 +70,13 @@ class _Used(NamedTuple):
 
 
 class OneSided:
-    """The one-sided calls of one rank of a world, whose tensors are on the world's device."""
+    """The one-sided calls of one rank of a world, whose tensors are on the world's device.
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    `any_timed_out` returns the error of a wait of any kind that timed out, of a plan too.
+    """
+
+    def __init__(self, world: World, any_timed_out: Callable[[], PeerTimeout | None]) -> None:
+        self.world, self.any_timed_out = world, any_timed_out
         self._lane: Lane | None = None
         self.last: Completion | None = None  # of the asynchronous copies, which end in order
         self.signals: dict[DeviceSignals, _Used] = {}  # in the order of their first use
@@ -203,11 +206,11 @@ class OneSided:
         self.world.check()
         if self.world.mesh.failure()[0]:
             raise self.world.failure("to make its next call")
-        if (timeout := self.timed_out()) is not None:
+        if (timeout := self.any_timed_out()) is not None:
             raise self.world.fail(timeout)
 
     def timed_out(self) -> PeerTimeout | None:
-        """The error of the first wait that timed out, which its kernel has recorded."""
+        """The error of the first one-sided wait that timed out, which its kernel has recorded."""
         if not self.world.runs_kernels or not (number := int(self.timeout_record[0])):
             return None
         from weft.engines.device.kernels.signals import COMPARISONS
