@@ -173,7 +173,6 @@ REFUSED = [
     (f"{AGM} --engine reference --trace x.json", "--trace", "no lanes over time"),
     (f"{AGM} --engine streams --link-gbps 10", "--link-gbps", "does not emulate links"),
     (f"{AGM} --engine streams --algorithm push --comm-threads 2", "--comm-threads", "has no"),
-    ("bench p2p --device cuda", "--device", "No such option"),
     ("bench serving --engine reference", "--engine", "No such option"),
     ("bench overlap --engine streams --link-gbps 10", "--link-gbps", "does not emulate links"),
     ("bench all-gather --op max", "--op", "No such option"),
