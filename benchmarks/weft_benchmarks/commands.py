@@ -10,7 +10,7 @@ from weft.bench.settings import LIBRARIES
 from weft.bench.values import parse_sizes
 from weft.cli import options
 from weft.cli.options import refuse
-from weft_benchmarks.settings import CopySettings, OverlapSettings, ServingSettings
+from weft_benchmarks.settings import WAYS, CopySettings, OverlapSettings, ServingSettings
 
 
 def overlap(settings: OverlapSettings) -> None:
@@ -20,8 +20,25 @@ def overlap(settings: OverlapSettings) -> None:
     if len(parse_sizes(settings.size)) > 1:
         refuse("--size", f"expected one size; got {settings.size!r}")
     options.check_baselines(settings, LIBRARIES)
+    _check_gathers(settings)
     settings = options.placed(settings)
     options.run_benchmark(settings, overlap.measure, overlap.print_tables, plots.draw_times)
+
+
+def _check_gathers(settings: OverlapSettings) -> None:
+    """End with exit status 2 if this device has no such way to gather."""
+    on_gpu = settings.device == "cuda"
+    for way in settings.gathers:
+        if way not in WAYS:
+            refuse("--gather", f"there is no way {way!r}: use {', '.join(WAYS)}")
+        if way == "kernel" and not on_gpu and settings.engine != "interpreter":
+            instead = "use --device cuda, or --engine interpreter"
+            refuse("--gather", f"a kernel runs on a GPU, or in an interpreter: {instead}")
+        if way in ("multicast", "nccl-zero-cta"):
+            if not on_gpu:
+                refuse("--gather", f"{way} needs NVIDIA's GPUs: use --device cuda")
+            if settings.plain_out:
+                refuse("--plain-out", f"{way} gathers into memory of its own: omit one of them")
 
 
 def p2p(settings: CopySettings) -> None:

@@ -6,7 +6,7 @@ local product. The baseline is the same with gloo and ``torch.mm``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.text import Text
+from torch import Tensor
 
 from weft.bench import collectives, tables
 from weft.bench.baselines import collective, group_of
@@ -26,68 +27,77 @@ from weft.bench.views import View, Views, interleave, verify
 from weft.kernels.methods import on_device
 from weft.kernels.packed import pack
 from weft.kernels.products import multiply
-from weft.measure.timing import Stopwatch, session, stopwatch_of
+from weft.kernels.weights import Weight
+from weft.measure.timing import Statistics, Stopwatch, session, stopwatch_of
 from weft.measure.verification import Check, Problem
-from weft.ops.all_gather import all_gather, all_gather_async
 from weft.predict import figures
 from weft.world import World
+from weft_benchmarks.gather_ways import Way, ways
 from weft_benchmarks.settings import OverlapSettings
+
+_VIEWS = "compute", "communicate", "sequential", "overlapped"
 
 
 class Overlap(Views):
-    """One rank's tensors, and the views on them by name; the gathered tensor is in symmetric memory
-    and the weight is packed.
+    """One rank's tensors, and the views on them by name.
+
+    On a CPU the weight is packed. Of several ways to gather the first has the plain names.
     """
 
     def __init__(self, settings: OverlapSettings, world: World) -> None:
         dtype = getattr(torch, settings.dtype)
         m, k, n = settings.shape
         device, on_gpu = world.device, world.device.type == "cuda"
+        self.world = world
         self.problem = Problem(
             m, k, n, dtype, dtype, seed=settings.seed, rank=world.rank, device=device
         )
         self.x, self.out = (torch.empty(m, c, dtype=dtype, device=device) for c in (k, n))
         weight = self.problem.weight
-        self.weight = weight if on_gpu else pack(weight)
+        self.weight: Weight = weight if on_gpu else pack(weight)
         sweep = SweepSettings("all_gather", dtype=settings.dtype, seed=settings.seed)
         count = collectives.count_of(parse_sizes(settings.size)[0], sweep, world.ranks)
         self.data = collectives.Data(world, sweep, count)
-        self.a, self.gathered = (
-            world.empty(count, dtype=dtype),
-            world.empty(count * world.ranks, dtype=dtype),
-        )
+        self.a = world.empty(count, dtype=dtype)
         multiplied = partial(on_device, bias=None) if on_gpu else multiply
         product = partial(multiplied, self.x, self.weight, self.out)
-        gather = partial(all_gather, self.a, out=self.gathered, world=world)
-        begin = partial(all_gather_async, self.a, out=self.gathered, world=world)
         self.check_product = partial(self.problem.check_product, self.out)
-        self.views = {
-            "compute": View(product, (self.out,), self.check_product),
-            "communicate": View(gather, (self.gathered,), self._check_gathered),
-            "sequential": self._both(partial(_one_by_one, gather, product)),
-            "overlapped": self._both(partial(_concurrently, product, begin)),
-        }
-        mm = partial(torch.mm, self.x, weight, out=self.out)
+        self.ways = ways(settings, world, self.a)
+        self.views = {"compute": View(product, (self.out,), self.check_product)}
+        for way in self.ways:
+            suffix = self.suffix(way)
+            check = partial(self._check_gathered, way.gathered)
+            both = partial(self._both, way.gathered)
+            self.views |= {
+                f"communicate{suffix}": View(way.gather, (way.gathered,), check),
+                f"sequential{suffix}": both(partial(_one_by_one, way.gather, product)),
+                f"overlapped{suffix}": both(partial(_concurrently, product, way.begin)),
+            }
+        mm, first = partial(torch.mm, self.x, weight, out=self.out), self.ways[0].gathered
         for name in settings.baselines:
-            theirs = partial(collective, "all_gather", self.a, self.gathered, group=group_of(name))
-            self.views[f"{name} sequential"] = self._both(partial(_one_by_one, theirs(), mm))
+            theirs = partial(collective, "all_gather", self.a, first, group=group_of(name))
+            self.views[f"{name} sequential"] = self._both(first, partial(_one_by_one, theirs(), mm))
             self.views[f"{name} overlapped"] = self._both(
-                partial(_concurrently, mm, theirs(background=True))
+                first, partial(_concurrently, mm, theirs(background=True))
             )
+
+    def suffix(self, way: Way) -> str:
+        """What the names of a way's views end with."""
+        return "" if way is self.ways[0] else f" ({way.name})"
 
     def renew(self, run: int) -> None:
         self.x.copy_(self.problem.rows(run))
         self.a.copy_(self.data.own(run, len(self.a)))
 
-    def _both(self, call: Callable[[], object]) -> View:
+    def _both(self, gathered: Tensor, call: Callable[[], object]) -> View:
         return View(
             call,
-            (self.out, self.gathered),
-            lambda run: self.check_product(run).plus(self._check_gathered(run).wrong),
+            (self.out, gathered),
+            lambda run: self.check_product(run).plus(self._check_gathered(gathered, run).wrong),
         )
 
-    def _check_gathered(self, run: int) -> Check:
-        return Check(int((self.gathered != self.data.expected(run, len(self.a))).sum()))
+    def _check_gathered(self, gathered: Tensor, run: int) -> Check:
+        return Check(int((gathered != self.data.expected(run, len(self.a))).sum()))
 
 
 def measure(settings: OverlapSettings) -> dict[str, Any]:
@@ -116,15 +126,25 @@ def measure(settings: OverlapSettings) -> dict[str, Any]:
             "neighbours": settings.neighbours,
             "dtype": settings.dtype,
             "algorithm": f"all-gather of {size_name(gathered)} per rank",
+            "gathers": [_figures(overlap, way, times) for way in overlap.ways],
             "link": link_of(world),
             "copies_ms": copies,
             "times_ms": times_ms(own),
             "baselines_ms": times_ms(baselines),
-            **figures.of_overlap(*(time.median for time in own.values())),
+            **figures.of_overlap(*(own[name].median for name in _VIEWS)),
             "wrong": {name: check.wrong for name, check in checks.items()},
             "verified": not any(check.wrong for check in checks.values()),
             **environment(world, settings),
         }
+
+
+def _figures(overlap: Overlap, way: Way, times: Mapping[str, Statistics]) -> dict[str, Any]:
+    """The entry of a result for a way to gather."""
+    suffix = overlap.suffix(way)
+    medians = [times[f"{name}{'' if name == 'compute' else suffix}"].median for name in _VIEWS]
+    symmetric = overlap.world.is_symmetric(way.gathered)
+    about = {"gather": way.name, "comm_sms": way.comm_sms, "symmetric_out": symmetric}
+    return about | figures.of_overlap(*medians)
 
 
 def print_tables(result: dict[str, Any], console: Console) -> None:
@@ -134,7 +154,11 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
         result["machine"],
         f"{Shape(**result['shape'])} {result['dtype']}",
     )
-    where = f", EMULATED LINK of {link['gbps']:g} Gbit/s" if link else ""
+    first = result.get("gathers", [{}])[0]
+    by = f" by {first['gather']}" if first and result["options"]["gather"] else ""
+    out = ", into ordinary memory" if first and not first["symmetric_out"] else ""
+    where = f"{by}{out}"
+    where += f", EMULATED LINK of {link['gbps']:g} Gbit/s" if link else ""
     console.print(
         Text(
             f"overlap: {result['ranks']} ranks, {size} and an {result['algorithm']}{where}"
@@ -150,13 +174,9 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
             *(f"{times[key]:.3f}" for key in tables.TIMES),
         )
     console.print(table)
-    console.print(
-        f"speedup {result['speedup']:.2f}x (sequential / overlapped); "
-        f"{result['overlap_percent']:.0f} % of communicate hidden; "
-        f"limit ratio {result['limit_ratio']:.3f} (overlapped / max(compute, communicate); 1 is "
-        "the limit)",
-        soft_wrap=True,
-    )
+    gathers = result.get("gathers", [])
+    for way in gathers if len(gathers) > 1 else [result]:
+        console.print(_sentence(way), soft_wrap=True)
     if machine["cores"] < 2 * result["ranks"]:
         console.print(
             f"{result['ranks']} ranks that compute have {machine['cores']} cores: copies take "
@@ -179,6 +199,19 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
         ),
         tables.machine(result),
     )
+
+
+def _sentence(way: dict[str, Any]) -> str:
+    """The figures of a way to gather."""
+    figures = (
+        f"speedup {way['speedup']:.2f}x (sequential / overlapped); "
+        f"{way['overlap_percent']:.0f} % of communicate hidden; "
+        f"limit ratio {way['limit_ratio']:.3f} (overlapped / max(compute, communicate); 1 is the "
+        "limit)"
+    )
+    if "gather" not in way:
+        return figures
+    return f"{way['gather']}: {figures}"
 
 
 def _one_by_one(first: Callable[[], object], second: Callable[[], object]) -> None:

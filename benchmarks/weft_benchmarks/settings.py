@@ -24,6 +24,12 @@ from weft.bench.settings import (
 from weft.bench.values import Shape, of_numbers, of_sizes, parse_sizes, product
 
 PRODUCT = Shape(1024, 1024, 1024)
+WAYS = ("copy-engine", "kernel", "multicast", "nccl-zero-cta")
+"""The ways to gather beside a product: on a CPU the first is the comm lane, which copies."""
+
+
+def _without_gathering_kernel(settings: OverlapSettings) -> str:
+    return "" if "kernel" in settings.gathers else "no kernel gathers: add --gather kernel"
 
 
 @dataclass(frozen=True)
@@ -45,8 +51,28 @@ class OverlapSettings(Compared, OnDevice):
     warmup: Warmup = 3
     iterations: Iterations = 20
     seed: Seed = 0
+    gather: Annotated[
+        str | None,
+        typer.Option(metavar="WAY,…", help=f"One or more of {', '.join(WAYS)}; default the first."),
+    ] = None
+    comm_sms: Annotated[
+        str | None,
+        of_numbers("On how many SMs the kernel gathers; default 16."),
+        Unless(_without_gathering_kernel),
+    ] = None
+    plain_out: Annotated[
+        bool, typer.Option("--plain-out", help="Gather into ordinary memory, not symmetric.")
+    ] = False
     baseline: Baseline = None
     link_gbps: Gbps = None
+
+    @property
+    def gathers(self) -> tuple[str, ...]:
+        return tuple((self.gather or WAYS[0]).split(","))
+
+    @property
+    def sms(self) -> list[int]:
+        return [int(number) for number in (self.comm_sms or "16").split(",")]
 
 
 def _on_streams(settings: CopySettings) -> str:

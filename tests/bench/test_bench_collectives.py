@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from support.ranks import on_ranks
 from typer.testing import CliRunner
-from weft_benchmarks import baselines, deepspeed, mpi, overlap
+from weft_benchmarks import baselines, deepspeed, gather_ways, mpi, overlap
 from weft_benchmarks.settings import OverlapSettings
 
 import weft
@@ -425,12 +425,42 @@ def test_overlap_of_a_product_and_an_all_gather(link, tmp_path):
     assert "<svg" in (tmp_path / "overlap.svg").read_text()
 
 
+@pytest.mark.data
+@pytest.mark.parametrize("plain", [[], ["--plain-out"]], ids=["symmetric", "plain"])
+def test_ways_to_gather_beside_a_product(plain):
+    pytest.importorskip("triton", "3.6")
+    small = ["--shape", "16x16x16", "--size", "256", "--warmup", "1", "--iterations", "1"]
+    ways = ["--engine", "interpreter", "--gather", "kernel,copy-engine", "--comm-sms", "1,2"]
+    made = json.loads(bench("overlap", *small, *ways, *plain, "--json", "-").stdout)
+    assert made["verified"]
+    found = [(way["gather"], way["comm_sms"], way["symmetric_out"]) for way in made["gathers"]]
+    names = [("kernel on 1 SM", 1), ("kernel on 2 SMs", 2), ("copy-engine", 0)]
+    assert found == [(*name, not plain) for name in names]
+    assert "overlapped (kernel on 2 SMs)" in made["times_ms"]
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        (["--gather", "kernel"], "or --engine interpreter"),
+        (["--gather", "multicast"], "use --device cuda"),
+        (["--gather", "fast"], "there is no way 'fast'"),
+        (["--comm-sms", "3"], "add --gather kernel"),
+        (["--device", "cuda", "--gather", "multicast", "--plain-out"], "memory of its own"),
+    ],
+)
+def test_ways_that_a_device_lacks_are_refused(options, advice):
+    refused = CliRunner().invoke(app, ["bench", "overlap", *options], terminal_width=500)
+    assert refused.exit_code == 2
+    assert advice in " ".join(refused.output.replace("│", " ").split())
+
+
 def test_an_overlap_that_gathers_nothing_fails(monkeypatch):
     class Idle:
         def wait(self):
             pass
 
-    monkeypatch.setattr(overlap, "all_gather_async", lambda *arguments, **more: Idle())
+    monkeypatch.setattr(gather_ways, "all_gather_async", lambda *arguments, **more: Idle())
     with weft.init() as world:
         _, checks = views.verify(
             overlap.Overlap(

@@ -153,10 +153,12 @@ def placed(settings: Settings) -> Settings:
     import torch
 
     _, ranks = world_size(on.ranks)
-    sharing = ranks > torch.cuda.device_count()
-    if sharing and any(name.startswith("nccl") for name in (on.baseline or "").split(",")):
+    if ranks <= torch.cuda.device_count() or not hasattr(on, "baseline"):
+        return settings
+    if any(name.startswith("nccl") for name in (on.baseline or "").split(",")):
         refuse("--baseline", "nccl needs a GPU for each rank: use --baseline none, or fewer ranks")
-    return replace(on, baseline="none") if sharing and on.baseline is None else settings
+    found: Settings = replace(on, baseline=on.baseline or "none")
+    return found
 
 
 def need_gpu(option: str) -> None:
