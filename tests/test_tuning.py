@@ -60,6 +60,7 @@ EXCEPTIONS = {
     "format: numbers of dtypes, of the kernel's interfaces and of encodings": """
         native/execute/program.hpp: kAnyBlock
         native/execute/program.hpp: kRow
+        weft/engines/device/kernels/clock.py: TICK
         native/execute/deferred_work.hpp: kNone
         native/python/call_cache.hpp: kNone
         native/python/call_cache.hpp: kPrepared

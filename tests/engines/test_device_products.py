@@ -1,6 +1,7 @@
 """Operators of device worlds that multiply by weft's persistent kernel, under Triton's interpreter."""
 
 import contextlib
+import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from support.ranks import on_ranks
 import weft
 from weft.engines.device import engine as device
 from weft.engines.recording import record
+from weft.plan import Compute
+from weft.plan.trace import of_program
 from weft.world import World, current
 
 pytest.importorskip("triton", "3.6")
@@ -117,21 +120,28 @@ def refused() -> None:
 
 
 def recorded() -> None:
-    """Every instruction has a span; instructions of one launch have the same."""
+    """Every instruction has a span; those of one launch are those of its tiles, which each program
+    of the kernel has recorded.
+    """
     world = current()
     with record(world) as recording:
         weft.all_gather_matmul(torch.ones(6, 16), torch.ones(16, 8), algorithm="push", chunk_rows=2)
     ((plan, _, spans),) = recording.executions
     lanes = plan.lanes[world.rank]
-    assert {(lane, at) for lane, at, _, _ in spans} == {
+    assert sorted((lane, at) for lane, at, _, _ in spans if lane in lanes) == sorted(
         (lane, at) for lane in lanes for at in range(len(lanes[lane]))
-    }
-    products = {
-        span[2:]
-        for span in spans
-        if span[0] == "compute" and isinstance(lanes["compute"][span[1]], weft.plan.Compute)
-    }
-    assert len(products) == 1
+    )
+    programs = [span for span in spans if span[0] not in lanes]
+    tiles = [span for span in programs if isinstance(lanes["compute"][span[1]], Compute)]
+    products = [at for at, i in enumerate(lanes["compute"]) if isinstance(i, Compute)]
+    assert sorted(at for _, at, _, _ in tiles) == products, "a tile for each product here"
+    assert {lane for lane, *_ in programs} == {of_program("compute", number) for number in range(3)}
+    for lane in {lane for lane, *_ in programs}:
+        times = [span[2:] for span in programs if span[0] == lane]
+        assert all(0 < start <= stop for start, stop in times)
+        assert all(one[1] <= other[0] for one, other in itertools.pairwise(times))
+    whole = {at: times for lane, at, *times in spans if lane == "compute"}
+    assert all(whole[at] == [start, stop] for _, at, start, stop in tiles)
 
 
 def late() -> None:

@@ -177,6 +177,7 @@ TYPES = {
     "waits": "*i64",
     "notifies": "*i32",
     "tickets": "*i32",
+    "times": "*i64",
     "counters": "*i64",
     "counter_bases": "*i64",
     "base": "*i64",
@@ -185,7 +186,7 @@ TYPES = {
 }
 
 
-def product(target: str, factor: str, out: str, **flags: bool) -> Compiled:
+def product(target: str, factor: str, out: str, **flags: bool | str) -> Compiled:
     """The product kernel with the sizes of its users, for factors and results of these dtypes."""
     nvidia, dtypes = (
         target.startswith("sm"),
@@ -208,6 +209,7 @@ def product(target: str, factor: str, out: str, **flags: bool) -> Compiled:
     constants = {
         "K": 4096,
         "SOURCES": 2,
+        "TRACE": "",
         "BLOCK_M": m,
         "BLOCK_N": n,
         "BLOCK_K": k,
@@ -239,6 +241,17 @@ def test_products_are_put(target: str, products: str) -> None:
     multiplies(made, target, 24 if (target, products) == ("sm_100", "fp32") else 0)
     # from the last store of a tile to the notify of the peer
     assert_in_order(NVIDIA.notify[:4] if target.startswith("sm") else AMD.notify[:6], made.assembly)
+
+
+def test_a_traced_product_reads_the_clock_of_the_gpu(target: str) -> None:
+    """Three times for each tile; without a trace it does not."""
+    clock, name = (
+        ("%globaltimer", "nvidia") if target.startswith("sm") else ("s_memrealtime", "amd")
+    )
+    assert clock not in product(target, "fp16", "fp16").assembly
+    made = product(target, "fp16", "fp16", TRACE=name)
+    multiplies(made, target)
+    assert made.assembly.count(clock) == 3 * 2, "of tiles of each source"
 
 
 def test_products_of_float32(target: str) -> None:

@@ -13,7 +13,7 @@ import weft
 from weft.engines.recording import record
 from weft.pictures.timeline import draw
 from weft.plan.binding import bind
-from weft.plan.trace import KINDS, Span, Trace, to_perfetto
+from weft.plan.trace import KINDS, Span, Trace, lane_of, of_program, to_perfetto
 
 
 def made_trace():
@@ -60,6 +60,19 @@ def test_perfetto_structure():
         event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"
     }
     assert processes[1] == "made up: rank 1"
+
+
+def test_programs_of_a_kernel_have_lanes_of_their_own_but_in_timelines(tmp_path):
+    lane = of_program("compute", 7)
+    tile = Span(0, lane, "matmul", "matmul a -> out", 0, 1500, 2500)
+    trace = Trace("traced", (*made_trace().spans, tile))
+    assert trace.without_programs() == Trace("traced", made_trace().spans)
+    assert lane_of(lane) == lane_of("compute") == "compute"
+    events = to_perfetto(trace)["traceEvents"]
+    threads = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    assert threads == ["compute", "compute, program 007", "comm", "compute"]
+    draw([trace], tmp_path / "timeline.svg", "a title")
+    assert "program" not in (tmp_path / "timeline.svg").read_text()
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

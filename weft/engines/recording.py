@@ -19,7 +19,7 @@ import weft._native as _native
 from weft.engines.engine import Timed
 from weft.plan import Plan
 from weft.plan.binding import bind
-from weft.plan.trace import Span, Trace
+from weft.plan.trace import Span, Trace, lane_of
 from weft.world import World, wire
 
 _ROUNDS = 20  # questions for the time per host
@@ -70,10 +70,11 @@ class Recording:
     def _spans(self) -> Iterator[Span]:
         for plan, sizes, spans in self.executions:
             bound = bind(plan, sizes)
-            for lane, index, start, stop in spans:
-                yield Span.of(
-                    self.world.rank, lane, bound.lanes[self.world.rank][lane][index], start, stop
-                )
+            for name, index, start, stop in spans:
+                lane = lane_of(name)
+                instruction = bound.lanes[self.world.rank][lane][index]
+                span = Span.of(self.world.rank, name, instruction, start, stop)
+                yield span if name == lane else span._replace(rows=0)  # a part of the instruction
 
 
 def clock_offsets(

@@ -22,6 +22,7 @@ def draw(traces: Sequence[Trace], path: Path, title: str) -> None:
     """Draw `traces` one below the other, each from its own start, as PNG or SVG by the suffix of
     `path`.
     """
+    traces = [trace.without_programs() for trace in traces]
     lanes = [len(trace.lanes) for trace in traces]
     with picture(path, 11, 0.36 * sum(lanes) + 0.75 * len(traces) + 1.1, title) as figure:
         panels = figure.subplots(len(traces), 1, sharex=True, squeeze=False, height_ratios=lanes)[

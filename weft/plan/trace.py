@@ -16,6 +16,21 @@ KINDS = ("copy", "reduce", "wait", "notify")
 """The kinds of spans, next to the names of kernels: the kind of a Compute is its kernel."""
 
 
+_PROGRAM = ", program "
+
+
+def of_program(lane: str, number: int) -> str:
+    """The lane in which a trace shows one program of a kernel that executes instructions of `lane`:
+    each of its tiles as a part of the instruction.
+    """
+    return f"{lane}{_PROGRAM}{number:03}"
+
+
+def lane_of(name: str) -> str:
+    """The lane of the plan whose instructions a lane of a trace shows."""
+    return name.partition(_PROGRAM)[0]
+
+
 class Span(NamedTuple):
     """The execution of one instruction.
 
@@ -63,8 +78,12 @@ class Trace:
         """``(rank, lane)`` of all lanes, rank by rank, ``compute`` first."""
         return sorted(
             {(span.rank, span.lane) for span in self.spans},
-            key=lambda lane: (lane[0], lane[1] != "compute", lane[1]),
+            key=lambda lane: (lane[0], lane_of(lane[1]) != "compute", lane[1]),
         )
+
+    def without_programs(self) -> Trace:
+        """The trace with the lanes of plans only."""
+        return Trace(self.title, tuple(s for s in self.spans if s.lane == lane_of(s.lane)))
 
     def hidden_copies(self) -> float | None:
         """The part (0 to 1) of the time ranks spend copying in which the same rank computes too;

@@ -14,6 +14,7 @@ import contextlib
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial, reduce
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,7 @@ from weft.world.device_memory import drain
 
 if TYPE_CHECKING:
     from weft.engines.device.gathers import GatherLaunch
+    from weft.engines.device.kernel_trace import KernelTrace
     from weft.engines.device.kernels.sum_in_rank_order import Sum
     from weft.engines.device.products import Launch as ProductLaunch
 
@@ -272,14 +274,15 @@ class DeviceProgram(FixedProgram):
         engine.begin()
         seconds = world.timeout if timeout is None else timeout
         operands, spans = Operands(tensors, weights, bias or {}, seconds), list[Span]()
-        launched = self._launched(operands)
+        traces = self._kernel_traces() if world.recorder else {}
+        launched = self._launched(operands, traces)
         self._begin(seconds)
         with world.fail_on_error, in_range(self.plan.operator):
             completions = []
             # Transfers first: to enqueue them is fast, and they then overlap with the compute lane.
             for name, kernels in (("comm", {}), ("compute", launched)):
                 if self.parts[name]:
-                    steps = self._steps(name, operands, spans, kernels)
+                    steps = self._steps(name, operands, spans, kernels, traces)
                     completions.append(engine.lanes[name].start(partial(self._guarded, steps)))
             self._join(completions)
             engine.counters.advance(self.promised)
@@ -288,21 +291,45 @@ class DeviceProgram(FixedProgram):
             engine.check()
         self._record(spans)
 
-    def _launched(self, operands: Operands) -> dict[range, Step]:
-        """Steps for the parts that kernels execute. Operands are checked before rows are sent, and
-        kernels are loaded before any kernel waits.
+    def _kernel_traces(self) -> Mapping[range, Sequence[KernelTrace]]:
+        """The launches of product kernels, to be traced, by the part of the lane they execute: none
+        if ranks share a GPU, since they load kernels together, but may record alone.
         """
-        launched = {
-            part: [launch.step(operands) for launch in launches]
+        if self.world.device.type == "cuda" and self.world.ranks_per_device > 1:
+            return {}
+        from weft.engines.device.kernel_trace import KernelTrace
+        from weft.engines.device.products import Launch as ProductLaunch
+
+        found = {
+            part: [
+                KernelTrace(launch, self.lanes[0], self.world.device)
+                for launch in launches
+                if isinstance(launch, ProductLaunch)
+            ]
             for part, launches in self.launches.items()
         }
+        return {part: traces for part, traces in found.items() if traces}
+
+    def _launched(
+        self,
+        operands: Operands,
+        traces: Mapping[range, Sequence[KernelTrace]] = MappingProxyType({}),
+    ) -> dict[range, Step]:
+        """Steps for the parts that kernels execute, by `traces` if there are any. Operands are
+        checked before rows are sent, and kernels are loaded before any kernel waits.
+        """
+        every = {**self.launches, **traces}
+        launched = {
+            part: [launch.step(operands) for launch in launches] for part, launches in every.items()
+        }
+        call = f"{self.call}, traced" if traces else self.call
         # a rank without rows of its own launches nothing, but takes part
         loads = launched or self.plan.launch is not None
-        if loads and self.world.device.type == "cuda" and self.call not in self.engine.loaded:
+        if loads and self.world.device.type == "cuda" and call not in self.engine.loaded:
             from weft.engines.device.kernels.symmetric import LOADING
 
             with LOADING:
-                for launches in self.launches.values():
+                for launches in every.values():
                     for launch in launches:
                         launch.step(operands, idle=True)()
                 for instruction in self.lanes[0]:
@@ -312,8 +339,8 @@ class DeviceProgram(FixedProgram):
                         )
                 drain(self.world.device)
             if self.world.ranks_per_device > 1:
-                self.engine.agree(self.call)
-            self.engine.loaded.add(self.call)
+                self.engine.agree(call)
+            self.engine.loaded.add(call)
         return {part: partial(_all, steps) for part, steps in launched.items()}
 
     def _join(self, completions: list[Completion]) -> None:
@@ -393,7 +420,12 @@ class DeviceProgram(FixedProgram):
             self.world.recorder.add(self.plan, (), [each for span in spans for each in span()])
 
     def _steps(
-        self, name: str, operands: Operands, spans: list[Span], launched: Mapping[range, Step]
+        self,
+        name: str,
+        operands: Operands,
+        spans: list[Span],
+        launched: Mapping[range, Step],
+        traces: Mapping[range, Sequence[KernelTrace]] = MappingProxyType({}),
     ) -> list[Step]:
         """Steps for the parts of a lane with these operands; `launched` has those of weft's
         kernels.
@@ -406,7 +438,7 @@ class DeviceProgram(FixedProgram):
         if self.world.recorder is None:
             return steps
         return [
-            _timed(step, name, part, spans, self.world.device)
+            _timed(step, name, part, spans, self.world.device, traces.get(part, ()))
             for part, step in zip(parts, steps, strict=True)
         ]
 
@@ -469,18 +501,33 @@ def _all(steps: Sequence[Step]) -> None:
         step()
 
 
-def _timed(step: Step, name: str, every: range, spans: list[Span], device: torch.device) -> Step:
+def _timed(
+    step: Step,
+    name: str,
+    every: range,
+    spans: list[Span],
+    device: torch.device,
+    traces: Sequence[KernelTrace],
+) -> Step:
     """The step, with a record of its begin and end on its lane; the times of a stream are read
     after the execution has ended.
 
-    Each of several instructions of one step gets the time of the step.
+    Each of several instructions of one step gets the time of the step, unless its kernels recorded
+    `traces`.
     """
 
     def timed() -> None:
         start = _timestamp(device)
         step()
         stop = _timestamp(device)
-        spans.append(lambda: [(name, at, *times) for times in [(start(), stop())] for at in every])
+
+        def found() -> list[Timed]:
+            times = start(), stop()
+            if not traces:
+                return [(name, at, *times) for at in every]
+            return [span for trace in traces for span in trace.spans(name, times[1])]
+
+        spans.append(found)
 
     return timed
 

@@ -40,7 +40,7 @@ class Launch:
     ) -> None:
         products = [i for i in part if isinstance(i, Compute)]
         world = counters.world
-        self.counters, self.output = counters, products[0].dst.buffer
+        self.part, self.counters, self.output = part, counters, products[0].dst.buffer
         assert products[0].weight is not None
         self.weight = products[0].weight
         sources = [*dict.fromkeys(i.srcs[0][:2] for i in products)]
@@ -62,9 +62,10 @@ class Launch:
             world.device,
         )
 
-    def step(self, operands: Operands, idle: bool = False) -> Step:
-        """The launch with these operands; an `idle` launch only loads the kernel. Raises
-        `ValueError` for operands that the kernel cannot multiply.
+    def step(self, operands: Operands, idle: bool = False, times: Tensor | None = None) -> Step:
+        """The launch with these operands, whose kernel writes the `times` of its tiles, if any; an
+        `idle` launch only loads the kernel. Raises `ValueError` for operands that the kernel cannot
+        multiply.
         """
         own, x, out = (
             operands.tensors[t] if isinstance(t, str) else t for t in (*self.sources, self.out)
@@ -75,5 +76,5 @@ class Launch:
         check(x, weight, out)
         bias = operands.bias.get(self.weight)
         return lambda: self.product(
-            own, x, weight, bias, out, self.bases, self.counters.tables, max_polls, idle
+            own, x, weight, bias, out, self.bases, self.counters.tables, max_polls, idle, times
         )

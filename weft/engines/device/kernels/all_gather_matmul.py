@@ -20,10 +20,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.checks import name as dtype_name
+from weft.engines.device.kernels.clock import CLOCK, ticks
 from weft.engines.device.kernels.matmul_put import arrive, put_tile
 from weft.engines.device.kernels.symmetric import CounterTables, wait
-from weft.engines.device.kernels.tiles import launch_tables
-from weft.plan import Instruction, Signal
+from weft.engines.device.kernels.tiles import launch_tables, tiles
+from weft.plan import Compute, Instruction, Signal, Wait
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -95,8 +96,9 @@ class Product:
     """``out = x @ weight (+ bias)`` for the rows and in the order of a launch (`kernels.tiles`) of
     a compute lane.
 
-    `columns` is N, `dtype` the factors' dtype and `out` the result's; `index` returns the index of
-    a signal's counter. The kernel has at most `programs` programs.
+    `launch` has its tables, `owners` for each tile the place of its product in the part, `waits`
+    the places of the waits. `columns` is N, `dtype` the factors' dtype and `out` the result's;
+    `index` returns the index of a signal's counter. The kernel has at most `programs` programs.
     """
 
     def __init__(
@@ -112,7 +114,15 @@ class Product:
     ) -> None:
         gpu, amd = device.type == "cuda", torch.version.hip is not None
         self.blocks = blocks = sizes(gpu and amd, dtype == torch.float32, out == torch.float32)
-        launch = launch_tables(part, triton.cdiv(columns, blocks.n), blocks.m)
+        across = triton.cdiv(columns, blocks.n)
+        self.launch = launch = launch_tables(part, across, blocks.m)
+        self.owners = [
+            place
+            for place, i in enumerate(part)
+            if isinstance(i, Compute)
+            for _ in tiles(i.srcs[0].start, i.srcs[0].stop, across, blocks.m)
+        ]
+        self.waits = [place for place, i in enumerate(part) if isinstance(i, Wait)]
         waits = [(index(signal), count) for signal, count in launch.waits] or [(0, 0)]
         notifies = [
             (peer, index(signal), arrivals) for peer, signal, arrivals in launch.notifies
@@ -149,6 +159,7 @@ class Product:
         counter_tables: CounterTables,
         max_polls: int,
         idle: bool = False,
+        times: Tensor | None = None,
     ) -> None:
         """Put the kernel on the current stream. The first source is `own` (rows, K), the second, if
         there is one, `x`.
@@ -156,7 +167,8 @@ class Product:
         `weight` is (K, N), `bias` (N,), and `out` (rows, N) this rank's part of the result. If
         peers' parts are written, too, `out_bases` is the table of their addresses
         (`kernels.symmetric.bases`). `check` must have accepted all tensors. An `idle` kernel is
-        loaded and does nothing.
+        loaded and does nothing. A kernel with `times`, int64 (tiles, 3), writes to them for each
+        tile when it begins to wait for its rows, begins to multiply them, and has stored it.
         """
         blocks = self.blocks
         rows, transposed = _rows(weight), weight.stride(1) != 1
@@ -171,6 +183,7 @@ class Product:
             out,
             out_bases,
             *self.tables,
+            self.tables[1] if times is None else times,
             *counter_tables,
             *((0, 0) if idle else self.sizes),
             self.links,
@@ -181,6 +194,7 @@ class Product:
             K=own.shape[1],
             TRANSPOSED=transposed,
             BIAS=bias is not None,
+            TRACE="" if times is None else CLOCK,
             **self.options,
         )
 
@@ -244,6 +258,7 @@ def all_gather_matmul_kernel(
     waits,  # int64 (waits, 2): counter, count
     notifies,  # int32 (notifies, 3): rank, counter, arrivals
     tickets,  # int32 (notifies,)
+    times,  # int64 (tiles, 3), written if there is a clock to `TRACE` by
     counters,
     counter_bases,
     base,
@@ -265,6 +280,7 @@ def all_gather_matmul_kernel(
     TRANSPOSED: tl.constexpr,
     FENCE: tl.constexpr,
     BIAS: tl.constexpr,
+    TRACE: tl.constexpr,
 ):
     tile = tl.program_id(0)
     done = tile * 0
@@ -272,9 +288,13 @@ def all_gather_matmul_kernel(
         while tile < (first if source < SOURCES - 1 else number):
             entry = tiles + tile * 7
             row, last, column = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2) * BLOCK_N
+            if TRACE != "":
+                tl.store(times + tile * 3, ticks(TRACE))
             done = pass_waits(
                 done, tl.load(entry + 5), waits, counters, base, timeout_record, max_polls, FENCE
             )
+            if TRACE != "":
+                tl.store(times + tile * 3 + 1, ticks(TRACE))
             total = product(
                 own if source == 0 else x,
                 weight,
@@ -303,6 +323,8 @@ def all_gather_matmul_kernel(
                 stride,
                 PUTS,
             )
+            if TRACE != "":
+                tl.store(times + tile * 3 + 2, ticks(TRACE))
             if NOTIFIES:
                 arrive(tl.load(entry + 6), notifies, links, tickets, counters, counter_bases, rank)
             tile += tl.num_programs(0)
