@@ -70,7 +70,7 @@ EXCEPTIONS = {
         weft/engines/reference.py: NAN
         weft/kernels/int8.py: _LARGEST
         weft/ops/measured.py: _SIZES
-        weft/predict/machine.py: ITEMSIZE
+        weft/predict/rates.py: ITEMSIZE
         weft/world/listener.py: _SIOCGIFADDR
         weft/world/signals.py: LARGEST
     """,

@@ -15,7 +15,11 @@ from weft_benchmarks.gpu import hardware, shared, versions
 
 from weft.bench.harness import utc
 
-SHAPES = [(8192, 8192, 8192), (4096, 10240, 5120), (2048, 2048, 1024)]
+SHAPES = [
+    (8192, 8192, 8192),
+    (4096, 10240, 5120),  # 1024 rows of each of 4 ranks, as `published.steps` reads that system
+    (2048, 2048, 1024),
+]
 
 
 def outcome(step: Callable[[], Any]) -> Any:

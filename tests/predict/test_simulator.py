@@ -177,11 +177,42 @@ PUT = Copy(rows(0, 4), rows(1, 4))
             id="interference",
         ),
         pytest.param(lane(matmul(rows(1, 2), rows(0, 2, "b"))), 2, id="product of a peer's rows"),
+        pytest.param(
+            lane(matmul(rows(0, 2), rows(1, 2, "b")), matmul(rows(0, 1), rows(0, 1, "b"))),
+            2 * 10 + 1,
+            id="product into a peer's memory",
+        ),
     ],
 )
 def test_times_of_small_plans(plan, expected):
     assert seconds(plan, SLOW, ROWS) == pytest.approx(expected)
     assert simulate(plan, SLOW, ROWS).seconds == pytest.approx(expected)
+
+
+def test_products_into_a_peers_memory_leave_while_they_are_made():
+    into_peer = matmul(rows(0, 4), rows(1, 4, "b"))
+    alone = replace(SLOW, compute_slowdown=1.0)
+    assert seconds(lane(into_peer), replace(SLOW, in_place=True), ROWS) == pytest.approx(4)
+    slow = replace(alone, links=(Link(32e-9, latency_us=5e5),))  # 2 s a row, the last 0.5 s later
+    assert seconds(lane(into_peer), slow, ROWS) == pytest.approx(8.5)
+    # Half of this link is enough for the product. It is demanded 1.5 times while the other rank gets
+    # 4 rows, so for 3 s both take 1.5 times as long; then 2 rows remain to be made.
+    fast = replace(alone, links=(Link(128e-9),))
+    both = lane(into_peer, other=[PUT])
+    assert seconds(both, fast, ROWS) == pytest.approx(3 + 2)
+    [transfer] = [span for span in simulate(both, fast, ROWS).spans if span.rank == 1]
+    assert transfer.stop / 1e9 == pytest.approx(3)
+
+
+@pytest.mark.parametrize(("lanes", "expected"), [(1, 8), (2, 4), (3, 4)])
+def test_rows_of_several_peers_are_read_over_as_many_links_as_there_are_lanes(lanes, expected):
+    everywhere = Buffer("input", (9, 9, 9))
+    read = Reduce((rows(1, 4), rows(2, 4)), rows(0, 4, "b"))
+    plan = Plan(
+        "example", "made up", dict.fromkeys("ab", everywhere), ({"compute": (read,)}, {}, {})
+    )
+    machine = replace(SLOW, reduce_gbs=1.0, lanes=lanes)
+    assert seconds(plan, machine, ROWS) == pytest.approx(expected)
 
 
 def test_transfers_over_an_emulated_link_are_serial_and_leave_the_core_free():

@@ -15,14 +15,18 @@ from rich.console import Console
 
 from weft.bench.conditions import Also, Unless
 from weft.bench.settings import FUSED, Dtype, EmulatedGbps, EmulatedLatency, Json, Plot, Trace
-from weft.bench.values import SHAPE, Shape, parse_sizes, product
+from weft.bench.values import SHAPE, Shape, of_sizes, parse_sizes, product
 from weft.cli import options
 from weft.cli.options import refuse
-from weft.predict import COLLECTIVES, answers, candidates, trace, workload
+from weft.predict import COLLECTIVES, answers, candidates, copies, trace, workload
+from weft.predict import machine as profiles
+from weft.predict import overlap as concurrent
 from weft.schedules.operators import OPERATORS
 
-COLLECTIVE, COMPARE, SWEEP = Also({"a collective"}), Also({"--compare"}), Also({"--sweep"})
-EVERY = Also({*COLLECTIVE, *COMPARE, *SWEEP})
+COLLECTIVE, COPY, OVERLAP = Also({"a collective"}), Also({"copy"}), Also({"overlap"})
+COMPARE, SWEEP = Also({"--compare"}), Also({"--sweep"})
+MOVING = Also({*COLLECTIVE, *COPY, *OVERLAP})
+EVERY = Also({*MOVING, *COMPARE, *SWEEP})
 """Modes, as `weft.bench.conditions` has them, in which some options have no effect."""
 
 
@@ -33,6 +37,8 @@ def _swept(settings: Question, name: str) -> str:
 
 def _no_bytes(settings: Question) -> str:
     record = COLLECTIVES.get(settings.operator.replace("-", "_"))
+    if settings.operator in ("copy", "overlap"):
+        return ""
     if record is None:
         return f"{settings.operator} takes --shape in place of it"
     return "" if record.algorithms else f"{settings.operator} moves no bytes: omit it"
@@ -65,9 +71,10 @@ class Question:
         str,
         typer.Argument(
             help="mlp: both operators of a gated MLP, whose --shape is tokens x hidden x "
-            "intermediate. Collectives take --bytes in place of --shape."
+            "intermediate. copy: put and get. overlap: a product beside an all-gather that it does "
+            "not need. Collectives and copy take --bytes in place of --shape, overlap takes both."
         ),
-        (*FUSED, "mlp", *(name.replace("_", "-") for name in COLLECTIVES)),
+        (*FUSED, "mlp", *(name.replace("_", "-") for name in COLLECTIVES), "copy", "overlap"),
         EVERY,
     ]
     machine: Annotated[
@@ -80,7 +87,7 @@ class Question:
     ranks: Annotated[
         int,
         typer.Option("--ranks", "-n", min=1, help="Number of ranks."),
-        COLLECTIVE,
+        MOVING,
         SWEEP,
         Unless(partial(_swept, name="ranks")),
     ] = 2
@@ -92,11 +99,13 @@ class Question:
         EVERY,
     ] = None
     bytes: Annotated[
-        str,
-        typer.Option(metavar="FIRST:LAST:FACTOR,…", help="Bytes of each rank, for collectives."),
-        COLLECTIVE,
+        str | None,
+        of_sizes(
+            "Of each rank in a collective, or of a copy; default 8:16M:8, and 64M for overlap."
+        ),
+        MOVING,
         Unless(_no_bytes),
-    ] = "8:16M:8"
+    ] = None
     hosts: Annotated[
         int,
         typer.Option(min=1, help="Number of hosts, each with the same number of ranks."),
@@ -104,11 +113,12 @@ class Question:
         SWEEP,
     ] = 1
     shape: Annotated[
-        Shape, product("M rows of all ranks, times each rank's (K, N) weight."), SWEEP
+        Shape, product("M rows of all ranks, times each rank's (K, N) weight."), OVERLAP, SWEEP
     ] = SHAPE
     dtype: Annotated[
         Dtype | None,
         typer.Option(help="Dtype of the inputs; default: the first of the profile."),
+        OVERLAP,
         SWEEP,
     ] = None
     out_dtype: Annotated[
@@ -137,8 +147,8 @@ class Question:
         typer.Option(min=0, help="Latency of the link, in place of the profile's."),
         EVERY,
     ] = None
-    link_gbps: Annotated[EmulatedGbps, COLLECTIVE, SWEEP] = None
-    link_latency_us: Annotated[EmulatedLatency, COLLECTIVE, SWEEP] = 0.0
+    link_gbps: Annotated[EmulatedGbps, COLLECTIVE, OVERLAP, SWEEP] = None
+    link_latency_us: Annotated[EmulatedLatency, COLLECTIVE, OVERLAP, SWEEP] = 0.0
     compare: Annotated[
         Path | None,
         typer.Option(
@@ -168,7 +178,13 @@ class Question:
     def modes(self) -> tuple[str, ...]:
         """The modes that the user has chosen, as in `weft.bench.conditions`."""
         collective = self.operator.replace("-", "_") in COLLECTIVES
-        chosen = {COLLECTIVE: collective, COMPARE: self.compare, SWEEP: self.sweep}
+        chosen = {
+            COLLECTIVE: collective,
+            COPY: self.operator == "copy",
+            OVERLAP: self.operator == "overlap",
+            COMPARE: self.compare,
+            SWEEP: self.sweep,
+        }
         return tuple(name for mode, wanted in chosen.items() if wanted for name in mode)
 
     def changed(self, name: str, value: float) -> Question:
@@ -199,12 +215,7 @@ class Question:
 
     def cases(self, machine: Any) -> Iterator[tuple[Any, ...]]:
         """``(workload, machine, algorithm, chunk rows)`` of each operator, in order."""
-        dtypes = [name.removesuffix(" packed") for name in machine.products]
-        dtype = self.dtype or dtypes[0]
-        if dtype not in dtypes:
-            rates = f"{machine.name} has product rates for {', '.join(dict.fromkeys(dtypes))}"
-            refuse("--dtype", f"{rates}; got {dtype}")
-        on = self.linked(machine)
+        dtype, on = self.dtype_on(machine), self.linked(machine)
         m, k, n = self.shape
         parts = {self.operator.replace("-", "_"): (m, k, n)}
         if self.operator == "mlp":
@@ -214,18 +225,32 @@ class Question:
             width = n // self.ranks
             parts = {"all_gather_matmul": (m, k, 2 * width), "matmul_reduce_scatter": (m, width, k)}
         for operator, shape in parts.items():
-            predicted = OPERATORS[operator].predicted
-            if self.algorithm not in ("auto", *predicted):
-                names = f"{operator} has {', '.join(predicted)} and auto"
+            algorithms = OPERATORS[operator].algorithms
+            if self.algorithm not in ("auto", *algorithms):
+                names = f"{operator} has {', '.join(algorithms)} and auto"
                 refuse("--algorithm", f"{names}; got {self.algorithm!r}")
             case = workload(operator, self.ranks, shape, dtype, self.out_dtype or dtype)
             if not candidates(case, on, self.algorithm, self.chunk_rows):
-                why = f"reads peers' memory, which cannot be done on {on.name} over this link"
+                why = f"uses peers' memory, which cannot be done on {on.name} over this link"
                 refuse("--algorithm", f"{self.algorithm} {why}: use auto")
             yield case, on, self.algorithm, self.chunk_rows
 
+    def dtype_on(self, machine: Any) -> str:
+        """The dtype of the inputs, of which the machine knows products."""
+        dtypes = [name.removesuffix(" packed") for name in machine.products]
+        if self.dtype and self.dtype not in dtypes:
+            rates = f"{machine.name} has product rates for {', '.join(dict.fromkeys(dtypes))}"
+            refuse("--dtype", f"{rates}; got {self.dtype}")
+        return self.dtype or dtypes[0]
+
+    def sizes(self, default: str) -> list[int]:
+        """The numbers of bytes."""
+        return parse_sizes(self.bytes or default)
+
     def linked(self, machine: Any) -> Any:
         """The machine with the hosts and links of the options."""
+        if self.threads and machine.cores is None:
+            refuse("--threads", f"{machine.name} has no cores to divide: omit it")
         with options.refusing("--threads"):
             on = machine.of_ranks(self.ranks, self.threads)
         on = on.emulating(self.link_gbps, self.link_latency_us) if self.link_gbps else on
@@ -250,8 +275,11 @@ def predict(settings: Question) -> None:
         options.load_machine(settings.machine),
         Console(stderr=settings.json_file == "-"),
     )
+    moving = {"copy": _copy, "overlap": _overlap}.get(settings.operator)
     if settings.operator.replace("-", "_") in COLLECTIVES:
         result = _collective(settings, machine, console)
+    elif moving:
+        result = moving(settings, machine, console)
     elif settings.sweep:
         if settings.operator == "mlp":
             refuse("--sweep", "a sweep needs a single operator")
@@ -266,10 +294,41 @@ def _collective(settings: Question, machine: Any, console: Console) -> dict[str,
 
     name = settings.operator.replace("-", "_")
     moves_nothing = not COLLECTIVES[name].algorithms
-    sizes = [0] if moves_nothing else parse_sizes(settings.bytes)
+    sizes = [0] if moves_nothing else settings.sizes("8:16M:8")
     with options.refusing("--machine"):
         found = answers.collective(name, sizes, settings.ranks, settings.linked(machine))
     show_collective(found, console)
+    return found
+
+
+def _copy(settings: Question, machine: Any, console: Console) -> dict[str, Any]:
+    from weft.cli.predictions import show_copies
+
+    if settings.ranks < 2:
+        refuse("--ranks", options.SINGLE_RANK)
+    kinds = copies.SYNCHRONOUS, copies.ASYNCHRONOUS
+    on = [settings.linked(profiles.variant(machine, kind)) for kind in kinds]
+    found = answers.copy(settings.sizes("8:16M:8"), settings.ranks, *on)
+    show_copies(found, console)
+    return found
+
+
+def _overlap(settings: Question, machine: Any, console: Console) -> dict[str, Any]:
+    from weft.cli.predictions import show_overlap
+
+    if settings.ranks < 2:
+        refuse("--ranks", options.SINGLE_RANK)
+    by_kernel, dtype = profiles.variant(machine, concurrent.KERNEL), settings.dtype_on(machine)
+    ways = {"overlapped": machine}
+    if by_kernel is not machine:
+        ways = {"overlapped by kernel": by_kernel, "overlapped by copy engine": machine}
+    m, k, n = settings.shape
+    cases = [
+        concurrent.Beside(settings.ranks, m, k, n, dtype, size) for size in settings.sizes("64M")
+    ]
+    on = {name: settings.linked(one) for name, one in ways.items()}
+    found = answers.beside(cases, on, settings.linked(machine))
+    show_overlap(found, console)
     return found
 
 

@@ -50,6 +50,47 @@ def show_collective(found: dict[str, Any], console: Console) -> None:
     for row in found["rows"]:
         table.add_row(str(row["bytes"]), row["way"], f"{row['us']:.2f}", str(row["notifies"]))
     console.print(table)
+    if found["notify_source"]:
+        line = f"A signal takes {found['notify_us']:g} us: {found['notify_source']}."
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def show_copies(found: dict[str, Any], console: Console) -> None:
+    """Print the predictions for one-sided copies as a table."""
+    where = f"rank 0 and rank {found['ranks'] - 1}"
+    _title(f"copy on {found['machine']}, PREDICTED: between {where}", console)
+    with_cycles = any(row["cycles"] is not None for row in found["rows"])
+    columns = ("bytes", "call", "us", "GB/s", *(["cycles"] if with_cycles else []))
+    table = tables.table(columns, left=("call",))
+    for row in found["rows"]:
+        cells = [str(row["bytes"]), row["way"], f"{row['us']:.2f}", f"{row['gbps']:.2f}"]
+        table.add_row(*cells, *([f"{row['cycles']:.0f}"] if with_cycles else []))
+    console.print(table)
+    lines = ["A put is predicted like a get: links have one bandwidth and latency for both ways."]
+    if with_cycles:
+        lines.append("cycles: of the device's counter, without the launch of the call.")
+    if not found["starts"]:
+        lines.append("The profile has no time that a copy takes to start: few bytes take longer.")
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def show_overlap(found: dict[str, Any], console: Console) -> None:
+    """Print the predictions for a product beside an all-gather as a table."""
+    case = f"{found['ranks']} ranks, {_size(found['shape'])}, {found['dtype']}"
+    _title(f"overlap on {found['machine']}, PREDICTED: {case}", console)
+    columns = ("bytes", "", "ms", "speedup", "overlap", "limit ratio")
+    table = tables.table(columns, left=("",))
+    for row in found["rows"]:
+        gains = [""] * 3
+        if "speedup" in row:
+            gains = [
+                f"{row['speedup']:.2f}x",
+                f"{row['overlap_percent']:.0f} %",
+                f"{row['limit_ratio']:.3f}",
+            ]
+        table.add_row(str(row["bytes"]), row["way"], ms(row["ms"]), *gains)
+    console.print(table)
 
 
 def show_comparison(result: dict[str, Any], measured: dict[str, Any], console: Console) -> None:

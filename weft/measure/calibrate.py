@@ -43,7 +43,8 @@ from weft.plan import (
     writes,
 )
 from weft.predict.interpolation import Grid
-from weft.predict.machine import ITEMSIZE, Link, Machine, Product
+from weft.predict.machine import Link, Machine, Product
+from weft.predict.rates import ITEMSIZE
 from weft.schedules.lanes import enter, leave, notify_all, wait_all
 from weft.schedules.peers import after, before, members
 from weft.world import World

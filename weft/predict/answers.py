@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weft.predict import figures
+from weft.predict import figures, overlap
 from weft.predict.collectives import collective_candidates
+from weft.predict.copies import ASYNCHRONOUS, copies
 from weft.predict.forecast import forecast, savings
 from weft.predict.machine import Machine
 from weft.schedules.operators import OPERATORS
@@ -81,8 +82,69 @@ def collective(operator: str, sizes: Sequence[int], ranks: int, machine: Machine
         for size in sizes
         for each in collective_candidates(operator, size, ranks, machine)
     ]
-    name = operator.replace("_", "-")
-    return {"predicted": name, "machine": machine.name, "ranks": ranks, "rows": rows}
+    return {
+        "predicted": operator.replace("_", "-"),
+        "machine": machine.name,
+        "ranks": ranks,
+        "notify_us": machine.notify_us,
+        "notify_source": machine.notify_source,
+        "rows": rows,
+    }
+
+
+def copy(
+    sizes: Sequence[int], ranks: int, synchronous: Machine, asynchronous: Machine
+) -> dict[str, Any]:
+    """The predictions for one-sided copies as a JSON object: microseconds, GB/s of 1e9 bytes, and
+    cycles of the device, None where the profile does not know its counter.
+    """
+    rows = [
+        {
+            "bytes": size,
+            "way": call,
+            "us": 1e6 * seconds,
+            "gbps": size / seconds / 1e9,
+            "cycles": cycles,
+        }
+        for size in sizes
+        for call, seconds, cycles in copies(size, ranks, synchronous, asynchronous)
+    ]
+    link = synchronous.link(0, ranks - 1)
+    return {
+        "predicted": "copy",
+        "machine": asynchronous.name.removesuffix(f"/{ASYNCHRONOUS}"),
+        "ranks": ranks,
+        "starts": bool(link.latency_us or link.line_us or synchronous.launch_us),
+        "rows": rows,
+    }
+
+
+def beside(
+    cases: Sequence[overlap.Beside], ways: Mapping[str, Machine], machine: Machine
+) -> dict[str, Any]:
+    """The predictions for a product and an independent all-gather as a JSON object: milliseconds of
+    each alone and of both one after the other on `machine`, and of both at once in each of `ways`.
+    """
+    rows: list[dict[str, Any]] = []
+    for case in cases:
+        compute, communicate, sequential = (
+            1e3 * overlap.time(case, part, machine) for part in overlap.ALONE
+        )
+        for part, took in zip(overlap.ALONE, (compute, communicate, sequential), strict=True):
+            rows.append({"bytes": case.size, "way": part, "ms": took})
+        for name, on in ways.items():
+            took = 1e3 * overlap.time(case, overlap.AT_ONCE, on)
+            of = figures.of_overlap(compute, communicate, sequential, took)
+            rows.append({"bytes": case.size, "way": name, "ms": took, **of})
+    first = cases[0]
+    return {
+        "predicted": "overlap",
+        "machine": machine.name,
+        "ranks": first.ranks,
+        "shape": {"m": first.m, "k": first.k, "n": first.n},
+        "dtype": first.dtype,
+        "rows": rows,
+    }
 
 
 def words(result: dict[str, Any]) -> list[str]:

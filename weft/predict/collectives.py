@@ -59,12 +59,21 @@ def collective_candidates(
             if name == "flat" or len(levels) > 1
         }
     else:
-        plans = {name: record.plan(Request(ranks, 1, name)) for name in record.predicted}
+        plans = _of_many_rows(record, ranks, machine)
     shards = record.default_shards(rows, ranks)
     return sorted(
         (_predicted(name, plan, shards, machine) for name, plan in plans.items()),
         key=lambda candidate: candidate.seconds,
     )
+
+
+def _of_many_rows(record: Collective, ranks: int, machine: Machine) -> dict[str, Plan]:
+    """The plan of each algorithm; those over links only where rows pass other links than memory."""
+    links = max(1, min(machine.lanes, ranks - 1))
+    plans = {name: record.plan(Request(ranks, 1, name)) for name in record.predicted}
+    for name in () if machine.in_place else record.predicted_over_links:
+        plans[name] = record.plan(Request(ranks, 1, name, symmetric=True, links=links))
+    return plans
 
 
 def _predicted(name: str, plan: Plan, shards: Sequence[int], machine: Machine) -> Candidate:

@@ -20,7 +20,7 @@ from weft.plan.trace import Trace
 from weft.predict.machine import Link, Machine
 from weft.predict.simulator import seconds, simulate
 from weft.schedules.operators import OPERATORS
-from weft.schedules.workload import ORDERS, PIECES, Request, Variant, Workload
+from weft.schedules.workload import ORDERS, PIECES, Operator, Request, Variant, Workload
 
 _CUTS = (PIECES, 8, 32, 4, 64, 1)
 """Candidates for the number of pieces of a shard, in order of preference."""
@@ -135,12 +135,8 @@ def candidates(
         else [-(-largest // pieces) for pieces in _CUTS if pieces <= most]
     )
     variants = []
-    for name in dict.fromkeys((operator.baseline, *operator.predicted)):
-        if algorithm not in ("auto", name) or (
-            name in operator.moves_nothing and not _reads_peers(machine)
-        ):
-            continue
-        if machine.hosts is not None and name in operator.shared_memory_only:
+    for name in dict.fromkeys((operator.baseline, *operator.algorithms)):
+        if algorithm not in ("auto", name) or not _possible(name, operator, machine):
             continue
         many = algorithm == "auto" and workload.ranks > _MANY
         if many and not _uniform(operator.name, workload.ranks, name):
@@ -149,6 +145,17 @@ def candidates(
         cuts = dict.fromkeys(operator.pieces(workload.rows, name, size) for size in sizes)
         variants += [Variant(name, pieces, order) for pieces in cuts for order in orders]
     return variants
+
+
+def _possible(algorithm: str, operator: Operator, machine: Machine) -> bool:
+    """Whether ranks of this machine can execute an algorithm of an operator. An emulated link does
+    not delay products that are made in the memory of peers, so they are not made there with one.
+    """
+    if machine.hosts is not None:
+        return algorithm not in operator.shared_memory_only
+    if algorithm in operator.writes_products:
+        return not machine.links[-1].idle
+    return algorithm not in operator.moves_nothing or _reads_peers(machine)
 
 
 def _reads_peers(machine: Machine) -> bool:

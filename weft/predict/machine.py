@@ -9,12 +9,11 @@ microseconds for names that end in ``_us``.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -22,144 +21,17 @@ else:
     import tomli as tomllib
 
 import weft.cache as cache
+from weft.predict.cores import CoreGroup, Cores
 from weft.predict.interpolation import Grid
+from weft.predict.rates import ITEMSIZE, passing
+from weft.predict.rates import Link as Link
+from weft.predict.rates import Product as Product
 from weft.schedules.thresholds import Thresholds
-
-ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-"""Bytes of an element, by dtype."""
 
 _DIRECTORY = Path(__file__).parent / "machines"
 THIS = "this"
 """The name of the machine that ``weft calibrate`` measured."""
 _UNMEASURED = "cpu"  # the profile of a machine that was not calibrated
-
-
-@dataclass(frozen=True)
-class Product:
-    """The local product ``(rows, K) @ (K, N)``: ``fixed + K·N·itemsize / weight_gbs + 2·rows·K·N /
-    tflops``.
-
-    `weight_gbs` is the rate at which a packed weight is read, or a plain one read and packed.
-    `factors` are measured times divided by this formula, by rows and by K·N.
-    """
-
-    tflops: float
-    weight_gbs: float = 1e6
-    fixed_us: float = 0.0
-    factors: Grid | None = None
-
-    def seconds(self, rows: int, k: int, n: int, itemsize: int) -> float:
-        """The time of one product."""
-        fit = (
-            self.fixed_us * 1e-6
-            + k * n * itemsize / (self.weight_gbs * 1e9)
-            + 2 * rows * k * n / (self.tflops * 1e12)
-        )
-        return fit * (self.factors.at(rows, k * n) if self.factors else 1.0)
-
-
-@dataclass(frozen=True)
-class Link:
-    """A link between two ranks: ``latency + bytes / gbs`` for each transfer.
-
-    Attributes:
-        reach: the size of the groups of ranks that it joins; None for all ranks.
-        shared: a rank's transfers share one link out and one in, not one for each peer.
-        idle: an emulated link: a transfer copies at memory speed and then sleeps until the link
-            would be done; a rank makes one transfer at a time.
-        factors: measured times divided by the formula, by bytes.
-        core_gbs: the bandwidth at which a core that does nothing else sends or receives, for links
-            that need the processor.
-        line_us: the time for which a core waits for one cache line over the link: for each notify
-            and, `Machine.fetches` at a time, for each peer from which it reads.
-    """
-
-    gbs: float
-    latency_us: float = 0.0
-    reach: int | None = None
-    shared: bool = False
-    idle: bool = False
-    factors: Grid | None = None
-    core_gbs: float | None = None
-    line_us: float = 0.0
-
-    @property
-    def core(self) -> float:
-        """The part of a core's time that a transfer takes, at each of its ends."""
-        return self.gbs / self.core_gbs if self.core_gbs else 0.0
-
-    def seconds(self, size: int) -> float:
-        """Seconds of a transfer of `size` bytes that does not share the link."""
-        return self.latency_us * 1e-6 + self.passing(size)
-
-    def passing(self, size: int) -> float:
-        """Seconds for which a transfer of `size` bytes occupies the link: its time without the
-        latency.
-        """
-        return _passing(size, self.gbs, self.factors)
-
-
-class CoreGroup(NamedTuple):
-    """Groups of `cores` cores: the GB/s at which a core reads from the cache of another, the
-    microseconds for one cache line, and the GB/s at which all cores of a group together read from
-    other groups, if limited.
-    """
-
-    cores: int
-    gbs: float
-    line_us: float
-    out_gbs: float | None = None
-
-
-@dataclass(frozen=True)
-class Cores:
-    """The cores of a host, from which a machine's figures for any ranks and threads are computed.
-
-    Attributes:
-        levels: groups of cores, the smallest first and all cores last.
-        package: the number of cores that share a memory bandwidth of `package_gbs`.
-        core_gbs: the memory bandwidth of one core alone.
-        products: rates of one core.
-    """
-
-    levels: tuple[CoreGroup, ...]
-    package: int
-    package_gbs: float
-    core_gbs: float
-    products: Mapping[str, Product]
-
-    @property
-    def total(self) -> int:
-        """The number of all cores."""
-        return self.levels[-1].cores
-
-    def links(self, ranks: int, threads: int) -> tuple[Link, ...]:
-        """The links between ranks with `threads` threads each, spread evenly over the cores."""
-        links = []
-        for inner, level in zip((None, *self.levels), self.levels, strict=False):
-            reach = max(1, level.cores * ranks // self.total)
-            if reach > 1 or level is self.levels[-1]:
-                out = (
-                    inner.out_gbs / max(1, inner.cores * ranks // self.total)
-                    if inner and inner.out_gbs
-                    else math.inf
-                )
-                gbs = min(threads * level.gbs, out)
-                links.append(
-                    Link(
-                        gbs,
-                        reach=None if level is self.levels[-1] else reach,
-                        line_us=level.line_us,
-                    )
-                )
-        return tuple(links)
-
-    def memory(self, ranks: int, threads: int) -> float:
-        """GB/s of memory for each of `ranks` ranks."""
-        return min(
-            threads * self.core_gbs,
-            self.package_gbs / max(1, -(-self.package * ranks // self.total)),
-        )
 
 
 @dataclass(frozen=True)
@@ -175,6 +47,7 @@ class Machine:
         memory_gbs, reduce_gbs: GB/s that a local copy moves, and that a sum reads; with factors
             as of a link.
         notify_us: the signal latency.
+        notify_source: where it comes from, if it is neither measured nor part of the fit.
         launch_us: the time from the call until a rank's lanes start; with comm lanes, lane_us more.
         wake_us: the delay of a lane that sleeps for an idle link.
         turn_us: the scheduling delay of a comm lane, after the wait for a signal, on a core that
@@ -186,6 +59,7 @@ class Machine:
         fetches: the number of peers from which a core fetches rows at a time.
         cores: the source of figures that follow from the ranks and their threads (`of_ranks`).
         ranks: the number of ranks with which the figures were measured, if that matters.
+        counter_mhz: the rate of the device's counter, in whose ticks durations are published.
         thresholds: the thresholds of its collectives.
         source: where the figures come from.
         residuals: of the fit of the figures, in percent.
@@ -197,6 +71,7 @@ class Machine:
     memory_gbs: float
     reduce_gbs: float
     notify_us: float = 0.0
+    notify_source: str = ""
     launch_us: float = 0.0
     lane_us: float = 0.0
     wake_us: float = 0.0
@@ -212,6 +87,7 @@ class Machine:
     fetches: int = 1
     cores: Cores | None = None
     ranks: int | None = None
+    counter_mhz: float = 0.0
     thresholds: Thresholds = field(default_factory=Thresholds)
     source: str = ""
     residuals: Mapping[str, float] = field(default_factory=dict)
@@ -233,11 +109,11 @@ class Machine:
 
     def copy(self, size: int) -> float:
         """Seconds of a local copy of `size` bytes."""
-        return _passing(size, self.memory_gbs, self.memory_factors)
+        return passing(size, self.memory_gbs, self.memory_factors)
 
     def reduce(self, size: int) -> float:
         """Seconds of a sum that reads `size` bytes."""
-        return _passing(size, self.reduce_gbs, self.reduce_factors)
+        return passing(size, self.reduce_gbs, self.reduce_factors)
 
     def link(self, one: int, other: int) -> Link:
         """The nearest link that joins two ranks."""
@@ -270,6 +146,12 @@ class Machine:
             if one == other or self.on_other_hosts(one, other)
             else self.link(one, other).line_us
         )
+
+    def cycles(self, seconds: float) -> float | None:
+        """Ticks of the device's counter in a call of so many seconds, without its launch; None if
+        the rate of the counter is unknown.
+        """
+        return 1e6 * self.counter_mhz * (seconds - self.launch_us * 1e-6) or None
 
     def of_ranks(self, ranks: int, threads: int | None = None) -> Machine:
         """This machine with `ranks` ranks of `threads` threads each, by default with all cores
@@ -349,11 +231,6 @@ class Machine:
         return replace(self, links=(Link(gbps / 8, latency_us, idle=True),))
 
 
-def _passing(size: int, gbs: float, factors: Grid | None) -> float:
-    """Seconds of `size` bytes at a bandwidth, times the measured factor for this size."""
-    return size / (gbs * 1e9) * (factors.at(size) if factors and size else 1.0)
-
-
 def here() -> Machine:
     """This machine as ``weft calibrate`` measured it, or else the profile ``cpu``."""
     return load(THIS if calibrated() else _UNMEASURED)
@@ -386,6 +263,14 @@ def load(name: str) -> Machine:
             return from_dict(profile | variants.get(variant, {}) | {"name": name})
     hint = "" if calibrated() else f"; {THIS!r} exists after weft calibrate"
     raise ValueError(f"there is no machine {name!r}; there are {', '.join(names())}{hint}")
+
+
+def variant(found: Machine, name: str) -> Machine:
+    """The variant of this name of a machine that was loaded, or the machine itself if its profile
+    has none.
+    """
+    full = f"{found.name}/{name}"
+    return load(full) if full in names() else found
 
 
 def calibrated() -> dict[str, Any] | None:

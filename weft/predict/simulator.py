@@ -25,7 +25,8 @@ from weft.plan import Compute, Copy, Instruction, Notify, Plan, Reduce, Region, 
 from weft.plan.kernel import Load
 from weft.plan.messages import is_receive_gate
 from weft.plan.trace import Span, Trace
-from weft.predict.machine import ITEMSIZE, Link, Machine
+from weft.predict.machine import Link, Machine
+from weft.predict.rates import ITEMSIZE
 from weft.schedules.workload import Rows
 
 Resource = tuple[str, int, int]
@@ -78,7 +79,8 @@ class _Activity:
     over not before `until`.
 
     It uses `links` and the cores of `ranks`, by default its own rank's; a transfer between hosts
-    uses a core only for the part `core` of its time.
+    uses a core only for the part `core` of its time. It needs the part `demand` of its links: all
+    of them if it is a transfer, less if it makes rows more slowly than the links take them.
     """
 
     lane: _Lane
@@ -88,6 +90,7 @@ class _Activity:
     until: float = 0.0
     ranks: tuple[int, ...] = ()
     core: float = 0.0
+    demand: float = 1.0
     pace: float = 0.0
     version: int = 0
 
@@ -117,6 +120,7 @@ class _Run:
         self.counters: dict[tuple[int, Signal], int] = defaultdict(int)
         self.waiting: dict[tuple[int, Signal], list[_Lane]] = {}
         self.users: dict[Resource, Users] = defaultdict(dict)
+        self.demanded: dict[Resource, float] = {}
         # activities by rank, and whether they are in its compute lane
         self.working: dict[tuple[int, bool], Users] = defaultdict(dict)
         self.free: dict[int, float] = defaultdict(float)  # the time from which an idle link is free
@@ -263,6 +267,7 @@ class _Run:
         affected: Users = {}
         for link in changed.links:
             affected |= self.users[link]
+            self.demanded[link] = sum(user.demand for user in self.users[link])
         for rank in {
             *changed.ranks,
             *(rank for other in affected if other.core for rank in other.ranks),
@@ -271,7 +276,7 @@ class _Run:
         for activity in affected:
             pace = 1.0
             for link in activity.links:
-                pace = min(pace, 1 / len(self.users[link]))
+                pace = min(pace, 1 / max(1.0, self.demanded[link]))
             pace *= self.core_share(activity)
             if pace != activity.pace:
                 activity.left -= (self.now - activity.since) * activity.pace
@@ -317,7 +322,7 @@ class _Run:
                 columns = tuple(self.rows[region.buffer].columns for region in (*srcs, dst))
                 dtype, size = self.rows[srcs[0].buffer].dtype, sum(map(self.size, srcs))
                 work = kernel.seconds(machine, Load(dst.rows, columns, dtype, size, self.packed))
-                return make(max(work, self.fetching(rank, (*srcs, dst))))
+                return self.making(lane, max(work, self.fetching(rank, srcs)), dst)
             case Reduce(srcs):
                 return make(
                     max(machine.reduce(sum(map(self.size, srcs))), self.fetching(rank, srcs))
@@ -340,19 +345,36 @@ class _Run:
                 )
                 return make(link.passing(size), used, **busy)
 
+    def making(self, lane: _Lane, work: float, dst: Region) -> _Activity:
+        """The work of making rows: stores to a peer leave while the rows are made, so the slower of
+        both counts, and the last row arrives a latency later. Where peers' memory is not used like
+        own memory they slow the work as transfers do.
+        """
+        link = self.machine.link(lane.rank, dst.rank)
+        if dst.rank == lane.rank or link.idle:
+            return _Activity(lane, self.now, work)
+        passing = link.passing(self.size(dst))
+        work *= 1.0 if self.machine.in_place else self.machine.compute_slowdown
+        work = max(work, passing) + link.latency_us * 1e-6 + link.line_us * 1e-6
+        used = self.resources(link, lane.rank, dst.rank)
+        return _Activity(lane, self.now, work, used, demand=passing / work if work else 0.0)
+
     def size(self, region: Region) -> int:
         columns, dtype = self.rows[region.buffer]
         return region.rows * columns * ITEMSIZE[dtype]
 
     def fetching(self, rank: int, regions: Iterable[Region]) -> float:
-        """Seconds for which peers' rows, read or written in place, occupy the links."""
+        """Seconds for which peers' rows, read in place, pass the links: those of each peer over its
+        own, of as many peers at a time as the rank has lanes.
+        """
         links = [
             (self.machine.link(rank, region.rank), self.size(region))
             for region in regions
             if region.rank != rank
         ]
-        passing = sum(0.0 if link.idle else link.passing(size) for link, size in links)
-        return passing + sum(link.line_us for link, _ in links) * 1e-6 / self.machine.fetches
+        passing = [0.0 if link.idle else link.passing(size) for link, size in links]
+        longest = max(*passing, sum(passing) / self.machine.lanes) if passing else 0.0
+        return longest + sum(link.line_us for link, _ in links) * 1e-6 / self.machine.fetches
 
     def resources(self, link: Link, src: int, dst: int) -> tuple[Resource, ...]:
         """The links that a transfer shares with others; an unplanned rank uses the links of its

@@ -393,10 +393,12 @@ COLLECTIVE = Collective(
         request.algorithm,
         symmetric_a=request.symmetric,
         symmetric_gathered=request.symmetric,
+        links=request.links,
     ),
     eager,
     default_shards=lambda rows, ranks: [rows] * ranks,
     reads_peers=("pull",),
     launched=("kernel",),
     predicted=("pull",),
+    predicted_over_links=("push",),
 )

@@ -182,4 +182,5 @@ COLLECTIVE = Collective(
     eager,
     default_shards=lambda rows, ranks: split(rows, ranks) * ranks,
     shards=lambda parts: [*parts] * len(parts),
+    predicted=("pull",),
 )

@@ -181,4 +181,5 @@ COLLECTIVE = Collective(
     default_shards=split,
     reduces=True,
     reads_peers=("direct",),
+    predicted=("direct",),
 )

@@ -157,7 +157,7 @@ class Operator:
     reads_peers: tuple[str, ...] = ()
     """Algorithms that read peers' rows in place."""
     writes_products: tuple[str, ...] = ()
-    """Algorithms whose products are made in peers' memory; no machine profile has their speed."""
+    """Algorithms whose products are made in peers' memory."""
     ordered: tuple[str, ...] = ()
     """Algorithms that can send their pieces in any of `ORDERS`."""
     baseline: str = "sequential"
@@ -206,11 +206,6 @@ class Operator:
             **dict.fromkeys(self.writes_products, WRITES_PEERS),
         }
 
-    @property
-    def predicted(self) -> tuple[str, ...]:
-        """Algorithms whose time can be predicted."""
-        return tuple(name for name in self.algorithms if name not in self.writes_products)
-
 
 @dataclass(frozen=True)
 class Collective:
@@ -236,6 +231,10 @@ class Collective:
     """Algorithms that a kernel of a GPU executes."""
     predicted: tuple[str, ...] = ()
     """Algorithms whose time is predicted, besides that for few rows."""
+    predicted_over_links: tuple[str, ...] = ()
+    """Algorithms that are also predicted on machines whose ranks do not read peers' memory like
+    their own: between symmetric tensors, and over all links of a rank at once.
+    """
     few_rows_algorithm: str = "eager"
     """The name of the algorithm for few rows."""
 
