@@ -180,6 +180,16 @@ def test_a_copy_takes_the_link_between_the_first_and_the_last_rank():
     assert near["rows"][0]["cycles"] is None
 
 
+def test_a_copy_in_shared_memory_needs_no_launch():
+    found = ask("copy", "--machine", "cpu", "--bytes", "8M")
+    on = machine.load("cpu")
+    assert on.launch_us
+    assert not found["starts"]
+    for row in found["rows"]:
+        assert row["us"] == pytest.approx((8 << 20) / on.links[0].gbs / 1e3)
+    assert ask("copy", "--machine", "mi325x-8")["starts"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

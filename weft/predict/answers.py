@@ -114,7 +114,9 @@ def copy(
         "predicted": "copy",
         "machine": asynchronous.name.removesuffix(f"/{ASYNCHRONOUS}"),
         "ranks": ranks,
-        "starts": bool(link.latency_us or link.line_us or synchronous.launch_us),
+        "starts": bool(
+            link.latency_us or link.line_us or (synchronous.launch_us and not synchronous.in_place)
+        ),
         "rows": rows,
     }
 

@@ -5,6 +5,7 @@ and asynchronous, in a lane of their own or by a copy engine.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from weft.plan import Buffer, Copy, Plan, Region
@@ -45,9 +46,11 @@ def rows(size: int) -> dict[str, Rows]:
 def copies(size: int, ranks: int, synchronous: Machine, asynchronous: Machine) -> Iterator[Copied]:
     """The calls with `size` bytes between the first and the last rank, each as the machine makes
     copies of its kind.
+
+    Where peers' memory is used like own memory the caller copies without the launch of an operator.
     """
     for call in CALLS:
         for name, machine in ((call, synchronous), (f"{call} async", asynchronous)):
-            one = plan(call, ranks, asynchronous=name != call)
-            took = seconds(one, machine, rows(size))
-            yield Copied(name, took, machine.cycles(took))
+            on = replace(machine, launch_us=0.0) if machine.in_place else machine
+            took = seconds(plan(call, ranks, asynchronous=name != call), on, rows(size))
+            yield Copied(name, took, on.cycles(took))
