@@ -38,7 +38,7 @@ def test_rows_and_picture(tmp_path):
         "--iterations",
         "2",
         "--warmup",
-        "0",
+        "1",
         "--json",
         str(saved),
         "--plot",
@@ -110,7 +110,7 @@ def test_copies_on_streams_that_do_nothing_are_wrong():
 def test_the_kernel_and_the_copy_engine_are_compared_by_the_interpreter(tmp_path):
     pytest.importorskip("triton", "3.6")
     saved, picture = tmp_path / "p2p.json", tmp_path / "p2p.svg"
-    sizes = ["--sizes", "1K", "--dtype", "bfloat16", "--iterations", "1", "--warmup", "0"]
+    sizes = ["--sizes", "1K", "--dtype", "bfloat16", "--iterations", "1", "--warmup", "1"]
     files = ["--json", str(saved), "--plot", str(picture)]
     options = ["--engine", "interpreter", "--comm-sms", "1,3", *sizes, *files]
     done = CliRunner().invoke(app, ["bench", "p2p", *options])
