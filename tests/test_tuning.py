@@ -106,7 +106,7 @@ EXCEPTIONS = {
         weft/engines/device/kernels/symmetric.py: _POLLS_PER_SECOND
         weft/engines/engine.py: _STOP_SECONDS
         weft/engines/network.py: _POLL_SECONDS
-        weft/measure/timing.py: _TIMEOUT
+        weft/measure/timing.py: TIMEOUT
         weft/process_group/group.py: _DETECTION
         weft/process_group/messages.py: _LIVENESS
         weft/world/listener.py: _RETRY

@@ -42,8 +42,8 @@ weft=("$python" -m weft)
 step tests 90 "$python" -m pytest -q tests/engines/test_gpu.py -p no:cacheprovider
 step from-host 45 "${weft[@]}" bench all-gather-matmul --peers host --shape 8192x8192x8192 --dtype float16 --ranks 2 \
   --json "$out/from-host.json" --plot "$out/from-host.png"
-step all-gather 80 "${weft[@]}" bench all-gather --device cuda --ranks 2 --sizes 1M,16M,64M,256M --comm-sms 4,8,16,32,64 \
-  --json "$out/all-gather.json" --plot "$out/all-gather.png"
+step all-gather 80 "${weft[@]}" bench all-gather --device cuda --ranks 2 --sizes 2M,32M,512M --comm-sms 4,16,64 --tile 8K,16K \
+  --warmup 1 --iterations 5 --json "$out/all-gather.json" --plot "$out/all-gather.png"
 step processes 60 "${weft[@]}" bench all-gather-matmul --device cuda --ranks 2 --shape 8192x8192x8192 --dtype bfloat16 \
   --baseline torch --iterations 10 --json "$out/processes.json"
 step p2p 35 "${weft[@]}" bench p2p --device cuda --ranks 2 --sizes 4K:64M:16 --comm-sms 4,16,32 --iterations 5 --warmup 1 \

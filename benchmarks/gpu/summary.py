@@ -39,7 +39,7 @@ def main(folder: Path) -> None:
         for row in result["rows"]:
             labels = row["size_bytes"], row["operation"], row["implementation"]
             print(
-                f"| {' | '.join(map(str, labels))} | {row['comm_sms'] or '-'} | "
+                f"| {' | '.join(map(str, labels))} | {row.get('comm_sms') or '-'} | "
                 f"{row['time_us']['median']:.1f} | {row['algbw_gbps']:.1f} | {row['wrong']} |"
             )
     if products:

@@ -13,6 +13,7 @@ from weft.bench.settings import SweepSettings
 from weft.bench.sweep import PLAIN, Baseline, Bench, Contender, Local, total
 from weft.measure.timing import largest
 from weft.measure.verification import Check
+from weft.plan.launch import Launch
 from weft.world import World
 from weft_benchmarks import deepspeed
 from weft_benchmarks.mpi import MPIS, MpiRanks, environment
@@ -86,11 +87,14 @@ class MpiCalls:
     gloo.
     """
 
+    launch: Launch | None = None
+
     def __init__(self, name: str, in_place: bool, ranks: MpiRanks | None, world: World) -> None:
         self.implementation, self.in_place, self.ranks, self.world = name, in_place, ranks, world
 
     def verify(self, run: int) -> Check:
-        return total(sum(self.ranks.ask("verify", self.in_place, run)) if self.ranks else 0)
+        wrong = sum(self.ranks.ask("verify", self.in_place, run)) if self.ranks else 0
+        return total(self.world, wrong)
 
     def time(self, calls: int, batches: int = 1) -> list[float]:
         """Seconds of MPI's slowest rank for each batch."""

@@ -10,14 +10,26 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from support.ranks import on_ranks
 from typer.testing import CliRunner
-from weft_benchmarks.gpu import gathers, products, shared, slowest
+from weft_benchmarks.gpu import products, shared, slowest
 from weft_benchmarks.gpu.matmul_from_host import matmul_from_host
 
 import weft
-from weft.bench.settings import AllGatherMatmul, Shape
+from weft.bench import plots, saved, sweep
+from weft.bench.settings import AllGather, AllGatherMatmul
+from weft.bench.values import Shape
 from weft.cli import app
 from weft.engines import engine
+from weft.plan.launch import Launch
+
+
+def refused(*options):
+    """The reason for which a benchmark is refused, on one line."""
+    result = CliRunner().invoke(app, ["bench", *options])
+    assert result.exit_code == 2
+    return " ".join(result.output.replace("│", " ").split())
+
 
 without = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -37,11 +49,6 @@ def test_a_missing_gpu_is_reported_first(options):
 @pytest.mark.parametrize(
     ("options", "refused"),
     [
-        (["all-gather", "--device", "cuda", "--comm-sms", "4", "--baseline", "none"], "--baseline"),
-        (
-            ["all-gather", "--device", "cuda", "--comm-sms", "4", "--neighbours", "1"],
-            "--neighbours",
-        ),
         (["all-gather-matmul", "--peers", "host", "--baseline", "gloo"], "--baseline"),
         (["all-gather-matmul", "--peers", "host", "--neighbours", "1"], "--neighbours"),
     ],
@@ -52,10 +59,34 @@ def test_options_without_an_effect_are_refused(options, refused):
     assert f"{refused}: has no effect with" in result.output
 
 
-def test_the_kernel_is_refused_on_a_cpu():
-    result = CliRunner().invoke(app, ["bench", "all-gather", "--algorithm", "kernel"])
-    assert result.exit_code == 2
-    assert "kernel runs on GPUs: add --device cuda" in result.output
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--algorithm", "kernel"], "kernels run on GPUs: use --device cuda, or --engine"),
+        (["--comm-sms", "4"], "kernels run on GPUs: use --device cuda, or --engine interpreter"),
+        (["--tile", "4K", "--engine", "streams"], "kernels run on GPUs"),
+        (["--warps", "4"], "kernels run on GPUs"),
+        (["--engine", "interpreter", "--compiler", "gluon"], "Gluon has no interpreter: use"),
+        (["--compiler", "nvcc"], "expected triton, gluon or both"),
+        (["--device", "cuda", "--baseline", "torch,gloo"], "there is no baseline 'gloo' on this"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_kernels_need_a_gpu_or_the_interpreter(options, why):
+    assert why in refused("all-gather", *options)
+
+
+def test_torch_is_a_baseline_of_all_gather_only():
+    why = refused("all-reduce", "--device", "cuda", "--baseline", "torch")
+    assert "torch's symmetric memory is compared in all-gather" in why
+
+
+@pytest.mark.parametrize(("option", "value"), [("--baseline", "torch"), ("--neighbours", "1")])
+def test_ranks_that_share_a_gpu_are_threads(monkeypatch, option, value):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    why = refused("all-gather", "--device", "cuda", option, value)
+    assert f"{option}: ranks that share a GPU are threads of one process" in why
 
 
 def test_numbers_of_sms():
@@ -100,32 +131,68 @@ def test_rows_from_another_memory(own, away, pieces):
             torch.testing.assert_close(local.run(multiply)[0], rows @ weight)
 
 
-def test_results_are_shown(tmp_path):
-    def row(kind, sms, gbps):
-        time = {"median": 10.0, "min": 9.0, "p99": 12.0}
-        return {
-            "size_bytes": 1 << 20,
-            "implementation": kind,
-            "comm_sms": sms,
-            "time_us": time,
-            "algbw_gbps": gbps,
-            "wrong": 0,
-        }
+def kernels(**options):
+    """All-gathers of ranks that are threads, with the same code as on a GPU."""
+    sweep.Bench._sizes = lambda *_: (1, 1, 1)
+    chosen = {"sizes": "1004", "dtype": "bfloat16", "warmup": 0, "iterations": 1} | options
+    kernel = {"engine": "interpreter", "tile": "1K", "warps": "1", "ranks": 2}
+    return sweep.measure_in_threads(AllGather(**kernel, **chosen))
 
-    rows = [
-        row("triton", 4, 50.0),
-        row("triton", 8, 90.0),
-        row("gluon", 4, 55.0),
-        row("plain copy", None, 200.0),
-    ]
-    result = {"ranks": 2, "machine": {"gpu": "a GPU"}, "rows": rows}
+
+def measured_by_the_interpreter(_):
+    return kernels(comm_sms="1,2")
+
+
+@pytest.mark.slow
+def test_kernels_are_swept_and_verified(tmp_path):
+    """Every combination is a line; results are verified, and drawn over SMs."""
+    result = on_ranks(measured_by_the_interpreter, 1)[0]
+    assert result["verified"]
+    assert result["options"]["comm_sms"] == "1,2"
+    names = dict.fromkeys(row["implementation"] for row in result["rows"])
+    kernel = "kernel (triton, {} SMs, 1 KiB, 1 warps)".format
+    assert [*names] == ["weft", "weft (plain)", kernel(1), kernel(2)]
+    swept = [row for row in result["rows"] if "comm_sms" in row]
+    assert len(swept) == 2 * 2  # SMs, places
+    assert {(row["tile_bytes"], row["warps"], row["gluon"]) for row in swept} == {(1024, 1, False)}
     shown = StringIO()
-    gathers.print_table(result, Console(file=shown, width=100))
-    assert [
-        line.replace("│", " ").split() for line in shown.getvalue().splitlines() if "gluon" in line
-    ] == [["1,048,576", "gluon", "4", "10.0", "55.0", "0"]]
-    gathers.draw(result, tmp_path / "sms.png")
+    sweep.print_tables(result, Console(file=shown, width=200))
+    assert kernel(2) in shown.getvalue()
+    assert "vs" not in shown.getvalue()  # a kernel is no baseline
+    assert saved.shown(result).draw is plots.draw_sweep
+    plots.draw_sweep(result, tmp_path / "sms.png")
     assert (tmp_path / "sms.png").stat().st_size > 1000
+    [header, *lines] = saved.to_csv(result).splitlines()
+    assert "comm_sms" in header
+    assert len(lines) == len(result["rows"])
+
+
+def nothing_is_moved(_):
+    os.environ["TRITON_INTERPRET"] = "1"
+    from weft.engines.device.kernels.all_gather import Distances
+
+    Distances.size = 0  # the kernel waits and notifies, but has no tiles
+    return kernels(comm_sms="1")
+
+
+def test_a_kernel_that_moves_nothing_is_found():
+    result = on_ranks(nothing_is_moved, 1)[0]
+    wrong = {row["implementation"]: row["wrong"] for row in result["rows"]}
+    assert not wrong["weft"]
+    assert wrong["kernel (triton, 1 SMs, 1 KiB, 1 warps)"]
+    assert not result["verified"]
+
+
+def test_launches_are_all_combinations():
+    settings = AllGather(device="cuda", comm_sms="4,8", tile="8K,32K", warps="4")
+    assert settings.launches == [
+        Launch(sms, tile << 10, 4, gluon)
+        for gluon in (False, True)
+        for tile in (8, 32)
+        for sms in (4, 8)
+    ]
+    assert AllGather(compiler="triton").launches == [Launch()]
+    assert AllGather().launches == []
 
 
 def wall(call, warmup, iterations):

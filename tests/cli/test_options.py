@@ -167,8 +167,8 @@ REFUSED = [
     (f"{AGM} --peers host --bias", "--bias", "has no effect with --peers host"),
     (f"{AGM} --peers host --algorithm auto", "--algorithm", "has no effect with --peers host"),
     (f"{AGM} --peers host --timeline t.svg", "--timeline", "has no effect with --peers host"),
-    ("bench all-gather --comm-sms 4,8", "--comm-sms", "add --device cuda"),
-    ("bench all-gather --device cuda --comm-sms 4 --seed 0", "--seed", "with --comm-sms"),
+    ("bench all-gather --comm-sms 4,8", "--comm-sms", "use --device cuda"),
+    ("bench all-gather --engine interpreter --compiler gluon", "--compiler", "no interpreter"),
     ("bench all-gather --device cuda --threads 2", "--threads", "omit one of them"),
     (f"{AGM} --engine reference --trace x.json", "--trace", "no lanes over time"),
     (f"{AGM} --engine streams --link-gbps 10", "--link-gbps", "does not emulate links"),
@@ -216,7 +216,7 @@ def test_an_option_without_an_effect_is_refused(command, option, why, monkeypatc
 def test_a_kernel_of_a_gpu_is_refused_elsewhere(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     kernel = ["bench", "all-gather", "--algorithm", "kernel"]
-    assert "kernel runs on GPUs: add --device cuda" in invoke(*kernel)[1]
+    assert "kernels run on GPUs: use --device cuda" in invoke(*kernel)[1]
     assert "torch finds no GPU here" in invoke(*kernel, "--device", "cuda")[1]
 
 

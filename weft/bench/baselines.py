@@ -15,6 +15,7 @@ from torch import Tensor
 
 from weft.kernels.methods import on_device
 from weft.plan.binding import split
+from weft.world import World
 
 Group = dist.ProcessGroup | None
 """A process group, or None for the default one."""
@@ -131,6 +132,23 @@ def products(
                 torch.mm(rows.to(result.dtype), wide, out=result)
             else:
                 torch.addmm(added, rows.to(result.dtype), wide, out=result)
+
+    return call
+
+
+def symmetric_gather(a: Tensor, world: World) -> Callable[[], Tensor]:
+    """torch's all-gather of `a`, which is in symmetric memory; its result is a new tensor, made on
+    a stream of torch's own, which the caller's stream waits for.
+    """
+    import torch.distributed._symmetric_memory  # registers the operator
+
+    assert world.group is not None
+    gather: Any = torch.ops.symm_mem._low_contention_all_gather
+    group: str = world.group.group_name
+
+    def call() -> Tensor:
+        gathered: Tensor = torch.ops._c10d_functional.wait_tensor(gather(a, group))
+        return gathered
 
     return call
 

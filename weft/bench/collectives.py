@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 import weft
 from weft.bench.settings import SweepSettings
 from weft.measure.verification import RUNS
+from weft.plan.launch import Launch
 from weft.world import World
 
 Reduction = Callable[[Sequence[Tensor]], Tensor]
@@ -136,14 +137,18 @@ class Data:
 
 
 def weft_collective(
-    settings: SweepSettings, a: Tensor, out: Tensor, world: World
+    settings: SweepSettings, a: Tensor, out: Tensor, world: World, launch: Launch | None = None
 ) -> Callable[[], object]:
-    """The call of weft on these tensors; one rank's rows are those of rank 0."""
+    """The call of weft on these tensors, by a kernel if there is a `launch`; one rank's rows are
+    those of rank 0.
+    """
     call, collective = getattr(weft, settings.operation), COLLECTIVES[settings.operation]
     if collective.from_rank:
         return functools.partial(call, out, 0, world=world)
-    options = {"op": settings.op} if collective.reduces else {}
-    if settings.algorithm != "auto":
+    options: dict[str, Any] = {"op": settings.op} if collective.reduces else {}
+    if launch is not None:
+        options |= {"algorithm": "kernel", **launch._asdict()}
+    elif settings.algorithm != "auto":
         options["algorithm"] = settings.algorithm
     return functools.partial(call, a, out=out, world=world, **options)
 

@@ -82,12 +82,16 @@ def draw_times(result: dict[str, Any], path: Path) -> None:
 def draw_sweep(result: dict[str, Any], path: Path) -> None:
     """Draw time and bus bandwidth over size, a line for each implementation, as a PNG or SVG file.
 
-    Rows in place are drawn only if all rows are in place.
+    Rows in place are drawn only if all rows are in place. Kernels are drawn over the SMs that they
+    take, a panel for each size, beside the others, which take none.
     """
     in_place = all(row["in_place"] for row in result["rows"])
     rows = [row for row in result["rows"] if row["in_place"] == in_place]
     title = f"{result['benchmark']}: {result['ranks']} ranks, {result['dtype']}"
     title += ", in place" if in_place else ""
+    if any("comm_sms" in row for row in rows):
+        _draw_over_sms(rows, title, result["verified"], path)
+        return
     with picture(path, 11, 4.4, title, verified=result["verified"]) as figure:
         times, widths = figure.subplots(1, 2)
         for name in dict.fromkeys(row["implementation"] for row in rows):
@@ -116,6 +120,36 @@ def draw_sweep(result: dict[str, Any], path: Path) -> None:
         times.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         widths.set_ylim(bottom=0)
         figure.legend(loc="outside lower center", ncols=5)
+
+
+def _draw_over_sms(rows: Sequence[dict[str, Any]], title: str, verified: bool, path: Path) -> None:
+    """Draw bus bandwidth over SMs: a line for each compiler, tile and number of warps."""
+    sizes = sorted({row["size_bytes"] for row in rows})
+    with picture(path, max(9, 3.6 * len(sizes)), 4.4, title, verified=verified) as figure:
+        panels = figure.subplots(1, len(sizes), squeeze=False)[0]
+        for axes, size in zip(panels, sizes, strict=True):
+            lines = dict[str, list[tuple[int, float]]]()
+            for row in (row for row in rows if row["size_bytes"] == size):
+                name, sms = row["implementation"], row.get("comm_sms")
+                if sms is not None:
+                    lines.setdefault(name.replace(f"{sms} SMs, ", ""), []).append(
+                        (sms, row["busbw_gbps"])
+                    )
+                    continue
+                axes.axhline(
+                    row["busbw_gbps"],
+                    color=COLOURS.get(name),
+                    linestyle=DASHED,
+                    linewidth=1.2,
+                    label=name,
+                )
+            for name, points in lines.items():
+                axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
+            axes.set_title(f"{size_name(size)} of each rank")
+            axes.set_xlabel("SMs")
+            axes.set_ylim(bottom=0)
+        panels[0].set_ylabel("bus bandwidth, GB/s")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
 
 
 def size_name(size: int) -> str:

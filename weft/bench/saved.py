@@ -38,11 +38,8 @@ def load(file: Path) -> Result:
 def shown(result: Result) -> Shown:
     """The functions for a result. Raises `ValueError` for a benchmark that this version lacks."""
     name = result["benchmark"]
-    if result.get("device") == "cuda":
-        if "shape" in result:
-            return Shown(repository.module("gpu.products").print_times, plots.draw_times)
-        gathers = repository.module("gpu.gathers")
-        return Shown(gathers.print_table, gathers.draw)
+    if result.get("device") == "cuda" and "shape" in result:
+        return Shown(repository.module("gpu.products").print_times, plots.draw_times)
     if name in FUSED:
         return Shown(report.print_tables, plots.draw_times)
     if name.replace("-", "_") in sweeps():

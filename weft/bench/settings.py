@@ -22,15 +22,22 @@ from weft.bench.values import (
     of_numbers,
     of_sizes,
     option,
+    parse_sizes,
     positive,
     product,
 )
+from weft.plan.launch import Launch
 from weft.schedules import all_gather, all_gather_matmul, all_reduce
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Operator, Order
 
-BASELINES = {"cpu": ("gloo", "openmpi", "mpich", "intel-mpi", "deepspeed"), "cuda": ("nccl",)}
-"""The baselines of the collectives by device."""
+BASELINES = {
+    "cpu": ("gloo", "openmpi", "mpich", "intel-mpi", "deepspeed"),
+    "cuda": ("nccl", "torch"),
+}
+"""The baselines of the collectives by device; torch has its all-gather of symmetric memory."""
+COMPILERS = {"cpu": ("triton",), "cuda": ("triton", "gluon")}
+"""The compilers of kernels by device: Gluon has no interpreter."""
 LIBRARIES = ("gloo", "nccl")
 """Those of torch.distributed; the others are in the repository only."""
 FUSED = tuple(name.replace("_", "-") for name in OPERATORS)
@@ -38,11 +45,11 @@ FUSED = tuple(name.replace("_", "-") for name in OPERATORS)
 
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 Op = Annotated[Literal["sum", "avg", "max", "min"], Option(help="The reduction.")]
-KERNELS, FROM_HOST = Also({"--comm-sms"}), Also({"--peers host"})
+FROM_HOST = Also({"--peers host"})
 """Modes in which few options have an effect."""
 _RANKS = "Number of ranks to start; default 2, or a launcher's."
 Ranks = Annotated[int | None, Option("--ranks", "-n", min=1, help=_RANKS), FROM_HOST]
-Several = Annotated[int | None, Option("--ranks", "-n", min=2, help=_RANKS), KERNELS]
+Several = Annotated[int | None, Option("--ranks", "-n", min=2, help=_RANKS)]
 Warmup = Annotated[int, Option(min=1, help="Rounds to run before measuring."), FROM_HOST]
 Iterations = Annotated[int, Option(min=1, help="Rounds to measure."), FROM_HOST]
 Seed = Annotated[int, Option(min=0, help="Seed of the random data."), FROM_HOST]
@@ -67,10 +74,8 @@ EmulatedLatency = Annotated[
     Unless(reasons.link_latency_us),
 ]
 _JSON = "Write the result as JSON; -: stdout."
-Json = Annotated[str | None, Option("--json", metavar="FILE|-", help=_JSON), KERNELS, FROM_HOST]
-Plot = Annotated[
-    Path | None, Option(metavar="FILE.png|svg", help="Draw the result."), KERNELS, FROM_HOST
-]
+Json = Annotated[str | None, Option("--json", metavar="FILE|-", help=_JSON), FROM_HOST]
+Plot = Annotated[Path | None, Option(metavar="FILE.png|svg", help="Draw the result."), FROM_HOST]
 _TRACE = "Write a trace for https://ui.perfetto.dev."
 Trace = Annotated[Path | None, Option(metavar="FILE", help=_TRACE), Unless(reasons.over_time)]
 _TIMELINE = "Draw the instructions over time."
@@ -78,7 +83,7 @@ Timeline = Annotated[
     Path | None, Option(metavar="FILE.png|svg", help=_TIMELINE), Unless(reasons.over_time)
 ]
 _DEVICE = "cuda: each rank on the GPU of its local rank."
-Device = Annotated[Literal["cpu", "cuda"], Option(help=_DEVICE), KERNELS]
+Device = Annotated[Literal["cpu", "cuda"], Option(help=_DEVICE)]
 ENGINES = {"cpu": ("host", "reference", "streams", "interpreter"), "cuda": ("streams", "triton")}
 """The engines of each device, the default first."""
 CHECKING = ("reference", "interpreter")
@@ -246,8 +251,8 @@ _SIZES = "Bytes of each rank's input; K, M, G are binary."
 _BATCHES = "Rounds of batches to measure."
 _WARMUP = "Rounds of batches to run before measuring."
 _OTHERS = (
-    f"One or more of {', '.join(BASELINES['cpu'])}, on GPUs nccl, or none. `make baselines` "
-    "installs the others."
+    f"One or more of {', '.join(BASELINES['cpu'])}, on GPUs nccl and torch, or none. `make "
+    "baselines` installs those but gloo."
 )
 
 
@@ -258,19 +263,13 @@ class SweepSettings(OnDevice):
     operation: str
     op: str = "sum"
     algorithm: str = "auto"
-    comm_sms: str | None = None
     ranks: Several = None
-    sizes: Annotated[str, of_sizes(_SIZES), KERNELS] = "4K:64M:4"
+    sizes: Annotated[str, of_sizes(_SIZES)] = "4K:64M:4"
     dtype: Annotated[Element, Option(help="Dtype of the elements.")] = "float32"
-    warmup: Annotated[int, Option(min=0, help=_WARMUP), KERNELS] = 2
-    iterations: Annotated[int, Option(min=1, help=_BATCHES), KERNELS] = 20
+    warmup: Annotated[int, Option(min=0, help=_WARMUP)] = 2
+    iterations: Annotated[int, Option(min=1, help=_BATCHES)] = 20
     seed: Seed = 0
     baseline: Annotated[str | None, Option(help=_OTHERS)] = None
-
-    @property
-    def modes(self) -> tuple[str, ...]:
-        """The modes that the user has chosen, as in `weft.bench.conditions`."""
-        return tuple(KERNELS) if self.comm_sms else ()
 
     @property
     def baselines(self) -> tuple[str, ...]:
@@ -280,16 +279,45 @@ class SweepSettings(OnDevice):
         text = self.baseline or default
         return () if text == "none" else tuple(text.split(","))
 
+    @property
+    def launches(self) -> list[Launch]:
+        """The launches of kernels that are measured as well."""
+        return []
+
 
 _GATHER = "auto", *all_gather.ALGORITHMS
 _REDUCE = "auto", *all_reduce.ALGORITHMS
 
 
-def _without_gpu(settings: SweepSettings) -> str:
-    return "" if settings.device == "cuda" else "only kernels on a GPU use SMs: add --device cuda"
+def _on_cpu(settings: SweepSettings) -> str:
+    """Why no kernel runs."""
+    if settings.device == "cuda" or settings.engine == "interpreter":
+        return ""
+    return "kernels run on GPUs: use --device cuda, or --engine interpreter"
 
 
-_SMS = "With --device cuda: the numbers of SMs for the kernels."
+def _movement(settings: SweepSettings) -> str:
+    return _on_cpu(settings) if settings.algorithm in all_gather.COLLECTIVE.launched else ""
+
+
+def _compiler(settings: AllGather) -> str:
+    if "gluon" in (settings.compiler or "") and settings.device == "cpu":
+        return "Gluon has no interpreter: use --compiler triton"
+    return _on_cpu(settings)
+
+
+def _compilers(text: str) -> None:
+    """Check names of compilers such as ``triton,gluon``."""
+    if not {*text.split(",")} <= {*COMPILERS["cuda"]}:
+        raise ValueError(f"expected triton, gluon or both, as triton,gluon; got {text!r}")
+
+
+_SMS = "Measure the kernel on these numbers of SMs, with each tile and number of warps."
+_TILES = of_sizes("Bytes of the kernel's tiles; default 16K.", "BYTES,…")
+_WARPS = of_numbers("Warps of the kernel's programs; default 8.")
+_NAMES = "Compilers of the kernel, of triton and gluon; default both, or triton on a CPU."
+_COMPILERS = option(_compilers, "NAME,…", _NAMES)
+_MOVES = Option(help="The movement of the rows.")
 
 
 @dataclass(frozen=True)
@@ -297,12 +325,25 @@ class AllGather(SweepSettings):
     """All-gather over message size, out of place and in place."""
 
     operation: str = "all_gather"
-    algorithm: Annotated[str, Option(help="The movement of the rows."), _GATHER] = "auto"
-    comm_sms: Annotated[str | None, of_numbers(_SMS), KERNELS, Unless(_without_gpu)] = None
+    algorithm: Annotated[str, _MOVES, _GATHER, Unless(_movement)] = "auto"
+    comm_sms: Annotated[str | None, of_numbers(_SMS), Unless(_on_cpu)] = None
+    tile: Annotated[str | None, _TILES, Unless(_on_cpu)] = None
+    warps: Annotated[str | None, _WARPS, Unless(_on_cpu)] = None
+    compiler: Annotated[str | None, _COMPILERS, Unless(_compiler)] = None
 
     @property
-    def sms(self) -> list[int]:
-        return [int(number) for number in (self.comm_sms or "").split(",")]
+    def launches(self) -> list[Launch]:
+        """The launches with every combination of the options; none if none is given."""
+        if not (self.comm_sms or self.tile or self.warps or self.compiler):
+            return []
+        default, compilers = Launch(), ",".join(COMPILERS[self.device])
+        return [
+            Launch(int(sms), tile, int(warps), compiler == "gluon")
+            for compiler in (self.compiler or compilers).split(",")
+            for tile in parse_sizes(self.tile or str(default.tile_bytes))
+            for warps in (self.warps or str(default.warps)).split(",")
+            for sms in (self.comm_sms or str(default.comm_sms)).split(",")
+        ]
 
 
 @dataclass(frozen=True)

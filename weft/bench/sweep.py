@@ -8,7 +8,8 @@ Every result is verified before and after timing, on new data and poisoned outpu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain, groupby
@@ -20,15 +21,28 @@ from rich.text import Text
 from torch import Tensor
 
 from weft.bench import repository, tables
-from weft.bench.baselines import collective, group_of
+from weft.bench.baselines import collective, group_of, symmetric_gather
 from weft.bench.collectives import COLLECTIVES, Data, bandwidths, count_of, weft_collective
 from weft.bench.harness import batches, environment, every_size, poison, singles, verified
 from weft.bench.neighbours import neighbours
 from weft.bench.settings import LIBRARIES, SweepSettings
 from weft.bench.values import parse_sizes
-from weft.measure.timing import Times, largest, per_call, race, session, stopwatch_of
+from weft.measure.timing import (
+    TIMEOUT,
+    Times,
+    in_threads,
+    largest,
+    of_threads,
+    per_call,
+    products_of,
+    race,
+    session,
+    stopwatch_of,
+)
 from weft.measure.verification import Check, sum_over_ranks
-from weft.world import World
+from weft.plan.launch import Launch
+from weft.world import World, init
+from weft.world.local import local_world
 
 _SETTLING, _SETTLING_CALLS = 1.0, 150
 """The most seconds and calls before a contender is timed."""
@@ -41,6 +55,8 @@ class Contender(Protocol):
 
     implementation: str
     in_place: bool
+    launch: Launch | None
+    """The launch of the kernel that it is, if it is one."""
 
     def verify(self, run: int) -> Check:
         """The check of one call on the data of `run` into poisoned outputs, with the wrong elements
@@ -78,15 +94,19 @@ class Local:
         call: Callable[[], object],
         tensors: tuple[Tensor, Tensor],
         bench: Bench,
+        launch: Launch | None = None,
     ) -> None:
         self.implementation, self.in_place, self.call, self.bench = name, in_place, call, bench
         self.a, self.out = tensors
+        self.launch = launch
 
     def verify(self, run: int) -> Check:
         poison(self.out)
         self.a.copy_(self.bench.data.own(run, len(self.a)))
-        self.call()
-        return total(int((self.out != self.bench.data.expected(run, len(self.a))).sum()))
+        made = self.call()
+        out = made if isinstance(made, Tensor) else self.out
+        wrong = int((out != self.bench.data.expected(run, len(self.a))).sum())
+        return total(self.bench.world, wrong)
 
     def time(self, calls: int, batches: int = 1) -> list[float]:
         """This rank's seconds, from a barrier before each batch on."""
@@ -112,6 +132,23 @@ class Library:
         operation, op = bench.settings.operation, bench.settings.op
         call = collective(operation, *tensors, op, self.group)
         return Local(self.name, in_place, call, tensors, bench)
+
+
+class Symmetric:
+    """The baseline ``torch``: its all-gather of symmetric memory by copy engines, which returns a
+    new tensor.
+    """
+
+    version: str | None = None
+
+    def prepare(self, bench: Bench, count: int) -> None:
+        """Do nothing, since it uses the tensors of the benchmark."""
+
+    def contender(self, bench: Bench, in_place: bool, count: int) -> Contender | None:
+        if in_place:
+            return None
+        tensors = bench.tensors(WEFT, in_place, count)
+        return Local("torch", in_place, symmetric_gather(tensors[0], bench.world), tensors, bench)
 
 
 class Bench:
@@ -144,6 +181,10 @@ class Bench:
                 tensors = self.tensors(name, in_place, count)
                 call = weft_collective(self.settings, *tensors, self.world)
                 contenders.append(Local(name, in_place, call, tensors, self))
+            tensors = self.tensors(WEFT, in_place, count)
+            for launch in self.settings.launches:
+                call = weft_collective(self.settings, *tensors, self.world, launch)
+                contenders.append(Local(_kernel(launch), in_place, call, tensors, self, launch))
             others = (each.contender(self, in_place, count) for each in self.baselines)
             contenders += filter(None, others)
         return contenders
@@ -181,6 +222,7 @@ class Bench:
                 "operation": self.settings.operation,
                 "implementation": one.implementation,
                 "in_place": one.in_place,
+                **(one.launch._asdict() if one.launch else {}),
             }
             widths = bandwidths(self.settings.operation, size, self.world.ranks, times.median)
             counts = {"wrong": check.wrong, "batches": len(seconds), "calls": calls}
@@ -217,6 +259,12 @@ class Bench:
         return calls, 1, most
 
 
+def _kernel(launch: Launch) -> str:
+    """The name of a kernel with its launch."""
+    compiler, tile = "gluon" if launch.gluon else "triton", launch.tile_bytes / 1024
+    return f"kernel ({compiler}, {launch.comm_sms} SMs, {tile:g} KiB, {launch.warps} warps)"
+
+
 def _settling(seconds: float) -> int:
     """The number of calls, of `seconds` each, after which all contenders take the time of later
     calls: weft and MPIs measure algorithms in the first ones.
@@ -226,7 +274,7 @@ def _settling(seconds: float) -> int:
 
 def measure(settings: SweepSettings) -> dict[str, Any]:
     """The result as a JSON object, measured on this rank; collective. Complete on rank 0 only."""
-    others = [name for name in settings.baselines if name not in LIBRARIES]
+    others = [name for name in settings.baselines if name not in (*LIBRARIES, "torch")]
     one_host = "runs on one host only: use --baseline gloo, or none"
     one_host = f"the baseline {others[0]} {one_host}" if others else ""
     with ExitStack() as stack:
@@ -235,26 +283,54 @@ def measure(settings: SweepSettings) -> dict[str, Any]:
         for name in settings.baselines:
             if name in LIBRARIES:
                 baselines[name] = Library(name)
+            elif name == "torch":
+                baselines[name] = Symmetric()
             else:
                 opened = repository.module("baselines").opened(name, world)
                 baselines[name] = stack.enter_context(opened)
         stack.enter_context(neighbours(world, settings.neighbours))
-        bench = Bench(settings, world, [*baselines.values()])
-        rows = every_size(settings, world, bench.rows)
-        versions = {name: each.version for name, each in baselines.items() if each.version}
-        return {
-            "benchmark": settings.operation.replace("_", "-"),
-            "ranks": world.ranks,
-            "hosts": len(set(world.hosts)),
-            "dtype": settings.dtype,
-            "op": settings.op if bench.collective.reduces else None,
-            "algorithm": settings.algorithm,
-            "size_bytes_of": "each rank's input",
-            "neighbours": settings.neighbours,
-            "rows": rows,
-            "verified": not any(row["wrong"] for row in rows),
-            **environment(world, settings, **versions),
-        }
+        return _measured(settings, world, baselines)
+
+
+def measure_in_threads(settings: SweepSettings) -> dict[str, Any]:
+    """The same of ranks that are threads of this process and share a device, without baselines."""
+    if settings.engine == "interpreter":
+        os.environ["TRITON_INTERPRET"] = "1"
+    with local_world(
+        settings.ranks or 2,
+        settings.device,
+        timeout=TIMEOUT,
+        streams=settings.engine == "streams",
+        products=products_of(settings.place["engine"]),
+    ) as local:
+        found: list[dict[str, Any]] = local.run(partial(_on_this_thread, settings))
+        return found[0]
+
+
+def _on_this_thread(settings: SweepSettings) -> dict[str, Any]:
+    with torch.no_grad():
+        return _measured(settings, init(), {})
+
+
+def _measured(
+    settings: SweepSettings, world: World, baselines: Mapping[str, Baseline]
+) -> dict[str, Any]:
+    bench = Bench(settings, world, [*baselines.values()])
+    rows = every_size(settings, world, bench.rows)
+    versions = {name: each.version for name, each in baselines.items() if each.version}
+    return {
+        "benchmark": settings.operation.replace("_", "-"),
+        "ranks": world.ranks,
+        "hosts": len(set(world.hosts)),
+        "dtype": settings.dtype,
+        "op": settings.op if bench.collective.reduces else None,
+        "algorithm": settings.algorithm,
+        "size_bytes_of": "each rank's input",
+        "neighbours": settings.neighbours,
+        "rows": rows,
+        "verified": not any(row["wrong"] for row in rows),
+        **environment(world, settings, **versions),
+    }
 
 
 def row(
@@ -264,9 +340,11 @@ def row(
     return case | {"time_us": times._asdict(), "algbw_gbps": algbw, "busbw_gbps": busbw} | figures
 
 
-def total(wrong: int) -> Check:
+def total(world: World, wrong: int) -> Check:
     """The check of all ranks with `wrong` elements on this one; collective."""
-    return Check(int(sum_over_ranks(torch.tensor(wrong))))
+    own = torch.tensor([wrong])
+    every = of_threads(world, own) if in_threads(world) else sum_over_ranks(own)
+    return Check(int(every.sum()))
 
 
 def print_tables(result: dict[str, Any], console: Console) -> None:
@@ -283,7 +361,7 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
     tables.print_notes(
         console,
         f"size and count: each rank's input. Times: {times}. algbw, busbw: GB/s of 1e9 bytes",
-        "as nccl-tests define them. weft: tensors in symmetric memory; weft (plain) and "
+        "as nccl-tests define them. weft, kernel: tensors in symmetric memory; weft (plain) and "
         f"{libraries}: ordinary ones; MPI: numpy's.",
         *tables.checking(result),
         tables.verdict(
@@ -299,7 +377,8 @@ def _print_rows(rows: Sequence[dict[str, Any]], console: Console, p99: bool) -> 
     """
     keys = ["median", "p99"] if p99 else ["median"]
     implementations = dict.fromkeys(row["implementation"] for row in rows)
-    baselines = [name for name in implementations if name not in (WEFT, PLAIN)]
+    own = {WEFT, PLAIN, *(row["implementation"] for row in rows if "comm_sms" in row)}
+    baselines = [name for name in implementations if name not in own]
     places = sorted({row["in_place"] for row in rows})
     columns = ["\nsize B", "\ncount", "\ntype", ""]
     for place in places:

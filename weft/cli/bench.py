@@ -16,7 +16,7 @@ from weft.bench import settings as kinds
 from weft.bench.settings import BASELINES, LIBRARIES, FusedSettings, SweepSettings
 from weft.cli import options
 from weft.cli.options import refuse
-from weft.schedules.operators import COLLECTIVES, OPERATORS
+from weft.schedules.operators import OPERATORS
 
 if TYPE_CHECKING:
     from weft.bench.fused import Result
@@ -87,16 +87,6 @@ def _write_traces(result: Result) -> None:
 def _sweep(settings: SweepSettings) -> None:
     from weft.bench import plots, sweep
 
-    if settings.comm_sms:
-        options.need_gpu("--device cuda")
-        gathers = options.from_repository("--comm-sms", "gpu.gathers")
-        options.run_benchmark(
-            settings, gathers.all_gathers, gathers.print_table, gathers.draw, in_process=True
-        )
-        return
-    launched = COLLECTIVES[settings.operation].launched
-    if settings.device == "cpu" and settings.algorithm in launched:
-        refuse("--algorithm", f"{settings.algorithm} runs on GPUs: add --device cuda")
     if settings.op == "avg" and not settings.dtype.startswith(("float", "bfloat")):
         refuse("--op", f"avg needs a floating dtype; got {settings.dtype}: use --dtype float32")
     for name in settings.baselines:
@@ -105,13 +95,28 @@ def _sweep(settings: SweepSettings) -> None:
         if name not in BASELINES[settings.device]:
             names = ", ".join(("none", *BASELINES[settings.device]))
             refuse("--baseline", f"there is no baseline {name!r} on this device: use {names}")
-        if name not in LIBRARIES:
+        if name == "torch" and settings.operation != "all_gather":
+            refuse("--baseline", "torch's symmetric memory is compared in all-gather: use nccl")
+        if name not in (*LIBRARIES, "torch"):
             baselines = options.from_repository("--baseline", "baselines")
             if why := baselines.refusal(name, settings):
                 refuse("--baseline", why)
     settings = options.placed(settings)
+    together = settings.device == "cuda" and options.sharing_one_gpu(settings)
+    if together:
+        for option, given in (
+            ("--neighbours", settings.neighbours is not None),
+            ("--baseline", settings.baselines),
+        ):
+            if given:
+                refuse(option, "ranks that share a GPU are threads of one process: omit it")
     options.run_benchmark(
-        settings, sweep.measure, sweep.print_tables, plots.draw_sweep, alone=options.SINGLE_RANK
+        settings,
+        sweep.measure_in_threads if together else sweep.measure,
+        sweep.print_tables,
+        plots.draw_sweep,
+        alone=options.SINGLE_RANK,
+        in_process=together,
     )
 
 

@@ -161,6 +161,16 @@ def placed(settings: Settings) -> Settings:
     return found
 
 
+def sharing_one_gpu(settings: Any) -> bool:
+    """Whether the ranks to start would share the only GPU here: as processes they would take turns
+    on it, so they are threads.
+    """
+    import torch
+
+    rank, ranks = world_size(settings.ranks)
+    return rank is None and ranks > torch.cuda.device_count() == 1
+
+
 def need_gpu(option: str) -> None:
     """End with exit status 2 without a GPU; `option` has asked for one."""
     import torch

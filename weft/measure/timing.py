@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import math
 import os
 import random
@@ -20,16 +21,18 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+import weft._native as _native
 from weft.engines import use_reference
 from weft.errors import WeftError
 from weft.ops.barrier import barrier
 from weft.world import World, init
 from weft.world.device_memory import device_of_rank
+from weft.world.memory import exchange
 
 BUDGET = 10.0
 """The most seconds for all iterations of one view; slower views get fewer iterations."""
 
-_TIMEOUT = 600.0  # seconds; a baseline may take longer on one rank than on another
+TIMEOUT = 600.0  # seconds; a baseline may take longer on one rank than on another
 
 Found = TypeVar("Found")
 
@@ -103,9 +106,9 @@ def session(
         os.environ["TRITON_INTERPRET"] = "1"
     place = device_of_rank() if device == "cuda" else torch.device("cpu")
     made = init(
-        timeout=_TIMEOUT,
+        timeout=TIMEOUT,
         device=place,
-        products="triton" if engine in ("triton", "interpreter") else "torch",
+        products=products_of(engine),
         streams=engine == "streams",
         comm_threads=comm_threads,
     )
@@ -115,6 +118,11 @@ def session(
         if engine == "reference":
             use_reference(world)
         yield world
+
+
+def products_of(engine: str) -> str:
+    """The products of an engine, as `init` takes them."""
+    return "triton" if engine in ("triton", "interpreter") else "torch"
 
 
 def race(
@@ -218,8 +226,29 @@ def stopwatch_of(world: World) -> Stopwatch:
 
 
 def largest(world: World, values: Sequence[float]) -> list[float]:
-    """The largest value of any rank, by element; collective over the default process group."""
+    """The largest value of any rank, by element; collective over the default process group, or of
+    ranks that are threads, which have none, over their sockets.
+    """
     merged = torch.tensor(values, dtype=torch.float64)
+    if in_threads(world):
+        return of_threads(world, merged).amax(0).tolist()
     if world.ranks > 1:
         dist.all_reduce(merged, dist.ReduceOp.MAX)
     return merged.tolist()
+
+
+def in_threads(world: World) -> bool:
+    """Whether several ranks are threads of one process."""
+    return world.ranks > 1 and len({*world.pids}) == 1
+
+
+def of_threads(world: World, values: torch.Tensor) -> torch.Tensor:
+    """The values of all ranks that are threads, a row of each; collective. They are exchanged as
+    text, by none of the operators that are measured.
+    """
+    call, rows = "the exchange of times", {world.rank: values.tolist()}
+    compiled = _native.Compiled(call, 0, [], world.ranks)
+    world.executor.begin(compiled, world.timeout)
+    for peer, text, _ in exchange(world, compiled, call, json.dumps(rows[world.rank])):
+        rows[peer] = json.loads(text)
+    return torch.tensor([rows[rank] for rank in range(world.ranks)], dtype=values.dtype)
