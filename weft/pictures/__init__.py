@@ -12,17 +12,16 @@ from matplotlib.figure import Figure
 COLOURS = {
     name: colour
     for colour, names in {
-        "#3566a8": ("matmul", "compute", "weft", "weft.nn", "triton", "kernel"),
+        "#3566a8": ("matmul", "compute", "weft", "weft.nn", "kernel"),
         "#8fb0da": ("weft (plain)", "weft (staged)", "compute in chunks"),
-        "#e8963c": ("copy", "communicate", "weft (async)", "one process", "openmpi", "gluon"),
+        "#e8963c": ("copy", "communicate", "weft (async)", "one process", "openmpi"),
         "#f0b77e": ("copy engine (async)",),
         "#5a9e6f": ("reduce", "pipelined", "overlapped", "intel-mpi", "copy engine"),
-        "#a8cdb3": ("copy engine, processes",),
-        "#b0574a": ("mpich", "torch, processes"),
-        "#9aa3b0": ("other", "sequential", "gloo", "torch on gloo"),
+        "#b0574a": ("mpich", "torch"),
+        "#9aa3b0": ("other", "sequential", "gloo", "nccl", "torch on gloo"),
         "#c3c8d0": ("wait",),
         "#22262e": ("text", "notify", "memcpy"),
-        "#6b7280": ("muted", "torch.copy_", "plain copy"),
+        "#6b7280": ("muted", "torch.copy_"),
     }.items()
     for name in names
 }
