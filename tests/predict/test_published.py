@@ -193,14 +193,13 @@ def test_a_copy_in_shared_memory_needs_no_launch():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["all-gather", "--shape", "8x8x8"], "--shape: has no effect with all-gather"),
-        (["all-reduce", "--hosts", 2], "--hosts: has no effect with all-reduce"),
-        (["barrier", "--bytes", "8"], "--bytes: has no effect with barrier"),
+        (["all-gather", "--shape", "8x8x8"], "--shape: has no effect with a collective"),
+        (["barrier", "--bytes", "8"], "--bytes: barrier moves no bytes"),
         (["copy", "--dtype", "float16"], "--dtype: has no effect with copy"),
         (["copy", "-n", 1], "a single rank has no peer"),
         (["overlap", "--algorithm", "push"], "--algorithm: has no effect with overlap"),
         (["overlap", "--dtype", "float64"], "h100-nvlink-8 has product rates for float16"),
-        (["all-gather-matmul", "--bytes", "8"], "all-gather-matmul takes a --shape"),
+        (["all-gather-matmul", "--bytes", "8"], "all-gather-matmul takes --shape"),
         (["all-gather", "--threads", 2], "h100-nvlink-8 has no cores"),
         (["overlap", "--link-latency-us", 3], "add --link-gbps"),
     ],
