@@ -1,0 +1,179 @@
+"""Print the tables of docs/five-systems.md from the results of `five_systems.sh` in a directory:
+the published figures of five systems, and weft on this machine.
+
+
+    python benchmarks/five_systems.py DIRECTORY
+"""
+
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, str]
+PUBLISHED = Path(__file__).parent / "published_results.csv"
+
+
+def published(system: str) -> list[Row]:
+    """The published figures of a system."""
+    with PUBLISHED.open() as file:
+        return [row for row in csv.DictReader(file) if row["system"] == system]
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print a table in Markdown."""
+    print(f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", sep="\n")
+    for row in rows:
+        print(f"| {' | '.join(map(str, row))} |")
+    print()
+
+
+def median(result: dict[str, Any], name: str, kind: str = "times_ms") -> float:
+    found: float = result[kind][name]["median"]
+    return found
+
+
+def overlapped(result: dict[str, Any]) -> list[str]:
+    """The times and figures of a fused operator."""
+    times = [f"{median(result, name):.2f}" for name in ("compute", "sequential", "pipelined")]
+    return [*times, f"{result['speedup']:.2f}x", f"{result['limit_ratio']:.2f}"]
+
+
+OVERLAPPED = "compute", "sequential", "pipelined", "speedup", "limit ratio"
+
+
+def streaming(load: Callable[[str], Any]) -> None:
+    print("## 1. Streaming AllGather + GEMM\n")
+    rows = []
+    for row in published("allgather_gemm"):
+        m, k, n = (int(row[name]) for name in "mkn")
+        flops, ranks = 2 * m * k * n, row["ranks"]
+        theirs = f"{float(row['value']):.3f} ms", f"{flops / float(row['value']) / 1e9:.0f}"
+        ours = load(f"streaming-{ranks}-{m // 2}x{k // 2}x{n // 2}")
+        rows.append((ranks, f"{m}x{k}x{n}", *theirs, *overlapped(ours)))
+    theirs_heads = "ranks", "M x K x N", "910B1", "TFLOP/s"
+    table((*theirs_heads, *(f"half: {OVERLAPPED[0]}", *OVERLAPPED[1:])), rows)
+    every = [(ranks, load(f"ranks-{ranks}")) for ranks in (2, 4, 8, 16)]
+    table(("ranks", *OVERLAPPED), ((ranks, *overlapped(result)) for ranks, result in every))
+
+
+def steps(load: Callable[[str], Any]) -> None:
+    print("## 2. AllGatherMatmul in steps\n")
+    theirs = [float(row["value"]) for row in published("all_gather_matmul_v2")]
+    ours = {ranks: load(f"steps-{ranks}")["ablation_ms"] for ranks in (2, 4)}
+    names = [*ours[2]]
+
+    def cells(times: Sequence[float], unit: str, at: int) -> list[str]:
+        return [f"{times[at]:.{0 if unit == 'us' else 2}f} {unit}", f"{times[0] / times[at]:.2f}x"]
+
+    medians = {ranks: [found[name]["median"] for name in names] for ranks, found in ours.items()}
+    rows = [
+        (
+            name,
+            *cells(theirs, "us", at),
+            *cells(medians[2], "ms", at),
+            *cells(medians[4], "ms", at),
+        )
+        for at, name in enumerate(names)
+    ]
+    table(("step", "Ascend 950, 4 ranks", "", "2 ranks", "", "4 ranks", ""), rows)
+    result = load("steps-2")
+    print(f"{result['cascade']}\n")
+
+
+def copies(load: Callable[[str], Any]) -> None:
+    print("## 3. get and asynchronous get\n")
+    found = {
+        (row["size_bytes"], row["implementation"]): row
+        for row in load("copies")["rows"]
+        if row["operation"] == "get"
+    }
+    gbs, cycles = (
+        {(int(row["bytes"]), row["variant"]): float(row["value"]) for row in published(system)}
+        for system in ("tget_bandwidth", "tget_cycles")
+    )
+    ways = "weft (staged)", "weft", "weft (async)"
+    rows = []
+    for size in sorted({size for size, _ in gbs}):
+        theirs = [(gbs[size, v], cycles[size, v]) for v in ("TGET", "TGET_ASYNC")]
+        ours = [found[size, way] for way in ways]
+        rows.append(
+            (
+                f"{size >> 10} KiB",
+                ", ".join(f"{one:.2f}" for one, _ in theirs),
+                ", ".join(f"{ticks:,.0f}" for _, ticks in theirs),
+                ", ".join(f"{row['algbw_gbps']:.1f}" for row in ours),
+                ", ".join(_thousands(row["transfer_cycles"]) for row in ours),
+                ", ".join(_thousands(row["cycles"]) for row in ours),
+            )
+        )
+    heads = "GET, ASYNC: GB/s", "ticks", "staged, get, async: GB/s", "kcycles", "of the caller"
+    table(("size", *heads), rows)
+
+
+def _thousands(cycles: float | None) -> str:
+    return "-" if cycles is None else f"{cycles / 1e3:,.0f}"
+
+
+def linear(load: Callable[[str], Any]) -> None:
+    print("## 4. A linear layer and its sum in chunks; a product beside an all-gather\n")
+    table(
+        ("chunks of a rank's rows", *OVERLAPPED),
+        ((chunks, *overlapped(load(f"linear-{chunks}"))) for chunks in (1, 2, 4)),
+    )
+    theirs = [float(row["value"]) for row in published("bench_overlapped_matmul_allgather")]
+    ours = load("beside")
+    medians = [median(ours, name) for name in ("sequential", "overlapped")]
+    rows = [
+        ("sequential", theirs[0], "1.00x", f"{medians[0]:.2f}", "1.00x"),
+        (
+            "overlapped",
+            theirs[1],
+            f"{theirs[0] / theirs[1]:.2f}x",
+            f"{medians[1]:.2f}",
+            f"{medians[0] / medians[1]:.2f}x",
+        ),
+        ("by copy engines", theirs[2], f"{theirs[0] / theirs[2]:.2f}x", "", ""),
+    ]
+    table(("", "8 x H100, ms", "", "2 ranks, ms", ""), rows)
+    print(f"Limit ratio {ours['limit_ratio']:.2f}.\n")
+
+
+def gather(load: Callable[[str], Any]) -> None:
+    print("## 5. All-gather\n")
+    found = {
+        (row["size_bytes"], row["implementation"]): row["busbw_gbps"]
+        for row in load("gather")["rows"]
+        if not row["in_place"]
+    }
+    theirs: dict[int, list[str]] = {}
+    for row in published("iris_all_gather"):
+        theirs.setdefault(int(row["bytes"]), []).append(row["value"])
+    sizes = sorted({*theirs, *(size for size, _ in found)})
+    rows = [
+        (
+            f"{size >> 20} MiB",
+            ", ".join(theirs.get(size, ["-"])),
+            *(f"{found[size, name]:.1f}" if (size, name) in found else "-" for name in _GATHERS),
+        )
+        for size in sizes
+    ]
+    heads = "of each rank", "RCCL, Triton, Gluon: GiB/s", "weft: GB/s", "weft (plain)", "gloo"
+    table(heads, rows)
+
+
+_GATHERS = "weft", "weft (plain)", "gloo"
+
+
+def main(directory: Path) -> None:
+    def load(name: str) -> Any:
+        return json.loads((directory / f"{name}.json").read_text())
+
+    for part in (streaming, steps, copies, linear, gather):
+        part(load)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
