@@ -88,6 +88,7 @@ EXCEPTIONS = {
         native/memory/calls.hpp: kBytes
         native/kernels/stores.cpp: kSizes
         weft/engines/device/kernels/tiles.py: SOURCES
+        weft/schedules/device_options.py: TILES
         weft/world/local.py: _STREAMS
     """,
     "results: with other numbers results, or their bits, would be wrong": """

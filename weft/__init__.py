@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from weft.ops.signalling import notify, test, wait
     from weft.plan import Plan
     from weft.plan.proof import verify
+    from weft.schedules.device_options import DeviceOptions
     from weft.world import World, init
     from weft.world.launcher import launch
     from weft.world.local import LocalWorld, local_world
@@ -76,6 +77,7 @@ _HOMES = {
     "weft.ops.signalling": ["notify", "test", "wait"],
     "weft.plan": ["Plan"],
     "weft.plan.proof": ["verify"],
+    "weft.schedules.device_options": ["DeviceOptions"],
     "weft.world.signals": ["Signals"],
     "weft.world": ["World", "init"],
 }

@@ -89,12 +89,12 @@ def test_accesses_are_as_wide_as_addresses_permit(rows, expected):
 def test_each_rank_needs_its_own_queue(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    local._check_queues(2)
+    local.check_queues(2, 1)
     with pytest.raises(
         ValueError,
         match="3 ranks need 12 concurrent streams, and there are 8: use at most 2 ranks",
     ):
-        local._check_queues(3)
+        local.check_queues(3, 1)
 
 
 def test_polls_are_bounded():

@@ -15,6 +15,7 @@ from weft.engines.device.kernels.all_gather_matmul import all_gather_matmul_kern
 from weft.engines.device.kernels.copy_rows import copy_vectors_kernel, copy_words_kernel
 from weft.engines.device.kernels.signals import compare_kernel, raise_kernel
 from weft.engines.device.kernels.sum_in_rank_order import sum_in_rank_order_kernel
+from weft.schedules.device_options import TILES, Tile
 
 pytestmark = pytest.mark.parametrize("target", TARGETS)
 
@@ -186,14 +187,16 @@ TYPES = {
 }
 
 
-def product(target: str, factor: str, out: str, **flags: bool | str) -> Compiled:
+def product(
+    target: str, factor: str, out: str, tile: Tile | None = None, **flags: bool | str
+) -> Compiled:
     """The product kernel with the sizes of its users, for factors and results of these dtypes."""
     nvidia, dtypes = (
         target.startswith("sm"),
         {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32},
     )
     m, n, k, warps, stages = sizes(
-        not nvidia, dtypes[factor] == torch.float32, dtypes[out] == torch.float32
+        tile, not nvidia, dtypes[factor] == torch.float32, dtypes[out] == torch.float32
     )
     rows = f"tensordesc<{factor}[{m},{k}]>"
     weight = f"{n},{k}" if flags.get("TRANSPOSED") else f"{k},{n}"
@@ -258,6 +261,29 @@ def test_products_of_float32(target: str) -> None:
     made = product(target, "fp32", "fp32")
     assert made.spills == 0
     assert made.shared <= SHARED[target]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("factor", "out"), [("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")])
+@pytest.mark.parametrize("tile", TILES)
+def test_every_tile(target: str, tile: Tile, factor: str, out: str) -> None:
+    """Each tile that the options accept compiles without spills, and fits in shared memory."""
+    wide, wide_out = factor == "fp32", out == "fp32"
+    try:
+        sizes(tile, not target.startswith("sm"), wide, wide_out)
+    except ValueError:
+        pytest.skip("refused here")
+    for flags in (
+        {"BIAS": True},
+        {"TRANSPOSED": True},
+        {"SOURCES": 1, "PUTS": True, "NOTIFIES": True},
+    ):
+        made = product(target, factor, out, tile, **flags)
+        if wide:
+            assert made.spills == 0
+            assert made.shared <= SHARED[target]
+        else:
+            multiplies(made, target, 24 if (target, out) == ("sm_100", "fp32") else 0)
 
 
 def test_sum_in_rank_order(target: str) -> None:

@@ -205,7 +205,7 @@ def tune(settings: Tune) -> None:
     for shape, (case, _, _), found in zip(settings.shape, questions, answers, strict=True):
         rows = [
             {
-                **variant._asdict(),
+                **variant.to_json(),
                 "chunk_rows": predict.OPERATORS[case.operator].chunk_rows(case.rows, variant),
                 "predicted_ms": 1e3 * predict.time(case, variant, on),
                 "measured_ms": median,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from weft.plan import (
     reads,
     writes,
 )
+from weft.schedules.device_options import DeviceOptions
 from weft.world import World, memory
 
 if TYPE_CHECKING:
@@ -126,16 +127,19 @@ class Engine(ABC):
         rows: Sequence[int] = (),
         dtypes: Dtypes = MappingProxyType({}),
         number: int = 0,
+        options: DeviceOptions | None = None,
     ) -> Program:
         """The compiled plan for tensors and sizes of this kind; concurrent calls of one plan have
         different `number` each.
 
-        `dtypes` has the workspaces whose dtypes differ from the buffers they exchange rows with.
+        `dtypes` has the workspaces whose dtypes differ from the buffers they exchange rows with;
+        `options` are by default the world's.
         """
-        key = id(plan), number, self.kind(tensors, rows), *dtypes.values()
+        options = options or self.world.device_options
+        key = id(plan), number, options, self.kind(tensors, rows), *dtypes.values()
         program = self.programs.get(key)
         if program is None:
-            program = self.compile(plan, tensors, rows, dtypes)
+            program = self.compile(plan, tensors, rows, dtypes, options)
             program.original = plan
             self.programs[key] = program
             if len(self.programs) > _CACHED:
@@ -149,8 +153,27 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def compile(self, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Dtypes) -> Program:
-        """Compile the plan for this rank and for tensors and sizes of this kind."""
+    def compile(
+        self,
+        plan: Plan,
+        tensors: Tensors,
+        rows: Sequence[int],
+        dtypes: Dtypes,
+        options: DeviceOptions,
+    ) -> Program:
+        """Compile the plan for this rank and for tensors and sizes of this kind; `options` are
+        those of streams.
+        """
+
+    def lane_names(self, lanes: Collection[str]) -> tuple[str, ...]:
+        """The names of a program's lanes, of which a plan has `lanes`. Raises `PlanError` for lanes
+        that this engine does not run.
+        """
+        if not {*lanes} <= {*LANES}:
+            raise PlanError(
+                f"engines have the lanes {' and '.join(LANES)}; the plan has {', '.join(lanes)}"
+            )
+        return LANES
 
     def check_product(  # noqa: B027, most engines compute any product
         self, x: Tensor, weight: Weight, out_dtype: torch.dtype
@@ -324,12 +347,9 @@ class Program(ABC):
                 f"{plan.operator} by {plan.algorithm} is a plan for kernels, and this world's "
                 "ranks compute on the CPU"
             )
-        if not set(lanes) <= set(LANES):
-            raise PlanError(
-                f"engines have the lanes {' and '.join(LANES)}; the plan has {', '.join(lanes)}"
-            )
+        self.lane_names = engine.lane_names(lanes)
         engine.name(self.signal_names(common))
-        self.lanes = [lanes.get(name, ()) for name in LANES]
+        self.lanes = [lanes.get(name, ()) for name in self.lane_names]
         # in a uniform plan one rank stands for all, whatever the hosts of its peers
         self.shared = common.shared_buffers(None if plan.uniform else self.world.hosts)
         self.weights = tuple(

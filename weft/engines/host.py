@@ -34,6 +34,7 @@ from weft.plan import (
     accesses,
     reads,
 )
+from weft.schedules.device_options import DeviceOptions
 from weft.world import memory
 
 Place = tuple[int, int, int]
@@ -49,7 +50,12 @@ class HostEngine(Engine):
         return tuple([tensor.dtype for tensor in tensors.values()])
 
     def compile(
-        self, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Dtypes
+        self,
+        plan: Plan,
+        tensors: Tensors,
+        rows: Sequence[int],
+        dtypes: Dtypes,
+        options: DeviceOptions,
     ) -> HostProgram:
         return HostProgram(self, plan, tensors, dtypes)
 

@@ -41,6 +41,7 @@ from weft.plan.messages import (
     target,
 )
 from weft.schedules.barrier import barrier
+from weft.schedules.device_options import DeviceOptions
 from weft.schedules.peers import examples
 from weft.world import World
 from weft.world.transport import Tag
@@ -61,7 +62,12 @@ class NetworkEngine(HostEngine):
         self.relay = world.relay
 
     def compile(
-        self, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Dtypes
+        self,
+        plan: Plan,
+        tensors: Tensors,
+        rows: Sequence[int],
+        dtypes: Dtypes,
+        options: DeviceOptions,
     ) -> NetworkProgram:
         return NetworkProgram(self, plan, tensors, dtypes)
 

@@ -24,6 +24,7 @@ from weft.kernels.packed import PackedWeight
 from weft.kernels.weights import Weight
 from weft.plan import Plan, Region
 from weft.plan.binding import bind
+from weft.schedules.device_options import DeviceOptions
 from weft.world import World
 
 
@@ -42,7 +43,12 @@ class ReferenceEngine(Engine):
         return (*rows, *((name, t.dtype, t.shape[1]) for name, t in tensors.items()))
 
     def compile(
-        self, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Dtypes
+        self,
+        plan: Plan,
+        tensors: Tensors,
+        rows: Sequence[int],
+        dtypes: Dtypes,
+        options: DeviceOptions,
     ) -> ReferenceProgram:
         return ReferenceProgram(self, plan, tensors, rows, dtypes)
 

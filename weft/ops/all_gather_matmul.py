@@ -235,6 +235,10 @@ class _RowsCall(_GatherCall):
         return self.results
 
 
+_GATHERED_BY = {"direct": "pull", "sequential": "push"}
+"""The algorithms of the gather where all columns are multiplied in one product."""
+
+
 class _ColumnsCall(_GatherCall):
     """The last dimension is gathered, a split of K: a is gathered first, as rows of its transpose,
     then multiplied in one product.
@@ -264,17 +268,19 @@ class _ColumnsCall(_GatherCall):
     def rule(self, algorithm: str) -> Selection:
         self.check_algorithm(algorithm)
         reading, why = self.overlapped()
-        algorithm = {"auto": reading, "direct": "pull", "sequential": "push"}.get(
-            algorithm, algorithm
-        )
-        return Selection(self.variant(algorithm), why)
+        algorithm = reading if algorithm == "auto" else algorithm
+        return Selection(self.variant(_GATHERED_BY.get(algorithm, algorithm)), why)
+
+    def honours(self, algorithm: str) -> bool:
+        return super().honours(_GATHERED_BY.get(algorithm, algorithm))
 
     def overlapped(self) -> tuple[str, str]:
         why = (
             "the last dimension is gathered, a split of K: no product can begin before all columns "
             "have arrived"
         )
-        return "push" if self.world.multi_host else "pull", why
+        push = self.world.multi_host or not self.honours("pull")
+        return "push" if push else "pull", why
 
     def finish(self) -> list[Tensor]:
         a, weights, biases, _ = self.operands
@@ -287,7 +293,12 @@ class _ColumnsCall(_GatherCall):
 
 def _gather_columns(request: Request) -> Plan:
     return all_gather(
-        request.ranks, request.pieces, request.algorithm, order=request.order, hosts=request.hosts
+        request.ranks,
+        request.pieces,
+        request.algorithm,
+        order=request.order,
+        links=request.links,
+        hosts=request.hosts,
     )
 
 

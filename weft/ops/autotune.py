@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from weft.engines import engine
-from weft.ops import agreement
+from weft.ops import agreement, remembered
 from weft.ops.call import Call, Selection
 from weft.predict import tuned
 from weft.schedules.operators import OPERATORS
@@ -78,6 +78,8 @@ class Class(NamedTuple):
 
 def select(call: Call) -> Selection:
     """The variant of a call; collective if its class is new."""
+    if call.world.stream_ordered:
+        return remembered.select(call)
     key, selections = _class_of(call), engine(call.world).selections
     if key is None:
         return call.rule(call.options.algorithm)
@@ -113,6 +115,8 @@ def expected(call: Call) -> Selection:
     """The selection of a call's class, or the one that this rank would make as rank 0; not
     collective.
     """
+    if call.world.stream_ordered:
+        return remembered.expected(call)
     key = _class_of(call)
     if key is None:
         return call.rule(call.options.algorithm)
@@ -127,7 +131,7 @@ def expected(call: Call) -> Selection:
 def _class_of(call: Call) -> Class | None:
     """The class of a call; None if there is only one variant to select."""
     rows, ranks = max(call.workload.rows), call.world.ranks
-    if not call.tunable or ranks == 1 or not rows or call.world.stream_ordered:
+    if not call.tunable or ranks == 1 or not rows:
         return None
     chunk_rows = call.options.chunk_rows
     rows = size_class(rows) if chunk_rows is None else rows
@@ -280,7 +284,7 @@ def _agreed(call: Call, key: Class) -> list[Selection]:
     own = _candidates(call) if world.rank == 0 else []
     numbers = torch.zeros(4 * _CANDIDATES, 1, dtype=torch.int64)
     for at, each in enumerate(own):
-        algorithm, pieces, order = each.variant
+        algorithm, pieces, order, _ = each.variant
         encoded = _ALGORITHMS.index(algorithm), pieces, ORDERS.index(order)
         numbers[4 * at : 4 * at + 3, 0] = torch.tensor(encoded)
         numbers[4 * at + 3] = torch.tensor(each.record, dtype=torch.float64).view(torch.int64)

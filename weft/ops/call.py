@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -15,7 +16,8 @@ from weft.checks import name
 from weft.kernels.matmul import MATMUL
 from weft.kernels.weights import Weight, packed, rows_multiple
 from weft.ops import arguments
-from weft.plan import Kernel, Plan
+from weft.plan import Copy, Kernel, Plan
+from weft.schedules.device_options import DeviceOptions
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import (
     FEW_ROWS,
@@ -178,6 +180,28 @@ class Call(ABC):
             raise ValueError(
                 f"{algorithm} moves no rows, so an emulated link cannot slow it: choose {others}"
             )
+        if algorithm != "auto" and not self.honours(algorithm):
+            others = ", ".join(filter(self.honours, operator.algorithms))
+            raise ValueError(
+                f"{algorithm} of {operator.name} cannot honour the world's options "
+                f"({world.device_options}): "
+                + (f"choose {others}" if others else "no algorithm of it can")
+            )
+
+    def honours(self, algorithm: str) -> bool:
+        """Whether an algorithm can honour the world's device options: it has a lane for each link,
+        and copies rows between ranks if a kernel is to do so.
+        """
+        options = self.world.device_options
+        if self.world.ranks == 1 or (options.links == 1 and not options.comm_sms):
+            return True
+        return _honours(self.planner, self.request(Variant(algorithm, device=options)), options)
+
+    def request(self, variant: Variant) -> Request:
+        """The request for the plan of a variant."""
+        world = self.world
+        where = {"hosts": world.topology, "remote_reads": world.remote_reads}
+        return self.operator.request(self.workload, variant, **where, **self.request_fields)
 
     def possible(self, algorithm: str) -> bool:
         """Whether `check_algorithm` accepts an algorithm."""
@@ -203,12 +227,18 @@ class Call(ABC):
         """
         most = max(self.options.chunk_rows or self.chunk_rows(algorithm), self.rows_multiple)
         pieces = self.operator.pieces(self.workload.rows, algorithm, most)
-        return Variant(algorithm, pieces, self.options.order or ORDERS[0])
+        order = self.options.order or ORDERS[0]
+        return Variant(algorithm, pieces, order, self.world.device_options)
 
     def default(self) -> tuple[str, str]:
         """The algorithm of the rule, and the reason."""
         if self.world.ranks == 1 or not any(self.workload.rows):
             return self.operator.baseline, "there is nothing to exchange"
+        if not self.honours(self.operator.baseline) or not self.honours(self.overlapped()[0]):
+            names = *self.operator.auto_candidates_over_links, *self.operator.algorithms
+            moving = next(filter(self.honours, names), names[0])
+            self.check_algorithm(moving)
+            return moving, f"the world's options ask for {self.world.device_options}"
         if max(self.workload.rows) <= (
             FEW_ROWS if self.world.multi_host else LEAST_ROWS[self.workload.packed]
         ):
@@ -244,6 +274,16 @@ class Call(ABC):
         """A variant and the size of its transfers, in words."""
         rows = self.operator.chunk_rows(self.workload.rows, variant)
         return f"{variant}, at most {rows} rows per transfer"
+
+
+@lru_cache
+def _honours(planner: Callable[[Request], Plan], request: Request, options: DeviceOptions) -> bool:
+    """`Call.honours` for the plans of these requests, of ranks of one host."""
+    lanes = planner(request).lanes[0]
+    instructions = [i for lane in lanes.values() for i in lane]
+    copies = any(isinstance(i, Copy) and i.src.rank != i.dst.rank for i in instructions)
+    links = sum(name.startswith("comm") for name in lanes)
+    return (copies or not options.comm_sms) and (options.links == 1 or links == options.links)
 
 
 def kernel_of(weight: Weight) -> Kernel:

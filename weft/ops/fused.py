@@ -73,13 +73,12 @@ def execute(call: Call, variant: Variant) -> list[Tensor]:
 
 def prepare(call: Call, variant: Variant) -> Program:
     """The program of a call in a variant."""
-    world, operator, workload = call.world, call.operator, call.workload
-    where = {"hosts": world.topology, "remote_reads": world.remote_reads}
+    world, workload = call.world, call.workload
     # plans depend on the operator and dtypes, not on sizes
     sizeless = workload._replace(rows=(), k=1, n=1, packed=True)
-    request = operator.request(workload, variant, **where, **call.request_fields)
+    request = call.request(variant)
     plan, dtypes = _planned(call.planner, sizeless, request, call.kernel, call.rows_multiple)
-    return engine(world).program(plan, call.tensors, workload.rows, dtypes)
+    return engine(world).program(plan, call.tensors, workload.rows, dtypes, options=variant.device)
 
 
 @lru_cache(maxsize=1024)

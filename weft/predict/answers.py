@@ -69,7 +69,7 @@ def baseline(result: dict[str, Any]) -> str:
 def to_json(case: Workload, variant: Variant) -> dict[str, Any]:
     """A variant as a JSON object, with the largest number of rows in one of its transfers."""
     rows = OPERATORS[case.operator].chunk_rows(case.rows, variant)
-    return {**variant._asdict(), "chunk_rows": rows}
+    return {**variant.to_json(), "chunk_rows": rows}
 
 
 def collective(operator: str, sizes: Sequence[int], ranks: int, machine: Machine) -> dict[str, Any]:

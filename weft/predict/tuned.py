@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Mapping
 from functools import cache as once
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import weft.cache as cache
 from weft.schedules.workload import ORDERS, Variant, Workload, size_class
@@ -17,7 +17,7 @@ from weft.schedules.workload import ORDERS, Variant, Workload, size_class
 Link = tuple[float, float]
 """Bandwidth in Gbit/s and latency in microseconds of an emulated link."""
 
-Stored = Mapping[str, str | int | float]
+Stored = Mapping[str, Any]
 """A measurement as stored in the cache directory: the fields of the variant, `ns` and `busy`."""
 
 
@@ -35,21 +35,21 @@ _measured: dict[str, Stored] = {}
 """Measurements of calls of this process, stored when it ends."""
 
 
-def find(workload: Workload, link: Link | None) -> Measured | None:
+def find(workload: Workload, link: Link | None, hardware: str = "") -> Measured | None:
     """The measurement of this workload, or of another of the same size class; None if there is
-    none.
+    none. `hardware` describes the device of worlds whose lanes are streams.
     """
-    key = _key(workload, link)
+    key = _key(workload, link, hardware)
     fields = {**(_measured.get(key) or _stored().get(key) or {})}
     if not fields:
         return None
     ns, busy = fields.pop("ns"), fields.pop("busy")
-    return Measured(Variant(**fields), float(ns), bool(busy))  # type: ignore[arg-type]
+    return Measured(Variant.from_json(fields), float(ns), bool(busy))
 
 
-def remember(workload: Workload, link: Link | None, fastest: Measured) -> None:
+def remember(workload: Workload, link: Link | None, fastest: Measured, hardware: str = "") -> None:
     """Let `find` return this measurement, in this process and in all that start later."""
-    _store({_key(workload, link): _to_json(fastest)})
+    _store({_key(workload, link, hardware): _to_json(fastest)})
 
 
 def learn(workload: Workload, link: Link | None, fastest: Measured) -> None:
@@ -93,12 +93,13 @@ def _stored() -> dict[str, Stored]:
 
 def _to_json(measured: Measured) -> Stored:
     variant, ns, busy = measured
-    return {**variant._asdict(), "ns": ns, "busy": busy}
+    return {**variant.to_json(), "ns": ns, "busy": busy}
 
 
 def _valid(entries: dict[str, Stored]) -> bool:
     return all(
-        each.keys() == {*Variant._fields, "ns", "busy"}
+        each.keys() - {"device"} == {*Variant._fields, "ns", "busy"} - {"device"}
+        and Variant.from_json({name: each[name] for name in each.keys() - {"ns", "busy"}})
         and isinstance(each["algorithm"], str)
         and type(each["pieces"]) is int
         and each["pieces"] > 0
@@ -109,9 +110,10 @@ def _valid(entries: dict[str, Stored]) -> bool:
     )
 
 
-def _key(workload: Workload, link: Link | None) -> str:
+def _key(workload: Workload, link: Link | None, hardware: str = "") -> str:
     operator, rows, k, n, dtype, out_dtype, packed, symmetric = workload
     over = f"over {link[0]:g} Gbit/s {link[1]:g} us" if link else "in shared memory"
     operands = f"{'' if symmetric else 'staged, '}{'packed' if packed else 'plain'}"
     size = f"{len(rows)} ranks, up to {size_class(max(rows))} rows of each"
-    return f"{operator} {size} x {k} x {n} {dtype} to {out_dtype} {operands} {over}"
+    device = f" on {hardware}" if hardware else ""
+    return f"{operator} {size} x {k} x {n} {dtype} to {out_dtype} {operands} {over}{device}"

@@ -8,10 +8,11 @@ Each planner has its record, an `Operator` or a `Collective`, in the same file;
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, NamedTuple, get_args
 
 from weft.plan import Plan
+from weft.schedules.device_options import DEFAULT, DeviceOptions
 from weft.schedules.levels import Levels
 from weft.schedules.peers import Hosts
 
@@ -64,14 +65,27 @@ def accumulator(dtype: str) -> str:
 
 
 class Variant(NamedTuple):
-    """An algorithm, its number of pieces, and the order of a push."""
+    """An algorithm, its number of pieces, the order of a push, and how a device works on it."""
 
     algorithm: str
     pieces: int = 1
     order: str = "peer"
+    device: DeviceOptions = DEFAULT
 
     def __str__(self) -> str:
-        return self.algorithm + (" interleaved" if self.order == "interleaved" else "")
+        order = " interleaved" if self.order == "interleaved" else ""
+        return self.algorithm + order + (f" ({self.device})" if self.device != DEFAULT else "")
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields; `device` only if it has options that are no defaults."""
+        fields = self._asdict()
+        device = fields.pop("device")
+        return fields if device == DEFAULT else {**fields, "device": asdict(device)}
+
+    @staticmethod
+    def from_json(fields: Mapping[str, Any]) -> Variant:
+        """The inverse of `to_json`. Raises `ValueError` or `TypeError` for other fields."""
+        return Variant(**{**fields, "device": DeviceOptions(**fields.get("device", {}))})
 
 
 def pieces(rows: int, most: int) -> int:
@@ -195,7 +209,8 @@ class Operator:
 
     def request(self, workload: Workload, variant: Variant, **more: Any) -> Request:
         """The request for a variant of a workload."""
-        algorithm, pieces, order = variant
+        algorithm, pieces, order, device = variant
+        more = {"links": device.links, **more}
         return Request(workload.ranks, pieces, algorithm, workload.symmetric, order, **more)
 
     @property

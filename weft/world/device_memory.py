@@ -19,6 +19,7 @@ from torch.torch_version import TorchVersion
 import weft._native as _native
 from weft.checks import name as dtype_name
 from weft.errors import WeftError
+from weft.schedules.device_options import DEFAULT, DeviceOptions
 from weft.world import memory
 from weft.world.peers import Peers
 
@@ -74,6 +75,34 @@ def check_products(products: str, device: torch.device) -> None:
                     "TRITON_INTERPRET=1 before anything imports "
                     'them, or use products="torch"'
                 )
+
+
+def check_options(
+    options: DeviceOptions, stream_ordered: bool, products: str, device: torch.device, ranks: int
+) -> None:
+    """Raise `ValueError` for options that a world of this kind cannot honour."""
+    if options == DEFAULT:
+        return
+    if not stream_ordered:
+        raise ValueError(
+            f"device options ({options}) are of worlds whose lanes are streams, and this one's are "
+            'threads of the host: make it with device="cuda", or for tests with products="triton"'
+        )
+    if options.links > max(1, ranks - 1):
+        raise ValueError(
+            f"each link serves other peers, so a rank of {ranks} has at most {max(1, ranks - 1)}; "
+            f"got {options.links} links"
+        )
+    if products != "triton" and (options.tile or options.compute_sms):
+        raise ValueError(
+            "tile and compute_sms are of weft's product kernel, and this world multiplies by "
+            f'torch.mm: make it with products="triton"; got {options}'
+        )
+    if products != "triton" and options.comm_sms and device.type == "cpu":
+        raise ValueError(
+            "comm_sms is of a kernel, which on a CPU runs under Triton's interpreter: make the "
+            f'world with products="triton"; got {options}'
+        )
 
 
 def _check_triton(need: str, instead: str = "") -> None:

@@ -20,7 +20,8 @@ import torch
 import weft._native as _native
 from weft.checks import limited
 from weft.errors import PeerLost, WeftError
-from weft.world.device_memory import check_device, check_products
+from weft.schedules.device_options import DEFAULT, DeviceOptions
+from weft.world.device_memory import check_device, check_options, check_products
 from weft.world.listener import Address
 from weft.world.peer_memory import probe
 from weft.world.peers import Backend
@@ -29,7 +30,9 @@ from weft.world.rendezvous import RankInfo, host_identity
 from weft.world.world import World, default_here
 
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-_STREAMS = 4  # of a rank on a GPU: two lanes, the caller's, and that of one-sided transfers
+# of a rank on a GPU: the compute lane, the caller's, and that of one-sided transfers; and one for
+# each link
+_STREAMS = 3
 
 
 class LocalWorld:
@@ -39,10 +42,9 @@ class LocalWorld:
     (whether `close` was called).
     """
 
-    def __init__(
-        self, ranks: int, device: torch.device, timeout: float, streams: bool, products: str
-    ) -> None:
-        self.ranks, self.device, self.closed = ranks, device, False
+    def __init__(self, ranks: int, timeout: float, backend: Backend) -> None:
+        self.ranks, self.device, self.closed = ranks, backend.device, False
+        device = self.device
         self.threads = [ThreadPoolExecutor(1, f"rank {rank}") for rank in range(ranks)]
         cores, nowhere = frozenset(os.sched_getaffinity(0)), Address("", 0, b"")
         place = RankInfo(
@@ -64,7 +66,7 @@ class LocalWorld:
                 [place] * ranks,
                 _native.Mesh(sockets[rank]),
                 timeout,
-                Backend(device, streams, products, ranks),
+                backend,
             )
             world.maker = "weft.local_world(...)"
             default_here(world)
@@ -142,6 +144,7 @@ def local_world(
     timeout: float = 30.0,
     streams: bool = False,
     products: str = "torch",
+    device_options: DeviceOptions = DEFAULT,
 ) -> LocalWorld:
     """Make a world of `ranks` ranks that are threads of this process and share `device`: the CPU,
     or one GPU.
@@ -149,40 +152,41 @@ def local_world(
     On a GPU the ranks run concurrently on streams of their own; kernels that wait are refused grids
     that could fill the GPU, so that the kernels they wait for can run. `timeout` is in seconds and
     bounds every wait. With `streams` plans run on a CPU as on a GPU, each lane on a thread: slower.
-    `products` is that of `weft.init`; with ``triton`` a CPU has streams.
+    `products` and `device_options` are those of `weft.init`; with ``triton`` a CPU has streams.
 
-    Raises `ValueError` for fewer than one rank, or more than a GPU has concurrent streams for;
+    Raises `ValueError` for fewer than one rank, or more than a GPU has concurrent streams for, and
+    for options that this world cannot honour;
     `WeftError` without a GPU, or without Triton for its products.
     """
     if ranks < 1:
         raise ValueError(f"at least one rank is needed; got {ranks}")
     place = check_device(device)
     if place.type == "cuda":
-        _check_queues(ranks)
+        check_queues(ranks, device_options.links)
     check_products(products, place)
+    streams = streams or place.type == "cuda" or products == "triton"
+    check_options(device_options, streams, products, place, ranks)
     return LocalWorld(
         ranks,
-        place,
         limited(timeout),
-        streams or place.type == "cuda" or products == "triton",
-        products,
+        Backend(place, streams, products, ranks, device_options=device_options),
     )
 
 
-def _check_queues(ranks: int) -> None:
-    """Raise `ValueError` unless each stream gets a hardware queue of its own: streams that share
-    one wait for each other, and would deadlock.
+def check_queues(ranks: int, links: int) -> None:
+    """Raise `ValueError` unless each stream of the ranks that share a GPU gets a hardware queue of
+    its own: streams that share one wait for each other, and would deadlock.
     """
     if not torch.cuda.is_initialized():
         os.environ.setdefault(_QUEUES, "32")
         # lazy loading may wait for kernels that wait for this rank
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     queues = int(os.environ.get(_QUEUES, "8"))
-    if ranks * _STREAMS > queues:
+    if ranks * (streams := _STREAMS + links) > queues:
+        fewer = f"at most {queues // streams} ranks" + (", or fewer links" if links > 1 else "")
         raise ValueError(
-            f"{ranks} ranks need {ranks * _STREAMS} concurrent streams, and there are {queues}: "
-            f"use at most {queues // _STREAMS} ranks, or set {_QUEUES} (at most 32) before CUDA is "
-            "first used"
+            f"{ranks} ranks need {ranks * streams} concurrent streams, and there are {queues}: "
+            f"use {fewer}, or set {_QUEUES} (at most 32) before CUDA is first used"
         )
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import weft._native as _native
 import weft.errors as errors
 from weft.errors import PeerLost, PeerTimeout, SymmetricMemoryError, WeftError
+from weft.schedules.device_options import DEFAULT, DeviceOptions
 from weft.schedules.levels import (
     OVERSUBSCRIBED_SIGNAL_LATENCY,
     SIGNAL_LATENCY,
@@ -40,6 +41,7 @@ class Backend(NamedTuple):
     ranks_per_device: int = 1
     group: dist.ProcessGroup | None = None
     comm_threads: int = 1
+    device_options: DeviceOptions = DEFAULT
 
 
 class FailOnError:
@@ -114,6 +116,7 @@ class Peers:
             self.ranks_per_device,
             self.group,
             self.comm_threads,
+            self.device_options,
         ) = backend
         self.others = [peer for peer in range(self.ranks) if peer != rank]
         self.hosts = numbered(info.host for info in infos)

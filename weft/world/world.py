@@ -19,6 +19,7 @@ import weft._native as _native
 from weft.checks import check_tensor, limited
 from weft.errors import WeftError
 from weft.plan import Plan
+from weft.schedules.device_options import DEFAULT, DeviceOptions
 from weft.world import device_memory, memory, peer_memory, placement, topology
 from weft.world.forked import keep
 from weft.world.listener import Listener, listen_to_hosts
@@ -73,10 +74,11 @@ class World(Peers):
     `emulated_link` (its Gbit/s and its latency in microseconds, or None), `device` (of its
     tensors), `stream_ordered` (whether lanes are streams, as on a GPU), `matmul_backend` (of
     streams: ``torch`` or ``triton``), `ranks_per_device` (the number of ranks on this rank's GPU,
-    if it has one), `group` (the process group by which ranks with GPUs share memory, or None),
-    `hosts` (the host of each rank, numbered from 0), `relay` (to the ranks on other hosts, or
-    None), `comm_threads` (as in `init`), `thresholds` (the sizes at which its collectives change
-    algorithms, equal on all ranks), `engine` (the executor of plans, or None before the first).
+    if it has one), `device_options` (set by `configure`), `group` (the process group by which ranks
+    with GPUs share memory, or None), `hosts` (the host of each rank, numbered from 0), `relay` (to
+    the ranks on other hosts, or None), `comm_threads` (as in `init`), `thresholds` (the sizes at
+    which its collectives change algorithms, equal on all ranks), `engine` (the executor of plans,
+    or None before the first).
     """
 
     def __init__(
@@ -196,6 +198,19 @@ class World(Peers):
             self.engine.calls.clear()  # variants depend on the link
         self.executor.emulate_link(gbps * 1e9 / 8, latency_us * 1e-6)
 
+    def configure(self, device_options: DeviceOptions) -> None:
+        """Execute all later calls with these options, on every rank; a rank that calls with others
+        than its peers raises `MismatchError` on all.
+
+        Raises `ValueError` for options that this world cannot honour.
+        """
+        device_memory.check_options(
+            device_options, self.stream_ordered, self.matmul_backend, self.device, self.ranks
+        )
+        if self.engine is not None and self.stream_ordered:
+            self.engine.check_options(device_options)
+        self.device_options = device_options
+
     @property
     def remote_reads(self) -> bool:
         """Whether plans may read rows in peers' memory: not if rows cross an emulated link or one
@@ -257,6 +272,7 @@ def init(
     device: torch.device | str = "cpu",
     products: str = "torch",
     streams: bool = False,
+    device_options: DeviceOptions = DEFAULT,
     comm_threads: int = 1,
 ) -> World:
     """Make a world of the ranks of `group`, collectively.
@@ -279,6 +295,7 @@ def init(
     TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1). There fused operators multiply by `products`:
     ``torch``, a product after each wait, or ``triton``, one persistent kernel that waits for rows,
     puts its tiles and notifies their owners; on a CPU that kernel runs under TRITON_INTERPRET=1.
+    `device_options` are the tile and the SMs of these products, and the SMs and lanes of transfers.
     With `streams` plans run on a CPU as on a GPU, each lane on a thread: slower, for tests.
 
     Copies and sums of 256 KiB and more on the caller's thread use ``torch.get_num_threads()``
@@ -287,12 +304,12 @@ def init(
     `comm_threads`; ranks may differ in it. More than one pays where ``torch.set_num_threads``
     leaves cores for them. On a rank of a `local_world` the result is its world there.
 
-    Raises `ValueError` for a `timeout` or `comm_threads` that is not positive; `WeftError` if there
-    is no GPU, ranks with GPUs are on several hosts, this host has no address for ranks on others,
-    or ranks run other versions of weft, as other users, or belong to another job; `PeerTimeout` if
-    some ranks do not appear or cannot be reached; `PeerLost` if one dies or gives up meanwhile.
-    After any of these the group cannot be used again. `SymmetricMemoryError` if this rank lacks
-    memory.
+    Raises `ValueError` for a `timeout` or `comm_threads` that is not positive, and for
+    `device_options` that this world cannot honour; `WeftError` if there is no GPU, ranks with GPUs
+    are on several hosts, this host has no address for ranks on others, or ranks run other versions
+    of weft, as other users, or belong to another job; `PeerTimeout` if some ranks do not appear or
+    cannot be reached; `PeerLost` if one dies or gives up meanwhile. After any of these the group
+    cannot be used again. `SymmetricMemoryError` if this rank lacks memory.
     """
     global _default
     if group is None and (here := _thread.world) is not None:
@@ -306,15 +323,19 @@ def init(
         torch.cuda.set_device(place)
     limit, starting = (_TIMEOUT, STARTING) if timeout is None else (limited(timeout),) * 2
     members = default_group(timeout=starting) if group is None else group
+    streams = streams or place.type == "cuda" or products == "triton"
+    ranks = members.size() if members else 1
+    device_memory.check_options(device_options, streams, products, place, ranks)
     placement.bind_as_launched()  # before there is memory
     # a world on a CPU must not keep the group and its threads alive
     shared = members if place.type == "cuda" else None
     backend = Backend(
         place,
-        streams or place.type == "cuda" or products == "triton",
+        streams,
         products,
         group=shared,
         comm_threads=comm_threads,
+        device_options=device_options,
     )
     world = _connect(
         StoreRendezvous(HashStore(), 0, 1) if members is None else rendezvous_of(members),

@@ -3,16 +3,17 @@ waits are put in order.
 
 The host puts an execution on the streams and returns; it never waits for the device, so that calls
 queue up and can be captured in a CUDA graph. Copies are torch's, which a copy engine executes
-concurrently with products. Products are torch's, too, or weft's own kernel's
-(`weft.engines.device.products`). On a CPU lanes are threads: slower than the host engine, but the
-same code as on a GPU, so that tests do not need one.
+concurrently with products, or a kernel's on a few SMs (`kernels.copy_rows`). Products are torch's,
+too, or weft's own kernel's (`weft.engines.device.products`). `DeviceOptions` divide the SMs between
+both. On a CPU lanes are threads: slower than the host engine, but the same code as on a GPU, so
+that tests do not need one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import partial, reduce
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -23,13 +24,15 @@ from torch import Tensor
 import weft._native as _native
 from weft.engines.device.counters import Counters, DeviceCounters, WaitFailed, counters
 from weft.engines.device.fixed import FixedProgram, Geometry
-from weft.engines.device.lanes import Completion, Operands, Step, lane
+from weft.engines.device.lanes import Completion, Lane, Operands, Step, lane
 from weft.engines.device.onesided import OneSided
+from weft.engines.device.options import check_options, programs
 from weft.engines.engine import LANES, Dtypes, Engine, Tensors, Timed, Weights
 from weft.engines.ranges import in_range
-from weft.errors import PeerTimeout, WeftError
+from weft.errors import PeerTimeout, PlanError, WeftError
 from weft.kernels.weights import Weight, as_tensor
 from weft.plan import Compute, Copy, Launch, Notify, Plan, Reduce, Region, Wait, accesses
+from weft.schedules.device_options import DeviceOptions
 from weft.world import World
 from weft.world.device_memory import drain
 
@@ -48,7 +51,7 @@ class DeviceEngine(Engine):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self.kernels, self.max_programs = world.matmul_backend == "triton", 0
+        self.kernels = world.matmul_backend == "triton"
         self.launches = self.kernels or world.device.type == "cuda"
         self.products = "products by torch, one after each wait"
         if self.kernels:
@@ -63,11 +66,9 @@ class DeviceEngine(Engine):
                     "weft's kernels were imported before TRITON_INTERPRET=1 was set; set it when "
                     "Python starts"
                 )
-            self.max_programs = symmetric.max_programs(
-                world.ranks_per_device, world.device, symmetric.RESERVED_SMS
-            )
             self.products = "products by one persistent kernel, which waits per tile"
-        self.lanes = {name: lane(world.device, f"{name} of rank {world.rank}") for name in LANES}
+        self.lanes: dict[str, Lane] = {}
+        self.check_options(world.device_options)
         self._counters: Counters | None = None
         self._one_sided: OneSided | None = None
         self.last: DeviceProgram | None = None
@@ -97,14 +98,34 @@ class DeviceEngine(Engine):
         if self._one_sided is not None:
             self._one_sided.finish()
 
+    def lane(self, name: str) -> Lane:
+        """The lane of this name."""
+        if name not in self.lanes:
+            self.lanes[name] = lane(self.world.device, f"{name} of rank {self.world.rank}")
+        return self.lanes[name]
+
+    def lane_names(self, lanes: Collection[str]) -> tuple[str, ...]:
+        """Those of any engine, and one for each link after the first."""
+        more = [name for name in lanes if name not in LANES]
+        if any(not name.removeprefix("comm").isdigit() for name in more):
+            raise PlanError(
+                f"streams have the lanes compute, comm, comm1, …; the plan has {', '.join(lanes)}"
+            )
+        return *LANES, *more
+
+    def check_options(self, options: DeviceOptions) -> None:
+        """Raise `ValueError` for options that this rank's device cannot honour."""
+        check_options(self.world, options)
+
     def check_product(self, x: Tensor, weight: Weight, out_dtype: torch.dtype) -> None:
         """Raise `ValueError` for a product that this engine cannot compute."""
         if self.kernels and 0 not in (*x.shape, *weight.shape):
-            from weft.engines.device.kernels.all_gather_matmul import check
+            from weft.engines.device.kernels.all_gather_matmul import blocks, check
 
             # contiguous rows, as arrivals are
             rows, out = x.new_empty(2, x.shape[1]), x.new_empty(1, 1, dtype=out_dtype)
             check(rows, as_tensor(weight), out)
+            blocks(self.world.device_options.tile, x.device, x.dtype, out_dtype)
 
     def check_launch(self, launch: Launch) -> None:
         if not self.launches:
@@ -123,14 +144,19 @@ class DeviceEngine(Engine):
         self.programs.clear()
 
     def compile(
-        self, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Dtypes
+        self,
+        plan: Plan,
+        tensors: Tensors,
+        rows: Sequence[int],
+        dtypes: Dtypes,
+        options: DeviceOptions,
     ) -> DeviceProgram:
         if self.world.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise WeftError(
                 f"the first {plan.operator} with these sizes and dtypes allocates memory and loads "
                 "kernels: call it once before you capture it in a graph"
             )
-        return DeviceProgram(self, plan, tensors, rows, dtypes)
+        return DeviceProgram(self, plan, tensors, rows, dtypes, options)
 
     def begin(self) -> None:
         """Make the caller's current stream wait for the earlier calls, which may have been made on
@@ -190,9 +216,11 @@ class DeviceProgram(FixedProgram):
         tensors: Tensors,
         rows: Sequence[int],
         dtypes: Dtypes,
+        options: DeviceOptions,
     ) -> None:
+        self.options, self.programs = options, programs(engine.world, options)
         super().__init__(engine, plan, tensors, rows, dtypes)
-        self.compiled = _native.Compiled(self.call, len(LANES), [], self.plan.ranks)
+        self.compiled = _native.Compiled(self.call, len(self.lanes), [], self.plan.ranks)
         self.promised = {
             engine.index(signal): count
             for signal, count in self.plan.promised(self.world.rank).items()
@@ -216,11 +244,12 @@ class DeviceProgram(FixedProgram):
             for found in fan_outs(self.lanes[0], self.world.rank, self.world.ranks):
                 self.launches[found.part] = [GatherLaunch(found, self, self.plan.launch)]
         launched = {at for part in self.launches for at in part}
-        single = [range(at, at + 1) for at in range(len(self.lanes[0])) if at not in launched]
         self.parts = {  # the instructions of each step of a lane
-            "compute": sorted([*self.launches, *single], key=lambda part: part.start),
-            "comm": [range(at, at + 1) for at in range(len(self.lanes[1]))],
+            name: [range(at, at + 1) for at in range(len(lane))]
+            for name, lane in zip(self.lane_names, self.lanes, strict=True)
         }
+        single = [part for part in self.parts["compute"] if part.start not in launched]
+        self.parts["compute"] = sorted([*self.launches, *single], key=lambda part: part.start)
 
     def _use_kernels(self) -> None:
         """Use kernels for products, and for sums of rows with fixed addresses."""
@@ -229,7 +258,7 @@ class DeviceProgram(FixedProgram):
         from weft.engines.device.products import Launch as ProductLaunch
 
         lane, index = self.lanes[0], self.engine.index
-        counters, programs = self.engine.counters, self.engine.max_programs
+        counters, tile = self.engine.counters, self.options.tile
         assert isinstance(counters, DeviceCounters)
         if all(
             self.geometry[r.buffer].columns
@@ -239,14 +268,22 @@ class DeviceProgram(FixedProgram):
         ):
             for start, stop in runs(lane):
                 self.launches[range(start, stop)] = [
-                    ProductLaunch(part, self.full_buffer, self.geometry, index, counters, programs)
+                    ProductLaunch(
+                        part,
+                        self.full_buffer,
+                        self.geometry,
+                        index,
+                        counters,
+                        self.programs,
+                        tile,
+                    )
                     for part in launches(lane[start:stop])
                 ]
         for i in lane:
             if isinstance(i, Reduce) and i.op in ("sum", "avg"):
                 parts = [part for src in i.srcs if isinstance(part := self.rows[src], Tensor)]
                 if len(parts) == len(i.srcs) and Sum.fits(parts, self.geometry[i.dst.buffer].dtype):
-                    self.sums[i.srcs] = Sum(parts, i.op == "avg", programs)
+                    self.sums[i.srcs] = Sum(parts, i.op == "avg", self.programs)
 
     def full_buffer(self, rank: int, buffer: str) -> Tensor | str:
         """A rank's buffer, or its name if it is this rank's own input or output. A workspace has
@@ -280,10 +317,10 @@ class DeviceProgram(FixedProgram):
         with world.fail_on_error, in_range(self.plan.operator):
             completions = []
             # Transfers first: to enqueue them is fast, and they then overlap with the compute lane.
-            for name, kernels in (("comm", {}), ("compute", launched)):
+            for name in (*self.lane_names[1:], "compute"):
                 if self.parts[name]:
-                    steps = self._steps(name, operands, spans, kernels, traces)
-                    completions.append(engine.lanes[name].start(partial(self._guarded, steps)))
+                    steps = self._steps(name, operands, spans, launched, traces)
+                    completions.append(engine.lane(name).start(partial(self._guarded, steps)))
             self._join(completions)
             engine.counters.advance(self.promised)
         # Only then: a peer that is lost by now, but was not waited for, did its part.
@@ -322,26 +359,39 @@ class DeviceProgram(FixedProgram):
         launched = {
             part: [launch.step(operands) for launch in launches] for part, launches in every.items()
         }
-        call = f"{self.call}, traced" if traces else self.call
-        # a rank without rows of its own launches nothing, but takes part
-        loads = launched or self.plan.launch is not None
-        if loads and self.world.device.type == "cuda" and call not in self.engine.loaded:
-            from weft.engines.device.kernels.symmetric import LOADING
-
-            with LOADING:
-                for launches in every.values():
-                    for launch in launches:
-                        launch.step(operands, idle=True)()
-                for instruction in self.lanes[0]:
-                    if isinstance(instruction, Reduce) and instruction.srcs in self.sums:
-                        self.sums[instruction.srcs](
-                            self._find(instruction.dst, operands.tensors), idle=True
-                        )
-                drain(self.world.device)
-            if self.world.ranks_per_device > 1:
-                self.engine.agree(call)
-            self.engine.loaded.add(call)
+        self._load(operands, every, f"{self.call}, traced" if traces else self.call)
         return {part: partial(_all, steps) for part, steps in launched.items()}
+
+    def _load(
+        self,
+        operands: Operands,
+        every: Mapping[range, Sequence[ProductLaunch | GatherLaunch | KernelTrace]],
+        call: str,
+    ) -> None:
+        """Load the kernels of `every` launch, of sums and of copies on a GPU, once for each kind of
+        `call`. A rank without rows of its own may launch none, but takes part.
+        """
+        own = every or self.sums or self.options.comm_sms or self.plan.launch
+        if not own or self.world.device.type != "cuda" or call in self.engine.loaded:
+            return
+        from weft.engines.device.kernels import copy_rows
+        from weft.engines.device.kernels.symmetric import LOADING
+
+        with LOADING:
+            for launches in every.values():
+                for launch in launches:
+                    launch.step(operands, idle=True)()
+            for instruction in self.lanes[0]:
+                if isinstance(instruction, Reduce) and instruction.srcs in self.sums:
+                    self.sums[instruction.srcs](
+                        self._find(instruction.dst, operands.tensors), idle=True
+                    )
+            if self.options.comm_sms:
+                copy_rows.load(self.world.device)
+            drain(self.world.device)
+        if self.world.ranks_per_device > 1:
+            self.engine.agree(call)
+        self.engine.loaded.add(call)
 
     def _join(self, completions: list[Completion]) -> None:
         """Wait for all lanes; then raise an error, if there are several one that this rank caused
@@ -379,7 +429,7 @@ class DeviceProgram(FixedProgram):
         steps = self._steps("compute", operands, self.spans, launched)
         steps.append(lambda: self.engine.counters.advance(self.promised))
         with in_range(f"{self.plan.operator}_async"):
-            self.completion = self.engine.lanes["comm"].start(partial(self._guarded, steps))
+            self.completion = self.engine.lane("comm").start(partial(self._guarded, steps))
         # The caller's stream, which may be far ahead, would otherwise reuse their memory.
         self.retained = binding, retained
         self.engine.pending.append(self)
@@ -428,17 +478,17 @@ class DeviceProgram(FixedProgram):
         traces: Mapping[range, Sequence[KernelTrace]] = MappingProxyType({}),
     ) -> list[Step]:
         """Steps for the parts of a lane with these operands; `launched` has those of weft's
-        kernels.
+        kernels, which the compute lane launches.
         """
-        lane, parts = LANES.index(name), self.parts[name]
+        lane, parts = self.lane_names.index(name), self.parts[name]
+        own, traced = (launched, traces) if name == "compute" else ({}, {})
         steps = [
-            launched[part] if part in launched else self._step(lane, part.start, operands)
-            for part in parts
+            own[part] if part in own else self._step(lane, part.start, operands) for part in parts
         ]
         if self.world.recorder is None:
             return steps
         return [
-            _timed(step, name, part, spans, self.world.device, traces.get(part, ()))
+            _timed(step, name, part, spans, self.world.device, traced.get(part, ()))
             for part, step in zip(parts, steps, strict=True)
         ]
 
@@ -461,6 +511,15 @@ class DeviceProgram(FixedProgram):
         engine, call = self.engine, self.compiled.call
         rows = partial(self._find, tensors=operands.tensors)
         match self.lanes[lane][at]:
+            case Copy(src, dst) if self.options.comm_sms and src.rank != dst.rank:
+                from weft.engines.device.kernels.copy_rows import Rows, copy_rows
+
+                to, source = rows(dst), rows(src)
+                size = source.shape[1] * source.itemsize
+                steps = (t.stride(0) * t.itemsize for t in (to, source))
+                return partial(
+                    copy_rows, to, source, Rows(len(source), size, *steps), self.options.comm_sms
+                )
             case Copy(src, dst):
                 return partial(rows(dst).copy_, rows(src), non_blocking=True)
             case Compute(kernel, srcs, dst, name):

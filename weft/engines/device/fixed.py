@@ -15,6 +15,7 @@ from weft.checks import name as dtype_name
 from weft.engines.engine import Dtypes, Engine, Program, Tensors, kinds
 from weft.plan import Plan, Region, accesses
 from weft.plan.binding import bind
+from weft.schedules.device_options import DEFAULT
 from weft.world import World, memory
 
 
@@ -63,6 +64,8 @@ def _without_empty_moves(plan: Plan) -> Plan:
 class FixedProgram(Program):
     """A plan compiled for one rank, one set of sizes and one geometry of its tensors."""
 
+    options = DEFAULT
+
     def __init__(
         self, engine: Engine, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Dtypes
     ) -> None:
@@ -84,7 +87,7 @@ class FixedProgram(Program):
 
     def _describe(self) -> str:
         """A line with the user's call, and a line with the values that must be equal on all ranks:
-        rows, dtypes, places in symmetric memory, and a digest of the plan.
+        rows, dtypes, places in symmetric memory, a digest of the plan, and the options.
         """
         layouts, called = [], {}
         for name, buffer in self.plan.buffers.items():
@@ -109,6 +112,7 @@ class FixedProgram(Program):
         operator, launch = self.plan.operator, self.plan.launch
         call = ", ".join([*called.values(), *([] if launch is None else [str(launch)])])
         plan = f"algorithm={self.plan.algorithm}, plan {self.plan.digest:08x}"
+        plan += f", {self.options}" if self.options != DEFAULT else ""
         return f"{operator}({call})\n{operator}({''.join(layouts)}{plan})"
 
     def _check(self, tensors: Tensors) -> None:

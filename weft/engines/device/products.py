@@ -19,14 +19,15 @@ from weft.engines.device.kernels.all_gather_matmul import Product, check
 from weft.engines.device.lanes import Operands, Step
 from weft.kernels.weights import as_tensor
 from weft.plan import Compute, Instruction, Signal
+from weft.schedules.device_options import Tile
 
 
 class Launch:
     """One launch of the product kernel in a program, for a `part` of its compute lane.
 
     `full_buffer` returns a rank's buffer, or its name if each call passes its tensor; `index`
-    returns the index of a signal's counter; the device can run `programs` programs of the kernel at
-    once.
+    returns the index of a signal's counter; the kernel has at most `programs` programs, and a
+    `tile`, if it is given.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Launch:
         index: Callable[[Signal], int],
         counters: DeviceCounters,
         programs: int,
+        tile: Tile | None,
     ) -> None:
         products = [i for i in part if isinstance(i, Compute)]
         world = counters.world
@@ -60,6 +62,7 @@ class Launch:
             world.rank,
             programs,
             world.device,
+            tile,
         )
 
     def step(self, operands: Operands, idle: bool = False, times: Tensor | None = None) -> Step:

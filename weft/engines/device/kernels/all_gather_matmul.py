@@ -25,6 +25,7 @@ from weft.engines.device.kernels.matmul_put import arrive, put_tile
 from weft.engines.device.kernels.symmetric import CounterTables, wait
 from weft.engines.device.kernels.tiles import launch_tables, tiles
 from weft.plan import Compute, Instruction, Signal, Wait
+from weft.schedules.device_options import Tile, tile_name
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -41,18 +42,38 @@ class Blocks(NamedTuple):
     stages: int = 3
 
 
-def sizes(amd: bool, wide: bool, wide_out: bool) -> Blocks:
-    """Sizes of tiles for AMD's or NVIDIA's GPUs; `wide` and `wide_out`: factors and results have 4
-    bytes per element.
+def blocks(
+    tile: Tile | None,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    out: torch.dtype = torch.bfloat16,
+) -> Blocks:
+    """The sizes for a tile on a GPU of this kind, for factors and results of these dtypes; without
+    a tile the largest. Raises `ValueError` for a tile that is too large for them.
+    """
+    amd = device.type == "cuda" and torch.version.hip is not None
+    return sizes(tile, amd, dtype == torch.float32, out == torch.float32)
+
+
+def sizes(tile: Tile | None, amd: bool, wide: bool, wide_out: bool) -> Blocks:
+    """`blocks` for AMD's or NVIDIA's GPUs; `wide` and `wide_out`: factors and results have 4 bytes
+    per element.
 
     With these sizes no register is spilled and all tiles fit in shared memory, on the GPUs that
     tests compile for.
     """
+    largest = (64, 128) if wide else (128, 128) if amd or wide_out else (128, 256)
+    m, n = tile or largest
+    if m * n > (most := largest[0] * largest[1]):
+        raise ValueError(
+            f"a tile of {tile_name((m, n))} does not fit in the registers: on this GPU, with these "
+            f"dtypes, a tile has at most {most} elements, as {tile_name(largest)}"
+        )
     if wide:  # full float32 precision, without matrix instructions on NVIDIA's GPUs
-        return Blocks(64, 128, 16, 8, 3)
-    if amd:
-        return Blocks(n=128, k=32, stages=2)
-    return Blocks(n=128) if wide_out else Blocks()
+        return Blocks(m, n, 16, 8 if m * n == most else 4, 3)
+    large = m * n >= 128 * 128
+    warps = 8 if large else 4
+    return Blocks(m, n, 32, warps, 2) if amd else Blocks(m, n, 64, warps, 3 if large else 4)
 
 
 def check(x: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -98,7 +119,8 @@ class Product:
 
     `launch` has its tables, `owners` for each tile the place of its product in the part, `waits`
     the places of the waits. `columns` is N, `dtype` the factors' dtype and `out` the result's;
-    `index` returns the index of a signal's counter. The kernel has at most `programs` programs.
+    `index` returns the index of a signal's counter. The kernel has at most `programs` programs, and
+    a `tile`, if it is given.
     """
 
     def __init__(
@@ -111,16 +133,17 @@ class Product:
         rank: int,
         programs: int,
         device: torch.device,
+        tile: Tile | None = None,
     ) -> None:
         gpu, amd = device.type == "cuda", torch.version.hip is not None
-        self.blocks = blocks = sizes(gpu and amd, dtype == torch.float32, out == torch.float32)
-        across = triton.cdiv(columns, blocks.n)
-        self.launch = launch = launch_tables(part, across, blocks.m)
+        self.blocks = size = blocks(tile, device, dtype, out)
+        across = triton.cdiv(columns, size.n)
+        self.launch = launch = launch_tables(part, across, size.m)
         self.owners = [
             place
             for place, i in enumerate(part)
             if isinstance(i, Compute)
-            for _ in tiles(i.srcs[0].start, i.srcs[0].stop, across, blocks.m)
+            for _ in tiles(i.srcs[0].start, i.srcs[0].stop, across, size.m)
         ]
         self.waits = [place for place, i in enumerate(part) if isinstance(i, Wait)]
         waits = [(index(signal), count) for signal, count in launch.waits] or [(0, 0)]
@@ -140,12 +163,12 @@ class Product:
             "SOURCES": 1 + (launch.first < len(launch.tiles)),
             "PUTS": any(tile[4] != rank for tile in launch.tiles),
             "NOTIFIES": self.links > 0,
-            "BLOCK_M": blocks.m,
-            "BLOCK_N": blocks.n,
-            "BLOCK_K": blocks.k,
+            "BLOCK_M": size.m,
+            "BLOCK_N": size.n,
+            "BLOCK_K": size.k,
             "FENCE": gpu and not amd,
-            "num_warps": blocks.warps,
-            "num_stages": blocks.stages,
+            "num_warps": size.warps,
+            "num_stages": size.stages,
         }
 
     def __call__(
@@ -170,14 +193,14 @@ class Product:
         loaded and does nothing. A kernel with `times`, int64 (tiles, 3), writes to them for each
         tile when it begins to wait for its rows, begins to multiply them, and has stored it.
         """
-        blocks = self.blocks
+        size = self.blocks
         rows, transposed = _rows(weight), weight.stride(1) != 1
         kernel: Any = all_gather_matmul_kernel
         kernel[self.grid](
-            TensorDescriptor.from_tensor(own, [blocks.m, blocks.k]),
-            TensorDescriptor.from_tensor(x, [blocks.m, blocks.k]),
+            TensorDescriptor.from_tensor(own, [size.m, size.k]),
+            TensorDescriptor.from_tensor(x, [size.m, size.k]),
             TensorDescriptor.from_tensor(
-                rows, [blocks.n, blocks.k] if transposed else [blocks.k, blocks.n]
+                rows, [size.n, size.k] if transposed else [size.k, size.n]
             ),
             out if bias is None else bias,
             out,

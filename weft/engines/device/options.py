@@ -1,0 +1,60 @@
+"""What a rank's device can honour of `DeviceOptions`, and what the fastest ones depend on."""
+
+from __future__ import annotations
+
+import torch
+
+from weft.schedules.device_options import DeviceOptions
+from weft.world import World
+from weft.world.local import check_queues
+
+
+def check_options(world: World, options: DeviceOptions) -> None:
+    """Raise `ValueError` for options that the device of this rank cannot honour: it has not the
+    streams, the SMs or the registers.
+    """
+    if world.device.type == "cuda" and options.links > 1:
+        check_queues(world.ranks_per_device, options.links)
+    if world.matmul_backend == "triton":
+        from weft.engines.device.kernels.all_gather_matmul import blocks
+
+        blocks(options.tile, world.device)
+    programs(world, options)
+
+
+def programs(world: World, options: DeviceOptions) -> int:
+    """The most programs of a product kernel, one per SM. Raises `ValueError` if the device has not
+    that number of SMs beside those of copies and signals.
+    """
+    if world.matmul_backend != "triton" and not options.comm_sms:
+        return 0
+    from weft.engines.device.kernels import symmetric
+
+    ranks, copies = world.ranks_per_device, options.comm_sms * options.links
+    reserved = copies + (1 if options.compute_sms else symmetric.RESERVED_SMS)
+    most = symmetric.max_programs(ranks, world.device, reserved)
+    if options.compute_sms is None:
+        return most
+    if world.device.type == "cuda" and options.compute_sms > most:
+        raise ValueError(
+            f"{options.compute_sms} programs of products on each of {ranks} ranks that share a GPU "
+            f"leave no SM for {copies} programs of copies and for signals: use at most {most}"
+        )
+    return options.compute_sms
+
+
+def hardware(world: World) -> str:
+    """What the fastest options depend on, apart from the workload: the device, the number of ranks
+    that share it, and the versions of the software that makes kernels.
+    """
+    device = "threads of a CPU"
+    if world.device.type == "cuda":
+        found = torch.cuda.get_device_properties(world.device)
+        device = f"{found.name} with {found.multi_processor_count} SMs"
+    versions = f"torch {torch.__version__}"
+    if world.matmul_backend == "triton":
+        import triton
+
+        versions += f", triton {triton.__version__}"
+    shared = f"{world.ranks_per_device} ranks on each"
+    return f"{device}, {shared}, products by {world.matmul_backend}, {versions}"

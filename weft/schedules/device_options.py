@@ -1,0 +1,89 @@
+"""How the device engine works on a call: the size of tiles, the SMs of products and of copies, and
+the number of lanes for transfers.
+
+Plans do not depend on these options, but for the number of lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Tile = tuple[int, int]
+"""Rows and columns of a product that a program computes at once."""
+
+TILES: tuple[Tile, ...] = (
+    (64, 64),
+    (64, 128),
+    (128, 64),
+    (128, 128),
+    (64, 256),
+    (128, 256),
+    (256, 128),
+)
+"""The tiles of the product kernel, rows x columns. Tests compile it with each of them."""
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """Options of a world whose lanes are streams: ``weft.init(device="cuda", device_options=…)``,
+    or later `World.configure`. All ranks have the same.
+
+    Attributes:
+        tile: rows and columns that a program of the product kernel computes at once, one of
+            `weft.schedules.device_options.TILES`; None: the largest that fits in the registers. Its
+            elements are at most 128 x 256; 128 x 128 on AMD's GPUs and of float32 results; 64 x 128
+            of float32 factors.
+        compute_sms: programs of the product kernel, each on an SM of its own; None: all SMs of the
+            rank but those of copies and four more, for signals.
+        comm_sms: 0: the copy engine moves rows between ranks; else a kernel of this number of
+            programs in each lane for transfers.
+        links: lanes in which a rank sends to its peers at the same time, each to its share of them.
+
+    `tile` and `compute_sms` need ``products="triton"``. With `comm_sms` or several `links`
+    ``algorithm="auto"`` selects an algorithm that they serve; others are refused.
+
+    Raises `ValueError` for a tile that is not one of `TILES` and for numbers that are too small.
+    """
+
+    tile: Tile | None = None
+    compute_sms: int | None = None
+    comm_sms: int = 0
+    links: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tile is not None:
+            object.__setattr__(self, "tile", tuple(self.tile))
+            if self.tile not in TILES:
+                raise ValueError(f"tile must be one of {_names(TILES)}; got {self.tile}")
+        for name, least in (("compute_sms", 1), ("comm_sms", 0), ("links", 1)):
+            value = getattr(self, name)
+            if name == "compute_sms" and value is None:
+                continue
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}; got {value!r}")
+
+    def __str__(self) -> str:
+        """The options that are no defaults, in words; empty for none."""
+        words = []
+        if self.tile:
+            words.append(f"tiles of {tile_name(self.tile)}")
+        if self.compute_sms:
+            words.append(f"products on {self.compute_sms} SMs")
+        if self.comm_sms:
+            words.append(f"copies on {self.comm_sms} SMs")
+        if self.links > 1:
+            words.append(f"{self.links} links")
+        return ", ".join(words)
+
+
+DEFAULT = DeviceOptions()
+
+
+def tile_name(tile: Sequence[int]) -> str:
+    """``128x256``."""
+    return "x".join(map(str, tile))
+
+
+def _names(tiles: Sequence[Sequence[int]]) -> str:
+    return ", ".join(map(tile_name, tiles))
