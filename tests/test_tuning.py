@@ -148,6 +148,10 @@ EXCEPTIONS = {
         weft/measure/calibrate.py: _WARM
         weft/measure/calibrate.py: _WIDTHS
         weft/measure/timing.py: BUDGET
+        weft/measure/tune_device.py: _COPYING
+        weft/measure/tune_device.py: _LINKS
+        weft/measure/tune_device.py: _PIECES
+        weft/measure/tune_device.py: _SHARES
         weft/measure/verification.py: RUNS
         weft/predict/answers.py: _WORTH
     """,

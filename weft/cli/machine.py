@@ -6,20 +6,35 @@ from __future__ import annotations
 
 import os
 import statistics
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 import weft.predict as predict
-from weft.bench import tables
+from weft.bench import reasons, tables
 from weft.bench.conditions import Unless
-from weft.bench.settings import FUSED, Dtype, EmulatedGbps, EmulatedLatency, Json, Threads
+from weft.bench.settings import (
+    FUSED,
+    Device,
+    Dtype,
+    EmulatedGbps,
+    EmulatedLatency,
+    Engine,
+    Json,
+    Placed,
+    Threads,
+)
 from weft.bench.values import Shape, product
 from weft.cli import options
 from weft.cli.options import refuse
 from weft.predict import machine, tuned
+from weft.schedules.workload import Variant, Workload
+
+if TYPE_CHECKING:
+    from weft.measure.tune import Answer
 
 
 def calibrate(
@@ -132,8 +147,24 @@ def _stages_nothing(settings: Tune) -> str:
     return f"{settings.operator} exchanges no inputs, so it stages none"
 
 
+def _measures_nothing(settings: Tune) -> str:
+    if settings.engine == "reference":
+        return "it has no speed to measure: omit it"
+    return ""
+
+
+def _one_thread(settings: Tune) -> str:
+    if settings.on_host:
+        return ""
+    return f"the engine {settings.place['engine']} has its own threads: omit one of them"
+
+
+def _one_engine(settings: Tune) -> str:
+    return "" if settings.on_host else reasons.emulated(settings)
+
+
 @dataclass(frozen=True)
-class Tune:
+class Tune(Placed):
     """Measure the candidates for shapes on this machine, and store the fastest, which auto uses."""
 
     operator: Annotated[str, typer.Argument(help="The operator to tune."), FUSED]
@@ -146,17 +177,20 @@ class Tune:
         Dtype | None, typer.Option(help="Dtype of the output: the inputs' (default) or float32.")
     ] = None
     plain: Annotated[
-        bool, typer.Option("--plain", help="The weight is a plain tensor, not packed.")
+        bool,
+        typer.Option("--plain", help="The weight is a plain tensor, as on GPUs, not packed."),
     ] = False
     staged: Annotated[
         bool,
         typer.Option("--staged", help="Inputs that ranks exchange are not in symmetric memory."),
         Unless(_stages_nothing),
     ] = False
-    link_gbps: EmulatedGbps = None
+    link_gbps: Annotated[EmulatedGbps, Unless(_one_engine)] = None
     link_latency_us: EmulatedLatency = 0.0
+    device: Device = "cpu"
+    engine: Annotated[Engine, Unless(_measures_nothing)] = None
     iterations: Annotated[int, typer.Option(min=1, help="Rounds to measure.")] = 10
-    threads: Threads = None
+    threads: Annotated[Threads, Unless(_one_thread)] = None
     json_file: Json = None
     clear: Annotated[
         bool,
@@ -168,20 +202,35 @@ class Tune:
         ),
     ] = False
 
+    @property
+    def on_host(self) -> bool:
+        """Whether the host engine is measured, and not one whose lanes are streams."""
+        return bool(self.place["engine"] == "host")
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """The device, and the engine: by default, on a GPU, that of weft's product kernel."""
+        return {**super().place, **({"engine": "triton"} if self._by_kernel else {})}
+
+    @property
+    def _by_kernel(self) -> bool:
+        return self.device == "cuda" and self.engine is None
+
 
 def tune(settings: Tune) -> None:
     options.check_files(settings.json_file, None)
     options.check_cache()
-    from weft.measure import tune as tuning
-
     if options.world_size(None)[0] is not None:
         refuse("tune", "it starts its own ranks, on one host: run it without a launcher")
-    on, link = (
-        options.load_machine(""),
-        (settings.link_gbps, settings.link_latency_us) if settings.link_gbps else None,
-    )
-    on = on.emulating(*link) if link else on
-    questions = []
+    options.check_place(settings)
+    if settings.on_host:
+        _tune_host(settings)
+    else:
+        _tune_streams(settings)
+
+
+def _cases(settings: Tune) -> list[Workload]:
+    cases = []
     for shape in settings.shape:
         case = predict.workload(
             settings.operator.replace("-", "_"),
@@ -189,41 +238,62 @@ def tune(settings: Tune) -> None:
             (shape.m, shape.k, shape.n),
             settings.dtype,
         )
-        case = case._replace(
-            out_dtype=settings.out_dtype or settings.dtype,
-            packed=not settings.plain,
-            symmetric=not settings.staged,
+        cases.append(
+            case._replace(
+                out_dtype=settings.out_dtype or settings.dtype,
+                packed=settings.on_host and not settings.plain,
+                symmetric=not settings.staged,
+            )
         )
-        questions.append(
-            tuning.Question(case, [variant for variant, _ in predict.rank(case, on)], link)
-        )
+    return cases
+
+
+def _tune_host(settings: Tune) -> None:
+    from weft.measure import tune as tuning
+
+    link = (settings.link_gbps, settings.link_latency_us) if settings.link_gbps else None
+    on = options.load_machine("")
+    on = on.emulating(*link) if link else on
+    cases = _cases(settings)
+    questions = [
+        tuning.Question(case, [variant for variant, _ in predict.rank(case, on)], link)
+        for case in cases
+    ]
     with options.failing("weft tune", settings.json_file):
         answers = tuning.tune(
             questions, settings.iterations, options.threads_for(settings.threads, settings.ranks)
         )
+    _show(settings, cases, answers, lambda case, variant: 1e3 * predict.time(case, variant, on))
+
+
+def _tune_streams(settings: Tune) -> None:
+    from weft.measure import tune as tuning
+
+    cases = _cases(settings)
+    with options.failing("weft tune", settings.json_file):
+        answers = tuning.tune_streams(cases, settings.iterations, settings.place)
+    _show(settings, cases, answers)
+
+
+def _show(
+    settings: Tune,
+    cases: list[Workload],
+    answers: list[list[Answer]],
+    predicted: Callable[[Workload, Variant], float] | None = None,
+) -> None:
+    """Print a table for each case, and write the JSON; `predicted` gives milliseconds."""
     console, results = Console(stderr=settings.json_file == "-"), []
-    for shape, (case, _, _), found in zip(settings.shape, questions, answers, strict=True):
-        rows = [
-            {
-                **variant.to_json(),
-                "chunk_rows": predict.OPERATORS[case.operator].chunk_rows(case.rows, variant),
-                "predicted_ms": 1e3 * predict.time(case, variant, on),
-                "measured_ms": median,
-            }
-            for variant, median, _ in found
-        ]
-        results.append({"operator": settings.operator, "shape": str(shape), "ways": rows})
+    for shape, case, found in zip(settings.shape, cases, answers, strict=True):
         heading = f"{settings.operator} {shape}"
-        table = tables.table(
-            (heading, "rows per piece", "predicted ms", "measured ms"), left=(heading,)
-        )
-        for row, (variant, _, _) in zip(rows, found, strict=True):
-            table.add_row(
-                str(variant),
-                str(row["chunk_rows"]),
-                f"{row['predicted_ms']:.3f}",
-                f"{row['measured_ms']:.3f}",
-            )
+        columns = "rows per piece", *(["predicted ms"] if predicted else []), "measured ms"
+        table, rows = tables.table((heading, *columns), left=(heading,)), []
+        for variant, median, _ in found:
+            chunk_rows = predict.OPERATORS[case.operator].chunk_rows(case.rows, variant)
+            times = {"predicted_ms": predicted(case, variant)} if predicted else {}
+            times["measured_ms"] = median
+            rows.append({**variant.to_json(), "chunk_rows": chunk_rows, **times})
+            table.add_row(str(variant), str(chunk_rows), *(f"{ms:.3f}" for ms in times.values()))
+        results.append({"operator": settings.operator, "shape": str(shape), "ways": rows})
         console.print(table)
         console.print(
             f"Stored: {found[0].variant}, at most {rows[0]['chunk_rows']} rows per transfer.",

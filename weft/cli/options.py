@@ -143,13 +143,9 @@ def placed(settings: Settings) -> Settings:
     GPU have no baseline unless asked for one.
     """
     on: Any = settings
-    engine = on.place["engine"]
-    if engine not in ENGINES[on.device]:
-        names = " or ".join(ENGINES[on.device])
-        refuse("--engine", f"{engine} is none of --device {on.device}: use {names}")
+    check_place(on)
     if on.device == "cpu":
         return settings
-    need_gpu("--device cuda")
     import torch
 
     _, ranks = world_size(on.ranks)
@@ -169,6 +165,16 @@ def sharing_one_gpu(settings: Any) -> bool:
 
     rank, ranks = world_size(settings.ranks)
     return rank is None and ranks > torch.cuda.device_count() == 1
+
+
+def check_place(settings: Any) -> None:
+    """Refuse an engine that the device does not have, and a GPU that is not there."""
+    engine = settings.place["engine"]
+    if engine not in ENGINES[settings.device]:
+        names = " or ".join(ENGINES[settings.device])
+        refuse("--engine", f"{engine} is none of --device {settings.device}: use {names}")
+    if settings.device == "cuda":
+        need_gpu("--device cuda")
 
 
 def need_gpu(option: str) -> None:

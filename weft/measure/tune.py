@@ -5,12 +5,14 @@ compare predictions with.
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from weft.engines import engine
+from weft.engines.device.options import hardware
 from weft.kernels.packed import pack
+from weft.measure import tune_device
 from weft.measure.timing import Stopwatch, session
 from weft.ops import fused
 from weft.ops.call import Call, Operands, Options
@@ -75,9 +77,42 @@ def tune(questions: list[Question], iterations: int, threads: int) -> list[list[
     )[0]
     for (case, _, link), found in zip(questions, answers, strict=True):
         found.sort(key=lambda answer: answer.median)
-        ns = 1e6 * found[0].median / (sum(case.rows) * case.n)
-        tuned.remember(case, link, tuned.Measured(found[0].variant, ns))
+        _remember(case, link, found[0])
     return answers
+
+
+def measure_streams(
+    cases: list[Workload], iterations: int, place: dict[str, Any]
+) -> tuple[list[list[Answer]], str]:
+    """Measure cases in a world whose lanes are streams, at the `place` of a `session`; collective.
+    Answers are sorted, fastest first; with them the hardware that they are true for.
+    """
+    answers = []
+    with session(None, **place) as world:
+        for case in cases:
+            found = tune_device.measure(_prepare(case, world), iterations)
+            answers.append([Answer(variant, time.median, time.min) for variant, time in found])
+        return answers, hardware(world)
+
+
+def tune_streams(
+    cases: list[Workload], iterations: int, place: dict[str, Any]
+) -> list[list[Answer]]:
+    """`tune` on the device and by the engine of a `place`."""
+    from weft.world.launcher import launch
+
+    answers: list[list[Answer]]
+    answers, on = launch(measure_streams, cases[0].ranks, cases, iterations, place)[0]
+    for case, found in zip(cases, answers, strict=True):
+        _remember(case, None, found[0], on)
+    return answers
+
+
+def _remember(
+    case: Workload, link: tuple[float, float] | None, fastest: Answer, on: str = ""
+) -> None:
+    ns = 1e6 * fastest.median / (sum(case.rows) * case.n)
+    tuned.remember(case, link, tuned.Measured(fastest.variant, ns), on)
 
 
 def _prepare(workload: Workload, world: World) -> Call:
@@ -87,8 +122,8 @@ def _prepare(workload: Workload, world: World) -> Call:
     plan = operator.plan(operator.request(workload, Variant(operator.baseline)))
     rows = bind(plan, workload.rows).buffers["a"].rows
     a, b = (
-        torch.randn(rows[rank], workload.k).to(dtype),
-        torch.randn(workload.k, workload.n).to(dtype),
+        torch.randn(*shape).to(world.device, dtype)
+        for shape in ((rows[rank], workload.k), (workload.k, workload.n))
     )
     if workload.symmetric and operator.exchanges == "a":
         a = world.empty(max(rows), workload.k, dtype=dtype)[: rows[rank]].copy_(a)

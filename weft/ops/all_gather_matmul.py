@@ -20,6 +20,7 @@ from weft.plan import Plan
 from weft.schedules import all_gather_matmul as schedule
 from weft.schedules.all_gather import all_gather
 from weft.schedules.all_gather_matmul import outputs
+from weft.schedules.device_options import DeviceOptions
 from weft.schedules.workload import Request, Variant, Workload
 from weft.world import World, current
 
@@ -271,8 +272,8 @@ class _ColumnsCall(_GatherCall):
         algorithm = reading if algorithm == "auto" else algorithm
         return Selection(self.variant(_GATHERED_BY.get(algorithm, algorithm)), why)
 
-    def honours(self, algorithm: str) -> bool:
-        return super().honours(_GATHERED_BY.get(algorithm, algorithm))
+    def honours(self, algorithm: str, options: DeviceOptions | None = None) -> bool:
+        return super().honours(_GATHERED_BY.get(algorithm, algorithm), options)
 
     def overlapped(self) -> tuple[str, str]:
         why = (

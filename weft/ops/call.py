@@ -188,11 +188,11 @@ class Call(ABC):
                 + (f"choose {others}" if others else "no algorithm of it can")
             )
 
-    def honours(self, algorithm: str) -> bool:
-        """Whether an algorithm can honour the world's device options: it has a lane for each link,
-        and copies rows between ranks if a kernel is to do so.
+    def honours(self, algorithm: str, options: DeviceOptions | None = None) -> bool:
+        """Whether an algorithm can honour device options, by default the world's: it has a lane for
+        each link, and copies rows between ranks if a kernel is to do so.
         """
-        options = self.world.device_options
+        options = options or self.world.device_options
         if self.world.ranks == 1 or (options.links == 1 and not options.comm_sms):
             return True
         return _honours(self.planner, self.request(Variant(algorithm, device=options)), options)
