@@ -192,6 +192,31 @@ REFUSED = [
     ("tune all-gather-matmul --shape 8x8x8 --link-latency-us 1", "--link-latency-us", "add --link"),
     ("tune all-gather-matmul --shape 8x8x8 --link-gbps -1", "--link-gbps", "positive number"),
     ("tune matmul-all-reduce --shape 8x8x8 --staged", "--staged", "exchanges no inputs"),
+    ("bench all-gather-matmul --tile 64x64", "--tile", "use --engine interpreter"),
+    (
+        "bench all-gather-matmul --device cuda --tile 64x64",
+        "--tile",
+        "the engine streams does not multiply by weft's kernel: use --engine triton",
+    ),
+    ("bench all-gather-matmul --compute-sms 2", "--compute-sms", "weft's kernel"),
+    ("bench matmul-all-reduce --engine streams --comm-sms 2", "--comm-sms", "runs no kernels"),
+    (
+        "bench matmul-reduce-scatter --engine interpreter --comm-sms 2 --algorithm put",
+        "--comm-sms",
+        "put has no copies on 2 SMs: use --algorithm push or ring",
+    ),
+    ("bench all-gather-matmul --links 2", "--links", "one lane for transfers"),
+    ("bench all-gather-matmul --links 2 --engine streams", "--links", "use at most 1"),
+    (
+        "bench all-gather-matmul -n 3 --links 2 --engine streams --algorithm ring",
+        "--links",
+        "ring has no 2 links: use --algorithm push or sequential",
+    ),
+    (
+        "bench matmul-all-reduce -n 3 --links 2 --engine streams",
+        "--links",
+        "no algorithm of matmul-all-reduce has 2 links",
+    ),
     ("tune all-gather-matmul --shape 8x8x8 --device cuda", "--device cuda", "finds no GPU"),
     ("tune all-gather-matmul --shape 8x8x8 --engine triton", "--engine", "none of --device cpu"),
     ("tune all-gather-matmul --shape 8x8x8 --engine reference", "--engine", "no speed to measure"),
@@ -243,6 +268,20 @@ def test_plans_of_orders_and_links_are_shown():
     assert "comm1" in links
     for shown in (peer, interleaved, links):
         assert "verified: no race, no deadlock" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operator", ["all-gather-matmul", "matmul-reduce-scatter"])
+def test_tiles_sms_and_links_are_measured(operator):
+    pytest.importorskip("triton", "3.6")
+    words = [operator, "-n", 3, "--engine", "interpreter", "--shape", "96x16x24", "--tile"]
+    words += ["64x64", "--compute-sms", 2, "--comm-sms", 1, "--links", 2]
+    made, shown = measured(*(word for word in words))
+    assert made["verified"]
+    assert made["algorithm"] == "push"
+    options = "tiles of 64x64, products on 2 SMs, copies on 1 SMs, 2 links"
+    assert f"push, {options}" in shown
+    assert (made["options"]["tile"], made["options"]["comm_sms"]) == ("64x64", 1)
 
 
 class Started(Exception):

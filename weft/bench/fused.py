@@ -234,7 +234,20 @@ class Subject(Views):
         names = signature(function).parameters
         accepted = {name: value for name, value in options.items() if name in names}
         call = partial(function, self.a, self.weight, **accepted)
+        if algorithm != "auto" and not self.call.honours(algorithm):
+            call = partial(self._unlinked, call)
         return call if "out" in accepted else lambda: self.out.copy_(call())
+
+    def _unlinked(self, call: Callable[[], object]) -> object:
+        """A call of an algorithm that can honour neither links nor a kernel that copies: with the
+        other options.
+        """
+        options = self.world.device_options
+        self.world.configure(replace(options, links=1, comm_sms=0))
+        try:
+            return call()
+        finally:
+            self.world.configure(options)
 
     def plan(self) -> Plan:
         """The plan of the communication alone, by the selected variant."""
@@ -293,7 +306,12 @@ def measure(
 ) -> Result:
     """The result on this rank; collective. Only rank 0 has the traces."""
     with (
-        session(settings.threads, **settings.place, comm_threads=settings.comm_threads) as world,
+        session(
+            settings.threads,
+            **settings.place,
+            comm_threads=settings.comm_threads,
+            device_options=settings.device_options,
+        ) as world,
         neighbours(world, settings.neighbours),
     ):
         stopwatch = stopwatch_of(world)

@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from weft.schedules.device_options import DeviceOptions, honours
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Operator, Request
 
@@ -50,6 +51,45 @@ def comm_threads(settings: Any) -> str:
     if settings.algorithm not in names:
         lane = f"{settings.algorithm} may move no rows in the background"
         return f"{lane}: use --algorithm {either(names)}"
+    return ""
+
+
+def of_kernel(settings: Any) -> str:
+    """Why products have no tile and no SMs."""
+    if (engine := settings.place["engine"]) not in ("triton", "interpreter"):
+        kernels = "--engine triton" if settings.device == "cuda" else "--engine interpreter"
+        return f"the engine {engine} does not multiply by weft's kernel: use {kernels}"
+    return ""
+
+
+def comm_sms(settings: Any) -> str:
+    if settings.device == "cpu" and (engine := settings.place["engine"]) != "interpreter":
+        return f"the engine {engine} runs no kernels: use --device cuda, or --engine interpreter"
+    return _honoured(settings, DeviceOptions(comm_sms=settings.comm_sms))
+
+
+def links(settings: Any) -> str:
+    if (engine := settings.place["engine"]) in ("host", "reference"):
+        return f"the engine {engine} has one lane for transfers: use --engine streams"
+    if settings.ranks > 1 and settings.links > settings.ranks - 1:
+        return f"each link serves other peers: use at most {settings.ranks - 1}, or more ranks"
+    return _honoured(settings, DeviceOptions(links=settings.links))
+
+
+def _honoured(settings: Any, options: DeviceOptions) -> str:
+    """Why the algorithm does not honour these options of a device."""
+    if settings.ranks == 1:
+        return _ALONE
+    operator, ranks = _operator(settings), settings.ranks
+    plans = {
+        name: operator.plan(Request(ranks, 2, name, symmetric=True, links=options.links))
+        for name in operator.algorithms
+    }
+    serving = [name for name, plan in plans.items() if honours(plan, options)]
+    if not serving:
+        return f"no algorithm of {settings.operator.replace('_', '-')} has {options}: omit it"
+    if settings.algorithm not in ("auto", *serving):
+        return f"{settings.algorithm} has no {options}: use --algorithm {either(serving)}"
     return ""
 
 

@@ -17,6 +17,7 @@ from weft.bench.harness import times_ms
 from weft.bench.values import Shape
 from weft.plan.trace import Trace
 from weft.predict import figures
+from weft.schedules.device_options import DEFAULT, DeviceOptions, tile_of
 from weft.schedules.workload import Variant
 
 if TYPE_CHECKING:
@@ -105,6 +106,12 @@ def _options(options: dict[str, Any]) -> Iterator[str]:
         yield "gathered rows returned"
     if (threads := options.get("comm_threads", 1)) > 1:
         yield f"{threads} comm threads"
+    tile, sms = options.get("tile"), options.get("compute_sms")
+    device = DeviceOptions(
+        tile_of(tile) if tile else None, sms, options.get("comm_sms", 0), options.get("links", 1)
+    )
+    if device != DEFAULT:
+        yield str(device)
 
 
 Times = Mapping[str, Mapping[str, float]]

@@ -28,6 +28,7 @@ from weft.bench.values import (
 )
 from weft.plan.launch import Launch
 from weft.schedules import all_gather, all_gather_matmul, all_reduce
+from weft.schedules.device_options import TILES, DeviceOptions, tile_name, tile_of
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Operator, Order
 
@@ -104,6 +105,16 @@ Latency = Annotated[float | None, Option(min=0, help=_LATENCY), Unless(reasons.l
 _BIAS = "Add a bias to the result: each rank's, or one of all ranks to a sum."
 _COMM_THREADS = "Threads that move rows in the background."
 CommThreads = Annotated[int, Option(min=1, help=_COMM_THREADS), Unless(reasons.comm_threads)]
+_TILE = "Rows x columns that a program of the product kernel computes at once."
+Tile = Annotated[
+    str | None, Option(help=_TILE), tuple(map(tile_name, TILES)), Unless(reasons.of_kernel)
+]
+_COMPUTE_SMS = "SMs of the product kernel."
+ComputeSms = Annotated[int | None, Option(min=1, help=_COMPUTE_SMS), Unless(reasons.of_kernel)]
+_COMM_SMS = "SMs of a kernel that copies rows between ranks; 0: the copy engine."
+CommSms = Annotated[int, Option(min=0, help=_COMM_SMS), Unless(reasons.comm_sms)]
+_LINKS = "Streams in which a rank sends at the same time, each to its share of the peers."
+Links = Annotated[int, Option(min=1, help=_LINKS), Unless(reasons.links)]
 
 
 class Placed:
@@ -191,7 +202,17 @@ class FusedSettings(Compared):
     save_data: Annotated[Path | None, Option(metavar="DIR", help=_DATA)] = None
     threads: Threads = None
     comm_threads: CommThreads = 1
+    tile: Tile = None
+    compute_sms: ComputeSms = None
+    comm_sms: CommSms = 0
+    links: Links = 1
     neighbours: Neighbours = None
+
+    @property
+    def device_options(self) -> DeviceOptions:
+        """The options of the world that is measured."""
+        tile = None if self.tile is None else tile_of(self.tile)
+        return DeviceOptions(tile, self.compute_sms, self.comm_sms, self.links)
 
     @property
     def modes(self) -> tuple[str, ...]:

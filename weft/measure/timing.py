@@ -25,6 +25,7 @@ import weft._native as _native
 from weft.engines import use_reference
 from weft.errors import WeftError
 from weft.ops.barrier import barrier
+from weft.schedules.device_options import DEFAULT, DeviceOptions
 from weft.world import World, init
 from weft.world.device_memory import device_of_rank
 from weft.world.memory import exchange
@@ -89,10 +90,11 @@ def session(
     device: str = "cpu",
     engine: str = "host",
     comm_threads: int = 1,
+    device_options: DeviceOptions = DEFAULT,
 ) -> Iterator[World]:
     """The world in which this rank measures: with `threads` compute threads, or torch's default for
-    None, `comm_threads` in the background, without gradients, and with a timeout that slow
-    baselines do not reach.
+    None, `comm_threads` in the background, `device_options`, without gradients, and with a timeout
+    that slow baselines do not reach.
 
     `device` is ``cpu``, or ``cuda``, the GPU of this rank's local rank. `engine` executes plans:
     ``host`` (on a CPU), ``streams`` (lanes are streams of a GPU, or on a CPU threads), ``triton``
@@ -111,6 +113,7 @@ def session(
         products=products_of(engine),
         streams=engine == "streams",
         comm_threads=comm_threads,
+        device_options=device_options,
     )
     with made as world, torch.no_grad():
         if one_host and world.multi_host:

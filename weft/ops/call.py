@@ -16,8 +16,8 @@ from weft.checks import name
 from weft.kernels.matmul import MATMUL
 from weft.kernels.weights import Weight, packed, rows_multiple
 from weft.ops import arguments
-from weft.plan import Copy, Kernel, Plan
-from weft.schedules.device_options import DeviceOptions
+from weft.plan import Kernel, Plan
+from weft.schedules.device_options import DeviceOptions, honours
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import (
     FEW_ROWS,
@@ -278,12 +278,8 @@ class Call(ABC):
 
 @lru_cache
 def _honours(planner: Callable[[Request], Plan], request: Request, options: DeviceOptions) -> bool:
-    """`Call.honours` for the plans of these requests, of ranks of one host."""
-    lanes = planner(request).lanes[0]
-    instructions = [i for lane in lanes.values() for i in lane]
-    copies = any(isinstance(i, Copy) and i.src.rank != i.dst.rank for i in instructions)
-    links = sum(name.startswith("comm") for name in lanes)
-    return (copies or not options.comm_sms) and (options.links == 1 or links == options.links)
+    """`Call.honours` for the plans of these requests."""
+    return honours(planner(request), options)
 
 
 def kernel_of(weight: Weight) -> Kernel:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from weft.plan import Copy, Plan
+
 Tile = tuple[int, int]
 """Rows and columns of a product that a program computes at once."""
 
@@ -80,9 +82,26 @@ class DeviceOptions:
 DEFAULT = DeviceOptions()
 
 
+def honours(plan: Plan, options: DeviceOptions) -> bool:
+    """Whether a plan of ranks of one host has a lane for each link, and copies rows between ranks
+    if a kernel is to do so.
+    """
+    lanes = plan.lanes[0]
+    instructions = [i for lane in lanes.values() for i in lane]
+    copies = any(isinstance(i, Copy) and i.src.rank != i.dst.rank for i in instructions)
+    links = sum(name.startswith("comm") for name in lanes)
+    return (copies or not options.comm_sms) and (options.links == 1 or links == options.links)
+
+
 def tile_name(tile: Sequence[int]) -> str:
     """``128x256``."""
     return "x".join(map(str, tile))
+
+
+def tile_of(name: str) -> Tile:
+    """The tile of a name such as ``128x256``."""
+    rows, columns = map(int, name.split("x"))
+    return rows, columns
 
 
 def _names(tiles: Sequence[Sequence[int]]) -> str:
