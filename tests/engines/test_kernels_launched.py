@@ -7,6 +7,7 @@ the number of compilations. Nothing runs, so the results of operators are undefi
 """
 
 import itertools
+import threading
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from weft.engines import engine
+from weft.engines.device.kernels import copy_rows, stream_signals
 from weft.engines.device.kernels import signals as one_sided_signals
-from weft.engines.device.kernels import stream_signals
 from weft.engines.device.kernels.all_gather import KERNELS
 from weft.engines.device.kernels.all_gather_matmul import all_gather_matmul_kernel
 from weft.engines.device.kernels.copy_rows import copy_vectors_kernel, copy_words_kernel
@@ -45,12 +46,13 @@ class Driver:
 @pytest.fixture(autouse=True)
 def compiles(monkeypatch, tmp_path):
     """Launches compile the kernel, and do nothing else."""
-    run = JITFunction.run
-    monkeypatch.setattr(
-        JITFunction,
-        "run",
-        lambda self, *args, warmup, **options: run(self, *args, warmup=True, **options),
-    )
+    run, loading = JITFunction.run, threading.Lock()  # one rank after another, as on a GPU
+
+    def compiled(self, *args, warmup, **options):
+        with loading:
+            return run(self, *args, warmup=True, **options)
+
+    monkeypatch.setattr(JITFunction, "run", compiled)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
 
@@ -111,6 +113,37 @@ def test_a_shard_of_any_alignment_needs_no_further_kernel(monkeypatch):
     with weft.local_world(2, products="triton") as local:
         local.run(gathers_of_any_alignment, compiled)
     assert compiled[-1] == compiled[0] == [1, 2]
+
+
+def with_options(compiled):
+    """Calls of a world with options load the copies' kernel in all its variants, and a product
+    kernel for each tile and dtype, on both ranks.
+    """
+    world, kernels = weft.init(), (copy_vectors_kernel, copy_words_kernel, all_gather_matmul_kernel)
+    a, b = torch.ones(64, 64, dtype=torch.float16), torch.ones(64, 32, dtype=torch.float16)
+    copy_rows.load(world.device)
+    for tile, dtype in (
+        ((64, 64), torch.float16),
+        ((64, 64), torch.float32),
+        ((128, 256), a.dtype),
+    ):
+        world.configure(weft.DeviceOptions(tile=tile, compute_sms=2, comm_sms=2))
+        for columns in (48, 56):  # rows of other strides, and copies of other widths
+            x, weight = a[:, :columns].to(dtype), b[:columns].to(dtype)
+            weft.all_gather_matmul(x, weight, algorithm="push")
+        compiled.append([variants(kernel) for kernel in kernels])
+
+
+def test_tiles_and_copies_of_options_compile_once_for_all_ranks(monkeypatch):
+    monkeypatch.setattr(local_worlds, "check_products", lambda *_: None)
+    before = variants(all_gather_matmul_kernel)
+    compiled = []
+    with weft.local_world(2, products="triton") as local:
+        local.run(with_options, compiled)
+    copies = [each[:2] for each in compiled]
+    assert copies == [[1, 4]] * len(copies)
+    # K is a constant of the product: one for each tile, dtype and K
+    assert compiled[-1][2] - before == 3 * 2
 
 
 def one_sided():
