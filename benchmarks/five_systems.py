@@ -1,7 +1,6 @@
 """Print the tables of docs/five-systems.md from the results of `five_systems.sh` in a directory:
 the published figures of five systems, and weft on this machine.
 
-
     python benchmarks/five_systems.py DIRECTORY
 """
 

@@ -13,8 +13,9 @@ import torch
 from support.ranks import on_ranks
 
 import weft
-from weft.engines.device import engine as device
 from weft.engines.recording import record
+from weft.kernels import products
+from weft.kernels.weights import Weight
 from weft.plan import Compute
 from weft.plan.trace import of_program
 from weft.world import World, current
@@ -36,10 +37,13 @@ def interpreted() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     sys.setswitchinterval(1e-4)
 
-    def forbidden(x: torch.Tensor, weight: torch.Tensor, *_: object) -> None:
-        assert 0 in (*x.shape, *weight.shape), "a product was made without the kernel"
+    right = products.prepare
 
-    device._multiply = forbidden  # type: ignore[assignment]
+    def forbidden(x: torch.Tensor, weight: Weight, *rest: Any) -> Any:
+        assert 0 in (*x.shape, *weight.shape), "a product was made without the kernel"
+        return right(x, weight, *rest)
+
+    products.prepare = forbidden
 
 
 def gathers(rows: tuple[int, ...], algorithm: str, dtype: torch.dtype, call: int) -> None:

@@ -19,7 +19,7 @@ from weft.errors import PlanError
 from weft.plan import Copy, Instruction, Launch, Notify, Region, Signal, Wait
 
 if TYPE_CHECKING:
-    from weft.engines.device.engine import DeviceProgram
+    from weft.engines.device.program import DeviceProgram
 
 
 class FanOut(NamedTuple):
