@@ -38,5 +38,5 @@ for chunks in 1 2 4; do
 done
 "$weft" bench overlap --shape 1024x1024x1024 --size 1M --iterations 20 --link-gbps auto --json "$into/beside.json" >"$into/beside.txt"
 
-# 5. all-gather of 2 to 512 MiB for each rank
-"$weft" bench all-gather --sizes 2M:512M:16,512M --dtype float16 --iterations 7 --json "$into/gather.json" >"$into/gather.txt"
+# 5. all-gather of 2 to 128 MiB for each rank
+"$weft" bench all-gather --sizes 2M:128M:4 --dtype float16 --iterations 7 --json "$into/gather.json" >"$into/gather.txt"
