@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, str]
+_GATHERS = "weft", "weft (plain)", "gloo"
 PUBLISHED = Path(__file__).parent / "published_results.csv"
 
 
@@ -56,6 +57,10 @@ def streaming(load: Callable[[str], Any]) -> None:
     table((*theirs_heads, *(f"half: {OVERLAPPED[0]}", *OVERLAPPED[1:])), rows)
     every = [(ranks, load(f"ranks-{ranks}")) for ranks in (2, 4, 8, 16)]
     table(("ranks", *OVERLAPPED), ((ranks, *overlapped(result)) for ranks, result in every))
+    table(
+        ("chunks of each source", *OVERLAPPED),
+        ((chunks, *overlapped(load(f"chunks-{chunks}"))) for chunks in (4, 16, 64, 128)),
+    )
 
 
 def steps(load: Callable[[str], Any]) -> None:
@@ -78,8 +83,6 @@ def steps(load: Callable[[str], Any]) -> None:
         for at, name in enumerate(names)
     ]
     table(("step", "Ascend 950, 4 ranks", "", "2 ranks", "", "4 ranks", ""), rows)
-    result = load("steps-2")
-    print(f"{result['cascade']}\n")
 
 
 def copies(load: Callable[[str], Any]) -> None:
@@ -161,9 +164,6 @@ def gather(load: Callable[[str], Any]) -> None:
     ]
     heads = "of each rank", "RCCL, Triton, Gluon: GiB/s", "weft: GB/s", "weft (plain)", "gloo"
     table(heads, rows)
-
-
-_GATHERS = "weft", "weft (plain)", "gloo"
 
 
 def main(directory: Path) -> None:

@@ -12,7 +12,7 @@ fused() { # NAME COMMAND…: on a link that takes as long as the product
   "$weft" bench "$@" --link-gbps auto --json "$into/$name.json" >"$into/$name.txt"
 }
 
-# 1. AllGather + GEMM: half of each published size, 2 to 8 ranks; and 2 to 16 ranks with the same product
+# 1. AllGather + GEMM: half of each published size, 2 to 8 ranks; 2 to 16 ranks with the same product; and its chunks for each source
 for case in 2:1024x1024x512 2:2048x2048x1024 2:2048x2048x2048 2:4096x2048x2048 4:2048x2048x2048 4:4096x2048x2048 8:4096x2048x2048 \
   8:8192x2048x2048; do
   fused "streaming-${case%%:*}-${case##*:}" all-gather-matmul -n "${case%%:*}" --shape "${case##*:}" --algorithm push \
@@ -20,6 +20,9 @@ for case in 2:1024x1024x512 2:2048x2048x1024 2:2048x2048x2048 2:4096x2048x2048 4
 done
 for ranks in 2 4 8 16; do
   fused "ranks-$ranks" all-gather-matmul -n $ranks --shape 1024x1024x512 --algorithm push --warmup 1 --iterations 10
+done
+for chunks in 4 16 64 128; do
+  fused "chunks-$chunks" all-gather-matmul --shape 2048x2048x1024 --algorithm push --chunk-rows $((1024 / chunks)) --iterations 10
 done
 
 # 2. AllGatherMatmul in three steps: a quarter of each size of one rank, 2 and 4 ranks
