@@ -27,5 +27,10 @@ weight = torch.full((1024, 256), 1 / 1024, device=world.device)  # this rank's c
 result = weft.all_gather_matmul(rows, weight)  # the rows of all ranks times the columns
 expected = torch.arange(1, world.ranks + 1, device=world.device).repeat_interleave(512)
 assert torch.equal(result, expected[:, None].expand(-1, 256).to(result.dtype))
+if world.device.type == "cuda":  # an all-gather by copy engines, and by a kernel on 16 SMs
+    gathered = world.empty(512 * world.ranks, 1024)
+    for options in ({}, {"algorithm": "kernel", "comm_sms": 16, "gluon": True}):
+        weft.all_gather(rows, out=gathered, **options)
+        assert torch.equal(gathered[:, 0], expected.to(gathered.dtype))
 if world.rank == 0:
     print(f"{world.ranks} rank(s) on {world.device.type}: {tuple(result.shape)}, as expected")

@@ -19,6 +19,7 @@ def overlap(settings: OverlapSettings) -> None:
 
     if len(parse_sizes(settings.size)) > 1:
         refuse("--size", f"expected one size; got {settings.size!r}")
+    _check_elements("--size", settings.size, settings.dtype)
     options.check_baselines(settings, LIBRARIES)
     _check_gathers(settings)
     settings = options.placed(settings)
@@ -58,12 +59,18 @@ def _check_copies(settings: CopySettings) -> None:
         refuse("--engine", f"{why}: use streams, or on a CPU host or interpreter")
     if settings.tile and len(parse_sizes(settings.tile)) > 1:
         refuse("--tile", f"expected one size; got {settings.tile!r}")
-    itemsize = int("".join(filter(str.isdecimal, settings.dtype))) // 8
     for option, text in (("--sizes", settings.sizes), ("--tile", settings.tile)):
-        for size in parse_sizes(text) if text else ():
-            if size % itemsize:
-                why = f"{size} bytes are no whole number of elements of {settings.dtype}"
-                refuse(option, f"{why}: use multiples of {itemsize}, or --dtype int8")
+        if text:
+            _check_elements(option, text, settings.dtype)
+
+
+def _check_elements(option: str, sizes: str, dtype: str) -> None:
+    """Refuse sizes that are no whole numbers of elements."""
+    itemsize = int("".join(filter(str.isdecimal, dtype))) // 8
+    for size in parse_sizes(sizes):
+        if size % itemsize:
+            why = f"{size} bytes are no whole number of elements of {dtype}"
+            refuse(option, f"{why}: use multiples of {itemsize}, or another --dtype")
 
 
 def serving(settings: ServingSettings) -> None:

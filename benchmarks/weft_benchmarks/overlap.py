@@ -171,7 +171,7 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
     for name, times in (result["times_ms"] | result["baselines_ms"]).items():
         table.add_row(
             tables.named(name, result["wrong"][name]),
-            *(f"{times[key]:.3f}" for key in tables.TIMES),
+            *tables.milliseconds(times),
         )
     console.print(table)
     gathers = result.get("gathers", [])
@@ -193,6 +193,8 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
         )
     tables.print_notes(
         console,
+        *tables.checking(result),
+        *tables.above_the_limit(result),
         *tables.cut_short(result),
         tables.verdict(
             result, "on every rank, before and after timing, on new inputs and poisoned outputs."

@@ -152,7 +152,7 @@ def test_invalid_options_are_refused():
         (["--ranks", "1"], "--ranks"),
         (["--plot", "x.txt"], "png"),
         (["--sizes", "4K,6"], "6 bytes are no whole number of elements of float32"),
-        (["--tile", "7", "--dtype", "bfloat16"], "multiples of 2, or --dtype int8"),
+        (["--tile", "7", "--dtype", "bfloat16"], "multiples of 2, or another --dtype"),
         (["--tile", "1K:4K"], "expected one size"),
         (["--tile", "4K", "--device", "cuda"], "measured on the cores of a CPU"),
         (["--comm-sms", "4"], "use --device cuda, or --engine interpreter"),

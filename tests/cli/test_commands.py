@@ -634,7 +634,7 @@ def test_saved_results_are_shown(tmp_path):
     ):
         file.write_text(text)
         refused = CliRunner().invoke(app, ["show", str(file)])
-        assert (refused.exit_code, why in refused.stderr) == (1, True), refused.stderr
+        assert (refused.exit_code, why in refused.stderr) == (2, True), refused.stderr
 
 
 def test_an_algorithm_that_streams_is_shown_beside_sequential():

@@ -26,6 +26,10 @@ def save(
     `rows` are the operator's rows of each rank. NumPy has no bfloat16: such values are written as
     float32, which holds them exactly.
     """
+    if world.rank == 0:
+        for file in directory.glob("rank*.npz"):  # of an earlier run of more ranks
+            if (number := file.stem[4:]).isdecimal() and int(number) >= world.ranks:
+                file.unlink()
     tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
     operator, own = find(name), (tensors["a"].clone(), tensors["b"])
     operands = [own] * world.ranks

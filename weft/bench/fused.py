@@ -7,7 +7,7 @@ Each operator has its `Subject`; measurement, verification and tracing are the s
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
@@ -211,6 +211,23 @@ class Subject(Views):
         bias = self.problem.bias
         return found if bias is None else found | {"bias": bias}
 
+    def result(self, rows: Sequence[int], columns: int) -> Tensor:
+        """A tensor for the operator's results of `rows` on each rank, or of one number on all."""
+        rank, dtype = self.world.rank if len(rows) > 1 else 0, self.out_dtype
+        if self.settings.symmetric_out:
+            return self.world.empty(max(rows), columns, dtype=dtype)[: rows[rank]]
+        return self.empty(rows[rank], columns, dtype=dtype)
+
+    @property
+    def general_notes(self) -> Iterator[str]:
+        """Sentences on the weight and the kernels of its products."""
+        if self.world.device.type == "cpu":
+            yield "The weight is packed" + (
+                "; baselines have a plain weight." if self.compared else "."
+            )
+        if self.world.matmul_backend == "triton":
+            yield "compute is torch's product; all others multiply by weft's kernel."
+
     @abstractmethod
     def prepare(self) -> None:
         """Set the attributes that depend on the operator."""
@@ -351,7 +368,7 @@ def measure(
                 **environment(world, settings),
             },
             traces=traced,
-            notes=subject.notes,
+            notes=(*subject.notes, *subject.general_notes),
             streamed={name: times[name] for name in filter(None, [subject.streamed])},
             without_gathered={name: times[name] for name in (WITHOUT_GATHERED,) if name in times},
             cascade=cascade,

@@ -18,7 +18,7 @@ from weft.bench.values import Shape
 from weft.plan.trace import Trace
 from weft.predict import figures
 from weft.schedules.device_options import DEFAULT, DeviceOptions, tile_of
-from weft.schedules.workload import Variant
+from weft.schedules.workload import ORDERS, Variant
 
 if TYPE_CHECKING:
     from weft.bench.fused import Result
@@ -95,7 +95,7 @@ def title(report: dict[str, Any]) -> str:
 
 
 def _variant(report: dict[str, Any]) -> str:
-    return str(Variant(report["algorithm"], order=report["order"]))
+    return str(Variant(report["algorithm"], order=report.get("order", ORDERS[0])))
 
 
 def _options(options: dict[str, Any]) -> Iterator[str]:
@@ -131,7 +131,7 @@ def _table(report: dict[str, Any], rows: Times, compared: Times) -> Table:
         ]
         ran = f" ({_variant(report)})" if name == "pipelined" else ""
         label = tables.named(f"{name}{ran}", report["wrong"].get(name, 0))
-        numbers = (f"{times[key]:.3f}" for key in tables.TIMES)
+        numbers = tables.milliseconds(times)
         table.add_row(label, *numbers, str(times["runs"]), *ratios)
     return table
 
@@ -191,6 +191,7 @@ def _notes(report: dict[str, Any]) -> Iterator[Text]:
             "while the others sleep."
         )
     yield from tables.checking(report)
+    yield from tables.above_the_limit(report)
     yield from map(Text, cascade.sentences(report.get("cascade", [])))
     yield from tables.cut_short(report)
     wrong = [name for name, count in report["wrong"].items() if count]

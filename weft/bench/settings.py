@@ -184,6 +184,9 @@ class FusedSettings(Compared):
         Dtype | None, Option(help="Dtype of the output: the inputs' or float32.")
     ] = None
     bias: Annotated[bool, Option("--bias", help=_BIAS)] = False
+    symmetric_out: Annotated[
+        bool, Option("--symmetric-out", help="The results are in symmetric memory.")
+    ] = False
     warmup: Warmup = 3
     iterations: Iterations = 20
     seed: Seed = 0

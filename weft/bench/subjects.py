@@ -50,8 +50,7 @@ class GatheredRows(Subject):
                 if in_place
                 else []
             ),
-            "Shards are in symmetric memory and the weight is packed; baselines have a plain "
-            "weight.",
+            "Shards are in symmetric memory.",
         )
         if settings.return_gathered:
             call = super().operator(settings.algorithm, settings.chunk_rows, settings.order)
@@ -99,7 +98,7 @@ class GatheredRows(Subject):
         self.a = world.empty(max(self.rows), k, dtype=self.dtype)[: self.rows[world.rank]]
         self.moved = {"a": self.a, "gathered": world.empty(m, k, dtype=self.dtype)}
         self.x = self.empty(m, k, dtype=self.dtype)
-        self.product = self.out = self.empty(m, n, dtype=self.out_dtype)
+        self.product, self.out = self.empty(m, n, dtype=self.out_dtype), self.result([m], n)
         self.check = partial(self.problem.check_product, self.out)
         self.check_baseline = self.problem.check_product_of_baseline
         self.check_moved = partial(self.problem.check_rows, self.moved["gathered"])
@@ -151,7 +150,7 @@ class SummedProducts(Subject):
     problem: Sums
     notes = (
         "communicate is the sum alone, of rows in symmetric memory.",
-        "K is that of each rank. The weight is packed; baselines have a plain weight.",
+        "K is that of each rank.",
     )
 
     def prepare(self) -> None:
@@ -165,9 +164,7 @@ class SummedProducts(Subject):
         self.problem = Sums(m, k, n, *dtypes, seed=seed, host_partial=host_partial, **where)
         self.a = self.x = self.empty(m, k, dtype=self.dtype)
         self.product = self.empty(m, n, dtype=self.out_dtype)
-        self.out = self.empty(
-            self.rows[world.rank] if self.scatters else m, n, dtype=self.out_dtype
-        )
+        self.out = self.result(self.rows if self.scatters else [m], n)
         self.moved = {"partial": world.empty(m, n, dtype=product), "out": self.out}
         self.check = partial(self.problem.check_product_sum, self.out, start=start)
         self.check_baseline = partial(self.problem.check_baseline, start=start)
@@ -209,7 +206,7 @@ class Defined(Subject):
     compared = biased = False
     notes = (
         "communicate is the operator without its products, and is not verified.",
-        "K is that of each rank. The weight is packed.",
+        "K is that of each rank.",
     )
 
     def prepare(self) -> None:
@@ -241,7 +238,7 @@ class Defined(Subject):
         self.a = world.empty(max(input_rows), k, dtype=self.dtype)[: input_rows[rank]]
         self.x = torch.empty_like(self.a)
         self.product = self.empty(input_rows[rank], n, dtype=self.out_dtype)
-        self.out = self.empty(result_rows[rank], n, dtype=self.out_dtype)
+        self.out = self.result(result_rows, n)
         communication = bind(operator.communicate(request), self.rows)
         formats = operator.buffers(workload)
         self.moved = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -77,12 +77,27 @@ def times_of(result: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 def cut_short(result: dict[str, Any]) -> Iterator[Text]:
     """A warning for each measured call that had fewer runs than were asked for, being slow."""
-    iterations = result["options"]["iterations"]
+    iterations = options_of(result).get("iterations", 0)
     for name, time in times_of(result).items():
-        if time["runs"] < iterations:
+        if time.get("runs", iterations) < iterations:
             yield Text(
                 f"{name} is too slow for {iterations} runs: {time['runs']} measured.", "yellow"
             )
+
+
+def milliseconds(times: Mapping[str, float]) -> Iterator[str]:
+    """The cells of `TIMES`; results of earlier versions have no p99."""
+    return (f"{times[key]:.3f}" if key in times else "-" for key in TIMES)
+
+
+def above_the_limit(result: dict[str, Any]) -> Iterator[Text]:
+    """A warning if more is hidden than there is."""
+    if result["overlap_percent"] > 100:
+        yield Text(
+            "An overlap of more than 100 % is noise: the product alone took longer than beside the "
+            "communication. More --iterations, or a larger shape, would tell.",
+            "yellow",
+        )
 
 
 def checking(result: dict[str, Any]) -> Iterator[Text]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -250,8 +251,9 @@ def check_cache() -> None:
 
 @contextmanager
 def failing(command: str, json_file: str | None = None) -> Iterator[None]:
-    """Print errors of the ``with`` block, failures and unsupported requests, and end with exit
-    status 1; of a signal that ends the process, print its name.
+    """Print errors of the ``with`` block and end with exit status 1, or with 2 for a `ValueError`,
+    which tells what a rank cannot do and what would do; of a signal that ends the process, print
+    its name.
 
     If the JSON goes to stdout, all other output of this process and of started ranks, such as the
     messages of gloo on its connections in torch 2.9, goes to stderr.
@@ -265,8 +267,10 @@ def failing(command: str, json_file: str | None = None) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, ValueError, OSError) as error:
-            typer.echo(f"{command}: {error}", err=True)
-            raise typer.Exit(1) from None
+            refused = re.search(r"failed: ValueError: ([^\n]*)", str(error))
+            text = refused[1] if refused else error
+            typer.echo(f"{command}: {text}", err=True)
+            raise typer.Exit(2 if refused or isinstance(error, ValueError) else 1) from None
         except SystemExit as stopped:  # of a signal that the launcher of ranks handles
             if isinstance(stopped.code, int) and stopped.code > 128:
                 name = signal.Signals(stopped.code - 128).name

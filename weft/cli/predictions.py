@@ -91,6 +91,12 @@ def show_overlap(found: dict[str, Any], console: Console) -> None:
             ]
         table.add_row(str(row["bytes"]), row["way"], ms(row["ms"]), *gains)
     console.print(table)
+    if not found["interference"]:
+        console.print(
+            f"Nothing is known of how products and transfers slow each other on "
+            f"{found['machine']}: none is assumed.",
+            soft_wrap=True,
+        )
 
 
 def show_comparison(result: dict[str, Any], measured: dict[str, Any], console: Console) -> None:

@@ -146,6 +146,9 @@ def beside(
         "shape": {"m": first.m, "k": first.k, "n": first.n},
         "dtype": first.dtype,
         "rows": rows,
+        "interference": any(
+            on.compute_slowdown > 1 or on.communicate_slowdown > 1 for on in ways.values()
+        ),
     }
 
 

@@ -138,7 +138,7 @@ def print_times(result: dict[str, Any], console: Console) -> None:
     console.print(f"all-gather-matmul, peers in host memory: {shape}, {result['dtype']}")
     table = tables.table(("", *tables.TIMES.values()))
     for name, times in result["times_ms"].items():
-        table.add_row(name, *(f"{times[key]:.3f}" for key in tables.TIMES))
+        table.add_row(name, *tables.milliseconds(times))
     tables.print_wide(console, table)
     ratios = (
         f"speedup {result['speedup']:.2f}, limit ratio {result['limit_ratio']:.3f} (by triton "
