@@ -28,6 +28,7 @@ from support.on_hosts.losses import (
     long_linger,
     mismatch,
 )
+from support.on_hosts.onesided import dies_while_called, one_sided
 from support.on_hosts.results import calls_at_random, operators, refusals, sums_to_the_bit
 from support.on_hosts.traffic import traces, traffic
 from weft.engines import network
@@ -50,9 +51,9 @@ def uneven_channels(world):
     network._Arrivals.receive = original
 
 
-IN_A_WORLD = (operators, calls_at_random, sums_to_the_bit, refusals, traffic, traces)
+IN_A_WORLD = (operators, calls_at_random, sums_to_the_bit, refusals, traffic, traces, one_sided)
 WITHOUT_A_WORLD = (mismatch, gives_up, doctor, leaves, halfway)
-WITH_A_FOLDER = (benches, cut_off, killed)
+WITH_A_FOLDER = (benches, cut_off, killed, dies_while_called)
 CHECKS = {check.__name__: check for check in (*IN_A_WORLD, *WITHOUT_A_WORLD, *WITH_A_FOLDER)}
 
 
@@ -72,7 +73,9 @@ def main():
     for name in names:
         found = result(CHECKS[name], folder)
         (folder / f"{name}{dist.get_rank()}").write_text(json.dumps(found))
-    if "killed" in names:  # agents would wait minutes for ranks that succeed after others failed
+    if {"killed", "dies_while_called"} & {
+        *names
+    }:  # agents would wait minutes for ranks that succeed after others failed
         os._exit(1)
 
 

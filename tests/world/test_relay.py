@@ -11,7 +11,8 @@ import pytest
 
 from weft.engines import network
 from weft.errors import PeerLost
-from weft.world.relay import CALL, LONGEST, Relay
+from weft.world.control import LONGEST
+from weft.world.relay import CALL, Relay
 from weft.world.tcp import HEADER, TcpTransport
 from weft.world.transport import Tag
 
@@ -54,7 +55,7 @@ def two():
     ]
     ends = [end for relay in relays for end in relay.sockets().values()]  # the mesh's ends
     for relay in relays:
-        relay.start(None, lambda error, rank: pytest.fail(f"rank {rank}: {error}"))
+        relay.start(None, None, lambda error, rank: pytest.fail(f"rank {rank}: {error}"))
     yield relays
     closing = [threading.Thread(target=relay.close) for relay in relays]
     for each in closing:
@@ -160,7 +161,7 @@ def one():
     )
     relay = Relay(0, {1: control}, TcpTransport({1: rows}), LIMIT)
     mesh_end = relay.sockets()[1]
-    relay.start(native, lambda error, rank: failed.put((error, rank)))
+    relay.start(native, None, lambda error, rank: failed.put((error, rank)))
     yield relay, theirs, their_rows, mesh_end, native.noted, failed
     for end in (theirs, their_rows, mesh_end):
         end.close()

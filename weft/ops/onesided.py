@@ -10,6 +10,10 @@ short:
 - Nothing else is ordered. In particular a put does not notify the peer, and a notify does not wait
   for asynchronous transfers.
 
+A peer on another host takes no part either: its process answers each call, which returns when it
+is complete there. One without an answer in the world's time limit raises `PeerTimeout`, and closes
+the world.
+
 One-sided calls are thread-safe and run concurrently. All of them raise `WeftError` if the world is
 closed and `PeerLost` if a peer has died or failed, which closes the world; bad arguments are
 `ValueError` or `TypeError`, raised before anything is moved.
@@ -27,13 +31,15 @@ tensors that are not contiguous. On a CPU the caller's thread copies, so both ar
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 import weft._native as _native
 from weft.checks import check_tensor, name
-from weft.errors import PeerTimeout
+from weft.errors import PeerTimeout, WeftError
+from weft.ops.between_hosts import RemoteChange, RemoteCopy
 from weft.ops.signalling import check_rank, notification, on_streams, seconds_of
 from weft.world import World, by_number, memory
 from weft.world.peers import Peers
@@ -57,8 +63,8 @@ class _Copy(NamedTuple):
         return f"{name} of {self.size:,} bytes {direction} rank {self.peer}"
 
 
-Copy = _native.StridedCopy | Callable[[], object]
-"""A checked copy: a native one, or one to be put on a stream."""
+Copy = _native.StridedCopy | RemoteCopy | Callable[[], object]
+"""A checked copy: a native one, one to or from another host, or one to be put on a stream."""
 
 
 class Transfer:
@@ -96,6 +102,29 @@ class Transfer:
 
     def __repr__(self) -> str:
         return f"Transfer({self._copy}, {'done' if self.done() else 'under way'})"
+
+
+class QueuedTransfer(Transfer):
+    """A transfer of a world on several hosts: the relay's thread for transfers makes it."""
+
+    def __init__(self, world: World, made: Future[None], copy: object) -> None:
+        self._world, self._made, self._copy = world, made, copy
+
+    def done(self) -> bool:
+        return self._made.done()
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._world.check_process()
+        seconds = seconds_of(timeout, self._world)
+        try:
+            self._made.result(seconds)
+        except TimeoutError:
+            raise PeerTimeout(
+                f"rank {self._world.rank} waited {seconds:g} s for its {self._copy}; it is not done"
+            ) from None
+        except WeftError:
+            self._world.unreported = False
+            raise
 
 
 class StreamTransfer(Transfer):
@@ -218,7 +247,11 @@ def put_notify(
     """
     own, copy = _prepared(dst, src, peer, signals.world, True, algorithm, comm_sms)
     raising = notification(signals, index, peer, op, value)
-    _make(own, copy, _Copy(True, peer, src.nbytes))
+    description = _Copy(True, peer, src.nbytes)
+    if isinstance(copy, RemoteCopy) and isinstance(raising, RemoteChange):
+        copy.run(own, f"to make a {description}", raising)
+        return
+    _make(own, copy, description)
     if not raising():
         raise own.failure(f"to notify rank {peer}")
 
@@ -245,10 +278,22 @@ def _copy(
 
 
 def _make(world: World, copy: Copy, description: _Copy) -> None:
-    if not isinstance(copy, _native.StridedCopy):
+    if isinstance(copy, RemoteCopy):
+        copy.run(world, f"to make a {description}")
+    elif not isinstance(copy, _native.StridedCopy):
         on_streams(world).run(copy)
     elif not world.transfers.copy(copy):
         raise world.failure(f"to make a {description}")
+
+
+def _make_of(tensors: object, world: World, copy: Copy, description: _Copy) -> None:
+    """Make a copy in the background, and keep its tensors until then."""
+    _native.set_team_size(world.comm_threads)
+    try:
+        _make(world, copy, description)
+    except WeftError:
+        world.unreported = world.closed is not None
+        raise
 
 
 def _begin(
@@ -262,9 +307,13 @@ def _begin(
 ) -> Transfer:
     own, copy = _prepared(remote, local, peer, world, put, algorithm, comm_sms)
     description = _Copy(put, peer, local.nbytes)
-    if not isinstance(copy, _native.StridedCopy):
-        return StreamTransfer(own, on_streams(own).start(copy, local), description)
-    return Transfer(own, own.transfers.submit((remote, local), copy), description)
+    if own.relay is not None:  # one queue, also for the peers of this host
+        made = own.relay.transfer(lambda: _make_of((remote, local), own, copy, description))
+        return QueuedTransfer(own, made, description)
+    if isinstance(copy, _native.StridedCopy):
+        return Transfer(own, own.transfers.submit((remote, local), copy), description)
+    assert not isinstance(copy, RemoteCopy)  # a world on several hosts has a relay
+    return StreamTransfer(own, on_streams(own).start(copy, local), description)
 
 
 def _prepared(
@@ -287,6 +336,8 @@ def _prepared(
     if own.closed is not None:
         own.check()
     _check_algorithm(algorithm, comm_sms, own)
+    if not own.same_host(rank):
+        return own, RemoteCopy(put, remote, local, rank)
     if not own.stream_ordered:
         assert found is not None
         return own, found[1]

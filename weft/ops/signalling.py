@@ -13,6 +13,7 @@ import weft._native as _native
 from weft.checks import check_timeout
 from weft.engines import engine
 from weft.errors import PeerTimeout
+from weft.ops.between_hosts import RemoteChange
 from weft.world import World
 from weft.world.peers import Peers
 from weft.world.signals import LARGEST, DeviceSignals, Signals, integer
@@ -123,20 +124,18 @@ def notification(
         checked = signals.select(index), check_rank(peer, world), op, _value(value)
         on_streams(world).check()
         return partial(on_streams(world).notify, signals, *checked)
+    rank, selection, number = check_rank(peer, world), signals.select(index), _value(value)
+    if not world.same_host(rank):
+        return RemoteChange(signals, op, rank, selection, number)
     raising = signals.array.add if op == "add" else signals.array.set
-    return partial(raising, check_rank(peer, world), *signals.select(index), _value(value))
+    return partial(raising, rank, *selection, number)
 
 
 def check_rank(peer: int, world: Peers) -> int:
-    """The number of a rank. Raises `ValueError` or `TypeError` unless one-sided calls reach it."""
+    """The number of a rank. Raises `ValueError` or `TypeError` if there is none."""
     rank = integer(peer, "peer is the number of a rank")
     if not 0 <= rank < world.ranks:
         raise ValueError(f"there is no rank {rank} in a world of {world.ranks}")
-    if not world.same_host(rank):
-        raise ValueError(
-            f"rank {rank} is on another host; one-sided calls reach the ranks of this host: use a "
-            "collective"
-        )
     return rank
 
 

@@ -155,7 +155,7 @@ class Peers:
         self.executor.pids = self.pids
         if relay is not None:
             self.executor.within_host = False
-            relay.start(self.executor, partial(self.fail, in_background=True))
+            relay.start(self.executor, mesh, partial(self.fail, in_background=True))
 
     @cached_property
     def levels(self) -> Levels:

@@ -6,7 +6,8 @@ relay, which writes them to a socket of its own. So notes, failures, farewells a
 same code on one host and on several.
 
 Rows go by a `Transport`, so that no control message waits behind them. Rows of a call are sent
-before rows of the next, and stay in the transport until the receiver has begun their call.
+before rows of the next, and stay in the transport until the receiver has begun their call. So
+one-sided calls, which need no call of the receiver, go by control (`weft.world.remote`).
 """
 
 from __future__ import annotations
@@ -21,18 +22,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
 
 import weft._native as _native
 from weft.errors import MismatchError, PeerLost, WeftError
+from weft.world.control import LONGEST, Control, Landing
+from weft.world.remote import KINDS, Remote
 from weft.world.tcp import shutdown
 from weft.world.transport import Buffer, Tag, Transport
 
-LONGEST = 16385  # bytes of a message on the Unix sockets
 # Messages of the mesh: a note, a farewell, or a failure with the rank that caused it.
 _OF_MESH = re.compile(rb"n|f$|a[^\n]*\n\d{1,9}\n", re.DOTALL)
-_LENGTH = struct.Struct("<I")  # of a control message, in front of it
 CALL = struct.Struct("<cQQ")  # of a call: its number and its digest; the text follows
 _TEXT = 512  # bytes of that text
 _AT_ONCE = 1 << 18  # bytes up to which the caller's thread sends rows as far as it need not wait
@@ -87,9 +90,9 @@ class _Outbox:
 class Relay:
     """Connections of this rank to its `peers`, the ranks on other hosts.
 
-    `control` has a TCP connection to each of them, and rows go by `transport`. `timeout` is the
-    seconds in which a peer must accept a control message, and send the rest of its rows to a rank
-    that leaves.
+    `control` has a TCP connection to each of them, rows go by `transport`, and one-sided calls by
+    `remote`. `timeout` is the seconds in which a peer must send the rest of its rows to a rank that
+    leaves.
     """
 
     def __init__(
@@ -100,15 +103,18 @@ class Relay:
         timeout: float,
     ) -> None:
         self.rank, self.peers, self.timeout = rank, list(control), timeout
-        self.control, self.transport = dict(control), transport
-        for connection in control.values():
-            connection.settimeout(timeout)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.control = {peer: Control(connection) for peer, connection in control.items()}
+        self.transport, self.remote = (
+            transport,
+            Remote(rank, control, self._send_request, self._wake),
+        )
+        self.unsent: set[int] = set()  # peers to whom messages wait for the connection
+        self.wake, self.woken = socket.socketpair()  # to the thread that forwards, when there are
+        self.wake.setblocking(False)
         self.local_ends: dict[int, socket.socket] = {}
-        self.control_locks = {peer: threading.Lock() for peer in control}
         self.announcing = threading.Lock()
+        self.forwarding = {peer: threading.Lock() for peer in control}
         self.outboxes = {peer: _Outbox() for peer in control}
-        self.incomplete = {peer: bytearray() for peer in control}  # control messages
         self.hung_up = {peer: threading.Event() for peer in control}
         self.rows_ended: set[int] = set()  # peers that have sent all their rows
         # by peer and the number of the call
@@ -117,6 +123,7 @@ class Relay:
         self.unannounced: deque[bytes] = deque()  # calls that peers have not been told of
         self.begun = threading.Event()  # whether there are any
         self.changed = threading.Condition()
+        self.transferring = threading.BoundedSemaphore(_native.Transfers.max_outstanding)
         self.senders: dict[str, tuple[threading.Thread, Jobs]] = {}  # by lane
         self.receivers: list[threading.Thread] = []
         self.forwarders: list[threading.Thread] = []
@@ -133,13 +140,17 @@ class Relay:
         return of_mesh
 
     def start(
-        self, executor: _native.Executor, fail: Callable[[BaseException, int], object]
+        self,
+        executor: _native.Executor,
+        mesh: _native.Mesh,
+        fail: Callable[[BaseException, int], object],
     ) -> None:
         """Begin to forward messages. `executor` notes the calls of peers; `fail` closes the world
         for an error and the rank that caused it.
         """
-        # Both live until the world is closed, at the latest when the interpreter ends.
+        # All live until the world is closed, at the latest when the interpreter ends.
         self.executor, self.fail = executor, fail
+        self.remote.serve(mesh)
         self.receivers = [_started(self._receive_rows, peer) for peer in self.peers]
         self.forwarders = [_started(self._forward_control), _started(self._announce_calls)]
 
@@ -162,7 +173,7 @@ class Relay:
             self.call = call
             self.changed.notify_all()
         message = CALL.pack(b"h", call, digest) + text.encode()[:_TEXT]
-        self.unannounced.append(_LENGTH.pack(len(message)) + message)
+        self.unannounced.append(message)
         self.begun.set()
 
     def send(self, peer: int, tag: Tag, messages: Sequence[memoryview]) -> None:
@@ -233,10 +244,40 @@ class Relay:
         if self.closed:
             self.senders[lane][1].put(None)
 
+    def transfer(self, copy: Callable[[], None]) -> Future[None]:
+        """Make a copy on the thread for transfers, after its earlier ones; blocks the caller while
+        as many are outstanding as a world may have.
+        """
+        made: Future[None] = Future()
+
+        def make() -> None:
+            try:
+                copy()
+            except BaseException as error:
+                made.set_exception(error)
+            else:
+                made.set_result(None)
+            finally:
+                self.transferring.release()
+
+        self.transferring.acquire()
+        self.submit("transfers", make)
+        return made
+
+    def finish_transfers(self) -> None:
+        """Return once all transfers are made, or the world has failed."""
+        if "transfers" in self.senders:
+            over = threading.Event()
+            self.submit("transfers", over.set)
+            while not (self.closed or over.wait(_NOTICED)):
+                pass
+
     def disown(self) -> None:
         """In a forked child: close its copies of the connections."""
-        for connection in (*self.local_ends.values(), *self.control.values()):
-            connection.close()
+        for end in (*self.local_ends.values(), self.wake, self.woken):
+            end.close()
+        for control in self.control.values():
+            control.connection.close()
         self.transport.close()
 
     def finish(self) -> None:
@@ -263,6 +304,7 @@ class Relay:
         with self.closing:
             first, self.closed = not self.closed, True
             self.transport.abort()
+        self.remote.abandon()
         self.begun.set()
         for waiting in (self.changed, *(outbox.changed for outbox in self.outboxes.values())):
             with waiting:
@@ -271,17 +313,19 @@ class Relay:
         _join(self.receivers, deadline)  # no row may arrive in memory that is the caller's again
         if not first:
             return
-        for peer, connection in self.control.items():
+        for peer, control in self.control.items():
             with contextlib.suppress(OSError):
                 while self._forward(peer):
                     pass
-            shutdown(connection, socket.SHUT_WR)
+            control.flush(deadline)
+            shutdown(control.connection, socket.SHUT_WR)
         for hung_up in self.hung_up.values():
             hung_up.wait(max(0.0, deadline - time.monotonic()))
-        for connection in self.control.values():
-            shutdown(connection, socket.SHUT_RDWR)
+        for control in self.control.values():
+            shutdown(control.connection, socket.SHUT_RDWR)
         self._end_senders(deadline + _LINGER)
         _join(self.forwarders, deadline + _LINGER)
+        self.remote.close()
         self.disown()
 
     def _is_incomplete(self, peer: int) -> bool:
@@ -307,6 +351,7 @@ class Relay:
                 job()
             except BaseException as error:
                 self.fail(error, self.rank)
+            del job  # and all that it retains
 
     @contextlib.contextmanager
     def _tolerates_hang_up(self, peer: int) -> Iterator[None]:
@@ -368,18 +413,30 @@ class Relay:
     def _forward_control(self) -> None:
         """Forward control messages between the mesh and peers until all peers have hung up."""
         of_mesh = {end.fileno(): peer for peer, end in self.local_ends.items()}
-        of_peers = {connection.fileno(): peer for peer, connection in self.control.items()}
+        of_peers = {control.connection.fileno(): peer for peer, control in self.control.items()}
+        at = {peer: fd for fd, peer in of_peers.items()}
         poll = select.poll()
-        for fd in (*of_mesh, *of_peers):
+        for fd in (*of_mesh, *of_peers, self.woken.fileno()):
             poll.register(fd, select.POLLIN)
         while of_peers:
-            for fd, _ in poll.poll():
+            for fd, event in poll.poll():
                 if fd in of_peers:
-                    if not self._receive_control(of_peers[fd]):
+                    peer = of_peers[fd]
+                    if event & select.POLLOUT and self.control[peer].advance():
+                        poll.modify(fd, select.POLLIN)
+                    if event & ~select.POLLOUT and not self._receive_control(peer):
                         poll.unregister(fd)
                         self._end(of_peers.pop(fd))
-                elif not self._forward_of_mesh(of_mesh[fd]):
-                    poll.unregister(fd)
+                elif fd in of_mesh:
+                    if not self._forward_of_mesh(of_mesh[fd]):
+                        poll.unregister(fd)
+                else:
+                    self.woken.recv(4096)
+            self.remote.report_dropped()
+            while self.unsent:
+                fd = at[self.unsent.pop()]
+                if fd in of_peers:
+                    poll.modify(fd, select.POLLIN | select.POLLOUT)
 
     def _announce_calls(self) -> None:
         """Send peers the calls that have begun here, those of a moment together: each message wakes
@@ -397,8 +454,7 @@ class Relay:
         with self.announcing:
             calls = [self.unannounced.popleft() for _ in range(len(self.unannounced))]
             for peer in self.peers if calls else ():
-                with self.control_locks[peer]:
-                    self._send_control(peer, b"".join(calls))
+                self._send_control(peer, *calls)
 
     def _forward_of_mesh(self, peer: int) -> bool:
         """Forward a message of the mesh if there is one; whether there may be more."""
@@ -419,46 +475,43 @@ class Relay:
         leave this host; False at the end.
         """
         self._announce()
-        with self.control_locks[peer]:
+        with self.forwarding[peer]:
             message = self.local_ends[peer].recv(LONGEST, socket.MSG_DONTWAIT)
             if message:
-                self._send_control(peer, _LENGTH.pack(len(message)) + message)
+                self._send_control(peer, message)
         return bool(message)
 
-    def _send_control(self, peer: int, messages: bytes) -> None:
-        try:
-            self.control[peer].sendall(messages)
-        except OSError:
-            # The receiving thread notices it. No message can follow the rest of this one.
-            shutdown(self.control[peer], socket.SHUT_RDWR)
+    def _send_control(self, peer: int, *messages: bytes) -> None:
+        if not self.control[peer].send(*messages, urgent=True):
+            self._send_later(peer)
+
+    def _send_request(self, peer: int, message: bytes, payload: memoryview | None) -> None:
+        if not self.control[peer].send(message, payload=payload, urgent=False):
+            self._send_later(peer)
+
+    def _send_later(self, peer: int) -> None:
+        """Let the thread that forwards send the rest."""
+        self.unsent.add(peer)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Let the thread that forwards look at what there is to do."""
+        with contextlib.suppress(OSError):  # it is awake, or the world is closed
+            self.wake.send(b"!")
 
     def _receive_control(self, peer: int) -> bool:
-        """Process the control messages that have arrived from a peer; whether there may be more."""
+        """Process what has arrived from a peer; whether there may be more."""
         try:
-            got = self.control[peer].recv(65536)
-        except OSError:
-            return False
-        data, begin = self.incomplete[peer], 0
-        data += got
-        try:
-            while len(data) - begin >= _LENGTH.size:
-                (size,) = _LENGTH.unpack_from(data, begin)
-                if not 0 < size <= LONGEST:
-                    raise WeftError(f"a message of {size} bytes")
-                end = begin + _LENGTH.size + size
-                if len(data) < end:
-                    break
-                self._process(peer, bytes(data[begin + _LENGTH.size : end]))
-                begin = end
+            return self.control[peer].receive(partial(self._process, peer))
         except WeftError as error:
             self._fail_garbled(peer, error)
-            return False
-        del data[:begin]
-        return bool(got)
+        except BaseException as error:
+            self.fail(error, self.rank)
+        return False
 
-    def _process(self, peer: int, message: bytes) -> None:
-        """Note the call of a peer, or forward its message to the mesh. Raises `WeftError` for any
-        other message.
+    def _process(self, peer: int, message: bytes) -> Landing | None:
+        """Note the call of a peer, forward its message to the mesh, or carry out its one-sided
+        call; the place of the bytes that follow it. Raises `WeftError` for any other message.
         """
         if message[:1] == b"h" and len(message) >= CALL.size:
             _, call, digest = CALL.unpack_from(message)
@@ -467,8 +520,11 @@ class Relay:
         elif _OF_MESH.match(message):
             with contextlib.suppress(OSError):  # the world is closed
                 self.local_ends[peer].send(message)
+        elif message[:1] in KINDS:
+            return self.remote.process(peer, message)
         else:
             raise WeftError(f"unknown message {message[:20]!r}")
+        return None
 
     def _fail_garbled(self, peer: int, error: WeftError) -> None:
         how = f"sent an invalid message to rank {self.rank} ({error})"
@@ -477,9 +533,10 @@ class Relay:
     def _end(self, peer: int) -> None:
         """Report to the world that a peer has closed its connection, and close this end."""
         self.hung_up[peer].set()
+        self.remote.forget_peer(peer)
         self._notify_changed()
         shutdown(self.local_ends[peer], socket.SHUT_RDWR)
-        shutdown(self.control[peer], socket.SHUT_WR)
+        shutdown(self.control[peer].connection, socket.SHUT_WR)
 
 
 def _started(target: Callable[..., None], *arguments: object) -> threading.Thread:

@@ -34,7 +34,8 @@ class Signals:
     ``signals[i:j]`` a list of values. A read acquires: data put before a notify that is seen is
     visible.
 
-    Attributes: `world`, and `name`, used in errors.
+    Attributes: `world`, `name`, used in errors, and `memory`, the number of the call that made
+    them, equal on all ranks.
     """
 
     def __init__(self, world: Peers, count: int, name: str) -> None:
@@ -43,6 +44,7 @@ class Signals:
             memory.allocate(world, [count * COUNTER_BYTES], torch.uint8, f"signals({count})")
         )
         assert isinstance(segment, _native.Segment)
+        self.memory = segment.number
         self.array = _native.SignalArray(world.mesh, segment, world.spins)
         self._count = count
 
@@ -83,7 +85,8 @@ class DeviceSignals(Signals):
 
     To read a counter waits for the current stream.
 
-    Attributes: also `counters`, int64 (number, words of a cache line), with the values in column 0.
+    Attributes: `world`, `name`, and `counters`, int64 (number, words of a cache line), with the
+    values in column 0.
     """
 
     def __init__(self, world: Peers, count: int, name: str) -> None:

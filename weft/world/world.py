@@ -172,7 +172,8 @@ class World(Peers):
             )
         if not self.same_host(rank):
             raise ValueError(
-                f"rank {rank} is on another host, whose memory cannot be mapped; use an operator"
+                f"rank {rank} is on another host, whose memory cannot be mapped; use put, get or "
+                "an operator"
             )
         part = memory.numbers(
             segment, rank, tensor.dtype, memory.offset(tensor, segment, self.rank)
@@ -238,6 +239,8 @@ class World(Peers):
         """
         if self.forked:
             return
+        if self.relay is not None:
+            self.relay.finish_transfers()
         self.transfers.finish()
         if self.engine is not None:
             self.engine.finish_transfers()

@@ -66,6 +66,7 @@ def benches(folder):
     measured = {
         **dict.fromkeys(("all-gather-matmul", "matmul-all-reduce"), fused),
         **dict.fromkeys(("reduce-scatter", "all-to-all"), sizes),
+        "p2p": sizes,
         "overlap": ["--shape", "64x64x64", "--size", "4K", *few],
     }
     found = []
@@ -75,7 +76,6 @@ def benches(folder):
         if dist.get_rank() == 0:
             found.append(json.loads((folder / name).read_text()))
     refused = {
-        "one-sided calls stay within one": ["p2p", *sizes],
         "direct is not possible in this world": [
             "all-gather-matmul",
             *fused,

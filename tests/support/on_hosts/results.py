@@ -178,7 +178,7 @@ def refusals(world):
     """Options that several hosts do not support are refused by name, before anything is sent."""
     a, b = torch.ones(64, 4), torch.ones(4, 4)
     far = next(rank for rank in range(world.ranks) if not world.same_host(rank))
-    symmetric, signals = world.empty(4), world.signals(1)
+    symmetric = world.empty(4)
     for words, call in {
         "direct is not possible in this world": lambda: weft.all_gather_matmul(
             a, b, algorithm="direct"
@@ -187,10 +187,6 @@ def refusals(world):
         "one_shot is not possible in this world": lambda: weft.matmul_all_reduce(
             a, b, algorithm="one_shot"
         ),
-        f"rank {far} is on another host; one-sided": lambda: weft.put(
-            symmetric, torch.ones(4), far
-        ),
-        f"rank {far} is on another host; one-sided calls": lambda: weft.notify(signals, 0, far),
         f"rank {far} is on another host, whose memory": lambda: world.peer(symmetric, far),
         "have a real link": lambda: world.emulate_link(1.0),
     }.items():

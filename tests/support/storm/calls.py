@@ -24,7 +24,6 @@ def calls(seed: int, place: str, gradients: bool = True) -> Iterator[Call]:
     grown = 8192
     kinds: list[Callable[[], Call]] = [
         *KINDS,
-        *([_one_sided] if place != "hosts" else []),
         *([_gradients] if gradients else []),
     ]
     while True:
@@ -132,6 +131,7 @@ def _checked(draw):
 
 
 KINDS = [
+    _one_sided,
     _gather_matmul,
     _matmul_scatter,
     _matmul_reduce,
