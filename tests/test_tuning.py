@@ -116,6 +116,7 @@ EXCEPTIONS = {
         weft/ops/between_hosts.py: _LOOK
         weft/ops/between_hosts.py: _NOTICED
         weft/ops/signalling.py: _FOREVER
+        weft/world/lanes.py: _LOOK
         weft/world/relay.py: _LINGER
         weft/world/relay.py: _NOTICED
         weft/world/reports.py: _PEER_ENDS

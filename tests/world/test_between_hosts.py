@@ -7,10 +7,19 @@ from __future__ import annotations
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from queue import SimpleQueue
 
 import pytest
 import torch
+from support.checks.onesided import (
+    DTYPES,
+    EXAMPLES,
+    SOURCE,
+    every_view_to_every_peer,
+    examples,
+    unaligned,
+)
 from support.loopback import LIMIT, each_rank, two_worlds
 
 import weft
@@ -18,6 +27,7 @@ from weft.ops import between_hosts
 from weft.world.control import Control, Landing
 from weft.world.remote import PIECE, Answers, Layout
 from weft.world.tcp import shutdown
+from weft.world.world import default_here
 
 
 @pytest.fixture
@@ -36,6 +46,43 @@ def closed(world):
     while world.closed is None:
         threading.Event().wait(0.001)
     return world.closed
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        unaligned,
+        partial(examples, source=SOURCE, names=EXAMPLES),
+        *(partial(every_view_to_every_peer, dtype=d) for d in DTYPES),
+    ],
+)
+def test_calls_reach_a_peer_on_another_host(worlds, check):
+    def run(rank):
+        default_here(worlds[rank])
+        check(worlds[rank])
+
+    each_rank(run)
+
+
+def test_more_than_is_under_way_at_once(worlds):
+    """Contiguous at both ends, at one, and at none, in both directions at the same time."""
+    memory = both(worlds, lambda w: w.empty(1500, 1500, dtype=torch.float64))
+    numbers = torch.arange(1500.0 * 1500, dtype=torch.float64).view(1500, 1500)
+    for view in (lambda t: t, lambda t: t.t(), lambda t: t[:, 1:], lambda t: t.view(-1, 2)[:, 0]):
+        for part in memory:
+            part.zero_()
+
+        def run(rank, view=view):
+            weft.put_async(view(memory[rank]), view(numbers + rank), 1 - rank).wait()
+            got = torch.zeros_like(numbers)
+            weft.get(view(got), view(memory[rank]), 1 - rank)
+            assert torch.equal(view(got), view(numbers + rank))
+
+        each_rank(run)
+        for rank, part in enumerate(memory):
+            expected = torch.zeros_like(numbers)
+            view(expected).copy_(view(numbers + 1 - rank))
+            assert torch.equal(part, expected)
 
 
 FLAGS = slice(0, 4)

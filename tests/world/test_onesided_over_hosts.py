@@ -26,6 +26,7 @@ def assert_all_lost(folder, ranks):
 
 
 @pytest.mark.data
+@pytest.mark.slow
 def test_two_hosts_and_a_peer_that_dies_while_called(tmp_path):
     with hosts(2, gbps=10) as net:
         net.start_forked("one_sided,dies_while_called", tmp_path)

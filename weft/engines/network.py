@@ -175,7 +175,7 @@ class NetworkProgram(HostProgram):
             self.apply(binding)
             self.begin(self.timeout)
             self.over.clear()
-            self.engine.relay.submit("started", self._run)
+            self.engine.relay.lanes.submit("started", self._run)
             self.engine.pending.append(self)
 
     def prepare(self, at: int, *_: object) -> Any:
@@ -216,7 +216,7 @@ class NetworkProgram(HostProgram):
         for number, (lane, sent) in enumerate(self.sends, len(LANES)):
             if lane != LANES[0]:
                 tag = Tag(LANES.index(lane), call, digest)
-                relay.submit(lane, partial(self._send, number, lane, sent, tag, self.spans))
+                relay.lanes.submit(lane, partial(self._send, number, lane, sent, tag, self.spans))
 
     def rows(self, place: Place | None) -> _Rows:
         """The rows of a region in this call; zero rows for a token."""

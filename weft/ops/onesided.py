@@ -308,7 +308,7 @@ def _begin(
     own, copy = _prepared(remote, local, peer, world, put, algorithm, comm_sms)
     description = _Copy(put, peer, local.nbytes)
     if own.relay is not None:  # one queue, also for the peers of this host
-        made = own.relay.transfer(lambda: _make_of((remote, local), own, copy, description))
+        made = own.relay.lanes.transfer(lambda: _make_of((remote, local), own, copy, description))
         return QueuedTransfer(own, made, description)
     if isinstance(copy, _native.StridedCopy):
         return Transfer(own, own.transfers.submit((remote, local), copy), description)

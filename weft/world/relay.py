@@ -13,7 +13,6 @@ one-sided calls, which need no call of the receiver, go by control (`weft.world.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import select
 import socket
@@ -21,15 +20,14 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from queue import SimpleQueue
 from typing import Protocol
 
 import weft._native as _native
 from weft.errors import MismatchError, PeerLost, WeftError
 from weft.world.control import LONGEST, Control, Landing
+from weft.world.lanes import Lanes, join, started
 from weft.world.remote import KINDS, Remote
 from weft.world.tcp import shutdown
 from weft.world.transport import Buffer, Tag, Transport
@@ -42,9 +40,6 @@ _AT_ONCE = 1 << 18  # bytes up to which the caller's thread sends rows as far as
 _TOGETHER = 1e-3  # seconds in which calls are begun that peers are told of by one message
 _NOTICED = 0.5  # seconds until all threads have noticed that a peer hung up
 _LINGER = 0.5  # seconds that peers have to receive messages under way and to hang up
-
-
-Jobs = SimpleQueue[Callable[[], None] | None]
 
 
 class Arrivals(Protocol):
@@ -123,8 +118,7 @@ class Relay:
         self.unannounced: deque[bytes] = deque()  # calls that peers have not been told of
         self.begun = threading.Event()  # whether there are any
         self.changed = threading.Condition()
-        self.transferring = threading.BoundedSemaphore(_native.Transfers.max_outstanding)
-        self.senders: dict[str, tuple[threading.Thread, Jobs]] = {}  # by lane
+        self.lanes = Lanes(lambda error: self.fail(error, rank))
         self.receivers: list[threading.Thread] = []
         self.forwarders: list[threading.Thread] = []
         self.closing = threading.Lock()
@@ -151,8 +145,8 @@ class Relay:
         # All live until the world is closed, at the latest when the interpreter ends.
         self.executor, self.fail = executor, fail
         self.remote.serve(mesh)
-        self.receivers = [_started(self._receive_rows, peer) for peer in self.peers]
-        self.forwarders = [_started(self._forward_control), _started(self._announce_calls)]
+        self.receivers = [started(self._receive_rows, peer) for peer in self.peers]
+        self.forwarders = [started(self._forward_control), started(self._announce_calls)]
 
     def begin(
         self,
@@ -222,7 +216,7 @@ class Relay:
         if begins and not rest:
             finish()
         else:
-            self.submit(lane, finish)
+            self.lanes.submit(lane, finish)
 
     def _send(
         self, peer: int, messages: Sequence[memoryview], begin: Callable[[], Sequence[Buffer]]
@@ -234,43 +228,6 @@ class Relay:
         finally:
             if not self.closed:
                 self.outboxes[peer].sent(len(messages))
-
-    def submit(self, lane: str, job: Callable[[], None]) -> None:
-        """Run a job on the thread of this lane, after its earlier jobs."""
-        if lane not in self.senders:
-            jobs: Jobs = SimpleQueue()
-            self.senders[lane] = _started(self._run_jobs, jobs), jobs
-        self.senders[lane][1].put(job)
-        if self.closed:
-            self.senders[lane][1].put(None)
-
-    def transfer(self, copy: Callable[[], None]) -> Future[None]:
-        """Make a copy on the thread for transfers, after its earlier ones; blocks the caller while
-        as many are outstanding as a world may have.
-        """
-        made: Future[None] = Future()
-
-        def make() -> None:
-            try:
-                copy()
-            except BaseException as error:
-                made.set_exception(error)
-            else:
-                made.set_result(None)
-            finally:
-                self.transferring.release()
-
-        self.transferring.acquire()
-        self.submit("transfers", make)
-        return made
-
-    def finish_transfers(self) -> None:
-        """Return once all transfers are made, or the world has failed."""
-        if "transfers" in self.senders:
-            over = threading.Event()
-            self.submit("transfers", over.set)
-            while not (self.closed or over.wait(_NOTICED)):
-                pass
 
     def disown(self) -> None:
         """In a forked child: close its copies of the connections."""
@@ -292,10 +249,10 @@ class Relay:
                 lambda: self.closed or not any(map(self._is_incomplete, self.peers)), self.timeout
             )
         deadline = time.monotonic() + _LINGER
-        self._end_senders(deadline)
+        self.lanes.end(deadline)
         for peer in self.peers:
             self.transport.end(peer)
-        _join(self.receivers, deadline)
+        join(self.receivers, deadline)
 
     def close(self) -> None:
         """Hang up, once peers have the farewell or the failure that the world has sent, or after
@@ -310,7 +267,7 @@ class Relay:
             with waiting:
                 waiting.notify_all()
         deadline = time.monotonic() + _LINGER
-        _join(self.receivers, deadline)  # no row may arrive in memory that is the caller's again
+        join(self.receivers, deadline)  # no row may arrive in memory that is the caller's again
         if not first:
             return
         for peer, control in self.control.items():
@@ -323,8 +280,8 @@ class Relay:
             hung_up.wait(max(0.0, deadline - time.monotonic()))
         for control in self.control.values():
             shutdown(control.connection, socket.SHUT_RDWR)
-        self._end_senders(deadline + _LINGER)
-        _join(self.forwarders, deadline + _LINGER)
+        self.lanes.end(deadline + _LINGER)
+        join(self.forwarders, deadline + _LINGER)
         self.remote.close()
         self.disown()
 
@@ -337,21 +294,6 @@ class Relay:
         """Wake the threads that wait for a call or for a peer."""
         with self.changed:
             self.changed.notify_all()
-
-    def _end_senders(self, deadline: float) -> None:
-        """Let the threads of lanes end after their jobs."""
-        senders = [*self.senders.values()]
-        for _, jobs in senders:
-            jobs.put(None)
-        _join((thread for thread, _ in senders), deadline)
-
-    def _run_jobs(self, jobs: Jobs) -> None:
-        while (job := jobs.get()) is not None:
-            try:
-                job()
-            except BaseException as error:
-                self.fail(error, self.rank)
-            del job  # and all that it retains
 
     @contextlib.contextmanager
     def _tolerates_hang_up(self, peer: int) -> Iterator[None]:
@@ -537,24 +479,3 @@ class Relay:
         self._notify_changed()
         shutdown(self.local_ends[peer], socket.SHUT_RDWR)
         shutdown(self.control[peer].connection, socket.SHUT_WR)
-
-
-def _started(target: Callable[..., None], *arguments: object) -> threading.Thread:
-    """A thread that does not interrupt threads that compute: where all cores are busy it waits some
-    milliseconds to be scheduled.
-    """
-
-    def run() -> None:
-        if os.sched_getscheduler(0) == os.SCHED_OTHER:  # a policy that the user chose stays
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-        target(*arguments)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread
-
-
-def _join(threads: Iterable[threading.Thread], deadline: float) -> None:
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join(max(0.0, deadline - time.monotonic()))

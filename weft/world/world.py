@@ -240,7 +240,7 @@ class World(Peers):
         if self.forked:
             return
         if self.relay is not None:
-            self.relay.finish_transfers()
+            self.relay.lanes.finish_transfers()
         self.transfers.finish()
         if self.engine is not None:
             self.engine.finish_transfers()
