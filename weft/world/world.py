@@ -364,7 +364,7 @@ def _connect(
     rendezvous: GroupRendezvous | StoreRendezvous, timeout: float, backend: Backend
 ) -> World:
     rank = rendezvous.rank
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, contextlib.ExitStack() as unless_made:
         listener = Listener()
         stack.enter_context(listener.socket)
         cores, threads = frozenset(os.sched_getaffinity(0)), torch.get_num_threads()
@@ -407,13 +407,16 @@ def _connect(
             control = {peer: each for peer, (each, _) in connections.items()}
             rows = TcpTransport({peer: each for peer, (_, each) in connections.items()})
             relay = Relay(rank, control, rows, timeout)
+            unless_made.callback(relay.close)
             ends |= {peer: stack.enter_context(end) for peer, end in relay.sockets().items()}
         mesh = _native.Mesh(
             [-1 if peer == rank else ends[peer].fileno() for peer in range(len(infos))]
         )
         for end in ends.values():
             end.detach()
-        return World(rank, infos, mesh, timeout, backend, relay)
+        world = World(rank, infos, mesh, timeout, backend, relay)
+        unless_made.pop_all()
+        return world
 
 
 def default_here(world: World) -> None:
