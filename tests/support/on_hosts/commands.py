@@ -94,7 +94,7 @@ def benches(folder):
     }
     for words, arguments in refused.items():
         code, text = command("bench", *arguments)
-        assert (code, words in text) == (1, True), text
+        assert (code, words in text) == (2, True), text
     return found
 
 
