@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.over_hosts import FUSED, PLAIN, groupings
 
-from weft.engines.engine import kinds
+from weft.engines.program import kinds
 from weft.plan.language import reads
 from weft.plan.messages import (
     batches,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from weft import PlanError, verify
-from weft.engines.engine import kinds
+from weft.engines.program import kinds
 from weft.plan import Notify, Signal
 from weft.plan.lazy import PerRank
 from weft.schedules.all_gather import all_gather

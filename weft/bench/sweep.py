@@ -360,8 +360,8 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
     libraries = "nccl" if tables.options_of(result).get("device") == "cuda" else "gloo"
     tables.print_notes(
         console,
-        f"size and count: each rank's input. Times: {times}. algbw, busbw: GB/s of 1e9 bytes",
-        "as nccl-tests define them. weft, kernel: tensors in symmetric memory; weft (plain) and "
+        f"size and count: each rank's input, in whole elements. Times: {times}. algbw, busbw: GB/s",
+        "of 1e9 bytes, as nccl-tests define them. weft, kernel: symmetric memory; weft (plain) and "
         f"{libraries}: ordinary ones; MPI: numpy's.",
         *tables.checking(result),
         tables.verdict(

@@ -1,15 +1,13 @@
-"""Base classes of all engines: compiled plans, the workspace, and errors that name the rows and
-the signal of a failed wait.
+"""The base class of all engines: compiled plans, the workspace, and errors of failed waits.
 
 An engine compiles a plan once; each execution passes the numbers of rows of the blocks.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -17,20 +15,13 @@ import torch
 from torch import Tensor
 
 import weft._native as _native
+from weft.engines.program import Dtypes, Program, Tensors, Weights
 from weft.errors import MismatchError, PlanError, WeftError
 from weft.kernels.weights import PreparedWeight, Weight
 from weft.plan import (
-    Compute,
-    Copy,
-    Instruction,
     Launch,
     Plan,
-    Reduce,
-    Region,
     Signal,
-    Wait,
-    reads,
-    writes,
 )
 from weft.schedules.device_options import DeviceOptions
 from weft.world import World, memory
@@ -45,15 +36,6 @@ OUTSTANDING = 16
 _STOP_SECONDS = 1.0  # enough for any instruction that does not wait
 _CACHED = 256  # compiled plans; a program is small, and its workspace is shared
 _LEAST_WORKSPACE = 1 << 20
-
-Tensors = Mapping[str, Tensor]
-"""Tensors by buffer."""
-Weights = Mapping[str, Weight]
-"""Weights by name."""
-Dtypes = Mapping[str, torch.dtype]
-"""Dtypes by buffer."""
-Timed = tuple[str, int, int, int]
-"""A lane, the index of an instruction in it, and the times of its begin and end."""
 
 
 class Engine(ABC):
@@ -323,168 +305,6 @@ class Engine(ABC):
         )
 
 
-class Program(ABC):
-    """A plan compiled for one rank; `compiled` is its part in the native core."""
-
-    compiled: _native.Compiled
-    original: Plan
-    """The plan that was compiled, kept alive: its `id` is part of the key of this program."""
-
-    def __init__(self, engine: Engine, plan: Plan, common: Plan | None = None) -> None:
-        """`common` has all that ranks must agree on; by default it is that of the plan."""
-        common = common or plan.common([engine.world.rank])
-        if plan.uniform:
-            plan = plan.part([engine.world.rank])
-        self.engine, self.world, self.plan = engine, engine.world, plan
-        self.retained: object = None  # objects that must live until the started execution ends
-        lanes = self.own_lanes()
-        if plan.ranks != self.world.ranks:
-            raise PlanError(
-                f"a plan for {plan.ranks} ranks cannot run in a world of {self.world.ranks}"
-            )
-        if plan.launch is not None and not engine.launches:
-            raise PlanError(
-                f"{plan.operator} by {plan.algorithm} is a plan for kernels, and this world's "
-                "ranks compute on the CPU"
-            )
-        self.lane_names = engine.lane_names(lanes)
-        engine.name(self.signal_names(common))
-        self.lanes = [lanes.get(name, ()) for name in self.lane_names]
-        # in a uniform plan one rank stands for all, whatever the hosts of its peers
-        self.shared = common.shared_buffers(None if plan.uniform else self.world.hosts)
-        self.weights = tuple(
-            dict.fromkeys(
-                i.weight
-                for lane in lanes.values()
-                for i in lane
-                if isinstance(i, Compute) and i.weight
-            )
-        )
-        """The names of its weights, in the order of the computations."""
-        copied = {
-            region.buffer
-            for _, i in common.instructions()
-            if isinstance(i, Copy | Reduce)
-            for region in reads(i)
-        }
-        self.agreed = {  # buffers whose rows and dtypes must be equal on all ranks
-            name
-            for name, buffer in plan.buffers.items()
-            if name in self.shared or (buffer.role == "input" and name in copied)
-        }
-
-    def check_tensors(self, tensors: Tensors) -> None:
-        """Raise `ValueError` unless there is a tensor for every input and output."""
-        for name, buffer in self.plan.buffers.items():
-            if buffer.given and name not in tensors:
-                raise ValueError(
-                    f"{self.plan.operator} needs a tensor for the {buffer.role} {name!r}"
-                )
-
-    def signal_names(self, common: Plan) -> list[str]:
-        """The names of all signals of all ranks."""
-        return common.signal_names()
-
-    def own_lanes(self) -> Mapping[str, Sequence[Instruction]]:
-        """This rank's lanes that the native core interprets."""
-        return self.plan.lanes[self.world.rank]
-
-    def run(
-        self,
-        tensors: Tensors,
-        rows: Sequence[int],
-        weights: Weights,
-        bias: Tensors | None = None,
-        timeout: float | None = None,
-    ) -> None:
-        """Execute once, with these tensors and numbers of rows of the shards."""
-        with self.world.exclusive:
-            self.run_locked(tensors, rows, weights, bias, timeout)
-
-    @abstractmethod
-    def run_locked(
-        self,
-        tensors: Tensors,
-        rows: Sequence[int],
-        weights: Weights,
-        bias: Tensors | None = None,
-        timeout: float | None = None,
-    ) -> None:
-        """`run`, while this thread holds the world's `exclusive`."""
-
-    @abstractmethod
-    def bind(self, tensors: Tensors, rows: Sequence[int], description: str = "") -> Any:
-        """The argument of `execute` and `start` for these tensors; it stays valid while the
-        tensors' addresses do.
-
-        `description` is the user's call as errors of all ranks show it; by default it is made of
-        the tensors.
-        """
-
-    def prepare(self, at: int, *_: object) -> Any:
-        """The function that a repeated collective runs where its lane pauses, in the form of
-        `weft.engines.computes.Computes.prepare`.
-        """
-        raise PlanError(f"{self.plan.operator} does not pause at instruction {at}")
-
-    @abstractmethod
-    def execute(self, binding: Any, timeout: float | None = None) -> None:
-        """Execute a program of one lane without computations, while this thread holds the world's
-        `exclusive`.
-        """
-
-    @abstractmethod
-    def start(self, binding: Any, retained: object = None, timeout: float | None = None) -> None:
-        """Begin `execute` in the background; `retained`, the owner of the memory it uses, is kept
-        alive until it ends.
-        """
-
-    @abstractmethod
-    def done(self) -> bool:
-        """Whether the started execution has ended."""
-
-    @abstractmethod
-    def join(self, timeout: float = math.inf) -> bool:
-        """Wait until the started execution has ended, and raise its error; False if `timeout`
-        seconds pass first.
-        """
-
-    @abstractmethod
-    def stop(self, timeout: float) -> None:
-        """End the waits of the started execution, and return when it has ended, or after `timeout`
-        seconds.
-        """
-
-    def idle(self) -> bool:
-        """Whether every started execution has been joined."""
-        return self not in self.engine.pending
-
-    def describe_wait(
-        self, lane: int, index: int, call: int, source: int, expected: int, actual: int
-    ) -> str:
-        """The purpose of a wait of this program, or of a copy that failed: the rows that are
-        delayed, and the signal.
-        """
-        wait = self.lanes[lane][index]
-        if source == self.world.rank and not (isinstance(wait, Wait) and expected):
-            return f"for the end of {self.plan.operator} call {call}"
-        delayed = next(
-            (self.plan.sizing_region(i) for i in self.lanes[lane][index:] if writes(i)), None
-        )
-        rows = f"rows {':'.join(map(str, self.rows_of(delayed)))}" if delayed else "the end"
-        if not isinstance(wait, Wait):
-            return (
-                f"for {rows} of {self.plan.operator} call {call} (in the memory of rank {source})"
-            )
-        count = f"{actual} of {expected}" if expected else "still owed by an earlier call"
-        signal = f'signal "{wait.signal.what}" from rank {source}: {count}'
-        return f"for {rows} of {self.plan.operator} call {call} ({signal})"
-
-    @abstractmethod
-    def rows_of(self, region: Region) -> tuple[int, int]:
-        """The first row of a region and its last row + 1, in the current execution."""
-
-
 def _workspace_size(size: int) -> int:
     """`size` bytes rounded up, by less than an eighth from 8 MiB on, so that the workspace seldom
     grows.
@@ -494,28 +314,3 @@ def _workspace_size(size: int) -> int:
     """
     step = max(_LEAST_WORKSPACE, 1 << max(0, size.bit_length() - 4))
     return -(-size // step) * step
-
-
-def kinds(plan: Plan, bound: Dtypes, dtypes: Dtypes) -> dict[str, tuple[torch.dtype, str]]:
-    """The dtype of every buffer that is used, and the bound buffer whose columns it has: workspaces
-    take both from the buffers they exchange rows with.
-
-    `bound` has the dtypes of the caller's tensors, `dtypes` exceptions for workspaces.
-    """
-    found = {name: (dtype, name) for name, dtype in bound.items()}
-    # in the same order on all ranks, since a workspace takes the first buffer that has a dtype
-    linked = dict.fromkeys(
-        (a.buffer, i.dst.buffer)
-        for _, i in plan.instructions()
-        if isinstance(i, Copy | Reduce)
-        for a in reads(i)
-    )
-    grown = True
-    while grown:
-        grown = False
-        for one, other in [*linked, *((b, a) for a, b in linked)]:
-            if one in found and other not in found:
-                dtype, like = found[one]
-                found[other] = dtypes.get(other, dtype), like
-                grown = True
-    return found

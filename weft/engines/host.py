@@ -20,7 +20,8 @@ from torch import Tensor
 import weft._native as _native
 from weft.checks import name as dtype_name
 from weft.engines.computes import Computation, Computes, Operand, rows_of
-from weft.engines.engine import LANES, Dtypes, Engine, Program, Tensors, Timed, Weights, kinds
+from weft.engines.engine import LANES, Engine
+from weft.engines.program import Dtypes, Program, Tensors, Timed, Weights, kinds
 from weft.errors import PlanError, WeftError
 from weft.plan import (
     Compute,

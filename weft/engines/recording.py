@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import weft._native as _native
-from weft.engines.engine import Timed
+from weft.engines.program import Timed
 from weft.plan import Plan
 from weft.plan.binding import bind
 from weft.plan.trace import Span, Trace, lane_of

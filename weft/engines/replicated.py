@@ -18,7 +18,8 @@ from torch import Tensor
 import weft._native as _native
 from weft.checks import name as dtype_name
 from weft.engines import reference
-from weft.engines.engine import Dtypes, Engine, Program, Tensors, Weights
+from weft.engines.engine import Engine
+from weft.engines.program import Dtypes, Program, Tensors, Weights
 from weft.errors import MismatchError
 from weft.kernels.packed import PackedWeight
 from weft.kernels.weights import Weight

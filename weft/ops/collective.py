@@ -41,7 +41,8 @@ from torch import Tensor
 from weft.checks import check_timeout
 from weft.checks import name as dtype_name
 from weft.engines import engine
-from weft.engines.engine import Engine, Program
+from weft.engines.engine import Engine
+from weft.engines.program import Program
 from weft.errors import PeerTimeout
 from weft.kernels.weights import DTYPES as FLOATS
 from weft.ops import arguments, measured

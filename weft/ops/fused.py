@@ -14,8 +14,8 @@ from torch import Tensor
 
 from weft.checks import check_timeout
 from weft.engines import engine
-from weft.engines.engine import Program
 from weft.engines.host import HostProgram
+from weft.engines.program import Program
 from weft.kernels.matmul import MATMUL, with_kernel
 from weft.kernels.weights import Weight
 from weft.ops.autotune import measure, select

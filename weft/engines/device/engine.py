@@ -23,7 +23,8 @@ from weft.engines.device.lanes import Lane, lane
 from weft.engines.device.onesided import OneSided
 from weft.engines.device.options import check_options
 from weft.engines.device.program import DeviceProgram
-from weft.engines.engine import LANES, Dtypes, Engine, Tensors
+from weft.engines.engine import LANES, Engine
+from weft.engines.program import Dtypes, Tensors
 from weft.errors import PeerTimeout, PlanError, WeftError
 from weft.kernels.weights import Weight, as_tensor
 from weft.plan import Launch, Plan

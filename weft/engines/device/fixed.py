@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from weft.checks import name as dtype_name
-from weft.engines.engine import Dtypes, Engine, Program, Tensors, kinds
+from weft.engines.engine import Engine
+from weft.engines.program import Dtypes, Program, Tensors, kinds
 from weft.plan import Plan, Region, accesses
 from weft.plan.binding import bind
 from weft.schedules.device_options import DEFAULT

@@ -12,7 +12,7 @@ import torch
 from weft.engines.device.kernels.clock import CLOCK, TICK
 from weft.engines.device.lanes import Operands, Step
 from weft.engines.device.products import Launch
-from weft.engines.engine import Timed
+from weft.engines.program import Timed
 from weft.plan import Instruction
 from weft.plan.trace import of_program
 

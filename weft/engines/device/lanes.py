@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from weft.engines.engine import Tensors, Weights
+from weft.engines.program import Tensors, Weights
 
 Step = Callable[[], object]
 

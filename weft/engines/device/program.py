@@ -18,7 +18,7 @@ from weft.engines.device.fixed import FixedProgram
 from weft.engines.device.lanes import Completion, Operands, Step
 from weft.engines.device.options import programs
 from weft.engines.device.spans import Span, timed
-from weft.engines.engine import Dtypes, Tensors, Weights
+from weft.engines.program import Dtypes, Tensors, Weights
 from weft.engines.ranges import in_range
 from weft.errors import PeerTimeout, WeftError
 from weft.plan import Compute, Copy, Notify, Plan, Reduce, Region, Wait, accesses

@@ -9,7 +9,7 @@ import torch
 
 import weft._native as _native
 from weft.engines.device.lanes import Step
-from weft.engines.engine import Timed
+from weft.engines.program import Timed
 
 if TYPE_CHECKING:
     from weft.engines.device.kernel_trace import KernelTrace
