@@ -23,10 +23,8 @@ from weft.bench.neighbours import neighbours
 from weft.bench.plots import size_name
 from weft.bench.settings import SweepSettings
 from weft.bench.values import Shape, parse_sizes
-from weft.bench.views import View, Views, interleave, verify
-from weft.kernels.methods import on_device
+from weft.bench.views import View, Views, interleave, one_by_one, product_on, verify
 from weft.kernels.packed import pack
-from weft.kernels.products import multiply
 from weft.kernels.weights import Weight
 from weft.measure.timing import Statistics, Stopwatch, session, stopwatch_of
 from weft.measure.verification import Check, Problem
@@ -59,8 +57,7 @@ class Overlap(Views):
         count = collectives.count_of(parse_sizes(settings.size)[0], sweep, world.ranks)
         self.data = collectives.Data(world, sweep, count)
         self.a = world.empty(count, dtype=dtype)
-        multiplied = partial(on_device, bias=None) if on_gpu else multiply
-        product = partial(multiplied, self.x, self.weight, self.out)
+        product = partial(product_on(device), self.x, self.weight, self.out)
         self.check_product = partial(self.problem.check_product, self.out)
         self.ways = ways(settings, world, self.a)
         self.views = {"compute": View(product, (self.out,), self.check_product)}
@@ -70,13 +67,13 @@ class Overlap(Views):
             both = partial(self._both, way.gathered)
             self.views |= {
                 f"communicate{suffix}": View(way.gather, (way.gathered,), check),
-                f"sequential{suffix}": both(partial(_one_by_one, way.gather, product)),
+                f"sequential{suffix}": both(partial(one_by_one, way.gather, product)),
                 f"overlapped{suffix}": both(partial(_concurrently, product, way.begin)),
             }
         mm, first = partial(torch.mm, self.x, weight, out=self.out), self.ways[0].gathered
         for name in settings.baselines:
             theirs = partial(collective, "all_gather", self.a, first, group=group_of(name))
-            self.views[f"{name} sequential"] = self._both(first, partial(_one_by_one, theirs(), mm))
+            self.views[f"{name} sequential"] = self._both(first, partial(one_by_one, theirs(), mm))
             self.views[f"{name} overlapped"] = self._both(
                 first, partial(_concurrently, mm, theirs(background=True))
             )
@@ -214,11 +211,6 @@ def _sentence(way: dict[str, Any]) -> str:
     if "gather" not in way:
         return figures
     return f"{way['gather']}: {figures}"
-
-
-def _one_by_one(first: Callable[[], object], second: Callable[[], object]) -> None:
-    first()
-    second()
 
 
 def _concurrently(product: Callable[[], object], begin: Callable[[], Any]) -> None:

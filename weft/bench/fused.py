@@ -25,11 +25,9 @@ from weft.bench.harness import environment, link_of
 from weft.bench.neighbours import neighbours
 from weft.bench.settings import FusedSettings
 from weft.bench.traces import traces
-from weft.bench.views import View, Views, interleave, verify
+from weft.bench.views import View, Views, interleave, product_on, verify
 from weft.engines import engine
-from weft.kernels.methods import on_device
 from weft.kernels.packed import pack
-from weft.kernels.products import multiply
 from weft.kernels.weights import Weight
 from weft.measure.timing import Statistics, Stopwatch, session, stopwatch_of
 from weft.measure.verification import Check, Problem
@@ -149,8 +147,8 @@ class Subject(Views):
             world.emulate_link(
                 1.0 if settings.link_gbps == "auto" else float(settings.link_gbps), latency
             )
-        multiplied = on_device if on_gpu else multiply
-        compute = partial(multiplied, self.x, self.weight, self.product, self.problem.own_bias)
+        product, own_bias = product_on(world.device), self.problem.own_bias
+        compute = partial(product, self.x, self.weight, self.product, bias=own_bias)
         options = Options(
             out_dtype=self.out_dtype,
             algorithm=settings.algorithm,

@@ -90,7 +90,9 @@ def environment(world: World, settings: Any, **baselines: str) -> dict[str, Any]
 
     `cores` is the number of cores that the ranks may use together.
     """
-    gpu = _gpu(world) if world.device.type == "cuda" else {}
+    on_gpu = dict[str, Any]()
+    if world.device.type == "cuda":
+        on_gpu = gpu(world.device, min(world.ranks, torch.cuda.device_count()))
     machine = {
         "cpu": cache.processor().partition(":")[0] or platform.processor() or platform.machine(),
         "cores": len(frozenset[int]().union(*world.cores)),
@@ -99,7 +101,7 @@ def environment(world: World, settings: Any, **baselines: str) -> dict[str, Any]
         "vector_instructions": torch.backends.cpu.get_cpu_capability(),
         "system": f"{platform.system()} {platform.release()}",
         "stores": _native.stores(),
-        **gpu,
+        **on_gpu,
     }
     return {
         "options": options_of(settings),
@@ -109,12 +111,12 @@ def environment(world: World, settings: Any, **baselines: str) -> dict[str, Any]
     }
 
 
-def _gpu(world: World) -> dict[str, Any]:
-    """The GPU of this rank, and the number of GPUs of this host that its ranks use."""
-    properties = torch.cuda.get_device_properties(world.device)
+def gpu(device: torch.device, used: int) -> dict[str, Any]:
+    """The name and properties of a GPU, `used` of which a benchmark uses."""
+    properties = torch.cuda.get_device_properties(device)
     return {
         "gpu": properties.name,
-        "gpus": min(world.ranks, torch.cuda.device_count()),
+        "gpus": used,
         "sms": properties.multi_processor_count,
         "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
     }

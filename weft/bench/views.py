@@ -5,11 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from weft.bench.harness import poison, progress, verified, worst
+from weft.kernels.methods import on_device
+from weft.kernels.products import multiply
 from weft.measure.timing import Statistics, Stopwatch
 from weft.measure.verification import Check
 from weft.world import World
@@ -82,3 +86,16 @@ def interleave(subject: Views, stopwatch: Stopwatch, rounds: Rounds) -> dict[str
             advance,
             lambda name: subject.views[name].around(),
         )
+
+
+def product_on(device: torch.device) -> Callable[..., None]:
+    """The function ``product(x, weight, out, bias=None)`` that is measured by itself: torch's on a
+    GPU, that of the fastest method on a CPU.
+    """
+    return partial(on_device, bias=None) if device.type == "cuda" else multiply
+
+
+def one_by_one(first: Callable[[], object], second: Callable[[], object]) -> None:
+    """Call both."""
+    first()
+    second()

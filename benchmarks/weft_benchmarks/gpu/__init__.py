@@ -24,14 +24,7 @@ class Measured(NamedTuple):
 
 def hardware() -> dict[str, Any]:
     """The GPU's name and properties."""
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    memory = round(properties.total_memory / 2**30, 1)
-    return {
-        "gpu": properties.name,
-        "gpus": 1,
-        "sms": properties.multi_processor_count,
-        "gpu_memory_gib": memory,
-    }
+    return harness.gpu(torch.device("cuda", torch.cuda.current_device()), 1)
 
 
 def versions() -> dict[str, str]:

@@ -15,10 +15,8 @@ from rich.console import Console
 from weft.bench import tables
 from weft.bench.harness import options_of, times_ms, utc
 from weft.bench.settings import AllGatherMatmul
-from weft.bench.views import View, Views
+from weft.bench.views import View, Views, one_by_one, product_on
 from weft.engines import engine
-from weft.kernels.methods import on_device
-from weft.kernels.products import multiply
 from weft.measure.timing import summarize
 from weft.measure.verification import Check, Problem
 from weft.predict import figures
@@ -41,18 +39,14 @@ class RowsFromHost(Views):
         self.away = torch.empty(m - own, k, dtype=dtype, pin_memory=device.type == "cuda")
         self.out = torch.empty(m, n, dtype=dtype, device=device)
         weight = self.problem.weight
-        multiplied = partial(on_device, bias=None) if device.type == "cuda" else multiply
-        compute = partial(multiplied, self.whole, weight, self.out)
+        compute = partial(product_on(device), self.whole, weight, self.out)
         communicate = partial(self.whole[own:].copy_, self.away, non_blocking=True)
         tensors = {"a": self.a, "away": self.away, "out": self.out}
         shards = own, m - own
         program = engine(world).program(matmul_from_host(_PIECES), tensors, shards)
         product = partial(self.problem.check_product, self.out)
 
-        def sequential() -> None:
-            communicate()
-            compute()
-
+        sequential = partial(one_by_one, communicate, compute)
         self.views = {
             "compute": View(compute, (self.out,), product),
             "communicate": View(communicate, (self.whole[own:],), self._check_moved),

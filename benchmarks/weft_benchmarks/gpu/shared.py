@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.bench.views import View, Views
-from weft.kernels.methods import on_device
-from weft.kernels.products import multiply
+from weft.bench.views import View, Views, one_by_one, product_on
 from weft.measure.timing import summarize
 from weft.measure.verification import Check, Problem, compare, error_bound
 from weft.ops.all_gather import all_gather
@@ -66,7 +64,7 @@ class Fused(Views):
             for name in SCATTERS
         }
         if parts:
-            mm = partial(on_device, bias=None) if world.device.type == "cuda" else multiply
+            mm = product_on(world.device)
             multiplied = partial(mm, self.gathered, b, out)
             added = partial(mm, x, weight, product)
             gather = partial(all_gather, a, out=self.gathered, world=world)
@@ -75,13 +73,13 @@ class Fused(Views):
             self.views |= {
                 "product of the gather": View(multiplied, (out,), right),
                 "gather, then product": View(
-                    partial(_both, gather, multiplied), (self.gathered, out), right
+                    partial(one_by_one, gather, multiplied), (self.gathered, out), right
                 ),
                 "product of the scatter": View(
                     added, (product,), partial(term.check_product, product)
                 ),
                 "product, then scatter": View(
-                    partial(_both, added, scatter), (product, total), summed
+                    partial(one_by_one, added, scatter), (product, total), summed
                 ),
             }
 
@@ -95,11 +93,6 @@ class Fused(Views):
         start = run + self.world.rank * self.own
         rows = slice(start, start + self.own)
         return compare(total, self.sum[rows], self.bound[rows])
-
-
-def _both(first: Callable[[], object], second: Callable[[], object]) -> None:
-    first()
-    second()
 
 
 def fused(
