@@ -1,0 +1,36 @@
+"""weft in vLLM on CPUs, by entry points that vLLM loads; ``VLLM_PLUGINS`` selects them.
+
+`register` is the plug-in ``weft`` of group ``vllm.general_plugins``. vLLM calls it in its front
+end, its engine and each of its workers.
+"""
+
+from __future__ import annotations
+
+import os
+
+from weft.vllm.settings import COMMUNICATOR, VARIABLE, setting
+
+
+def register() -> None:
+    """Run vLLM's groups of ranks on weft, and its parallel layers on weft's fused operators.
+
+    Does nothing on platforms other than CPUs. With ``WEFT_VLLM=communicator`` the layers stay
+    vLLM's.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    platform = type(current_platform)
+    platform.dist_backend = "weft"
+    platform.get_device_communicator_cls = classmethod(lambda cls: _COMMUNICATOR)
+    from weft.vllm import experts
+
+    experts.register()
+    if setting(os.environ.get(VARIABLE)) != COMMUNICATOR:
+        from weft.vllm import layers
+
+        layers.register()
+
+
+_COMMUNICATOR = "weft.vllm.communicator.Communicator"
