@@ -18,12 +18,11 @@ def register() -> None:
     call layers of experts as one operator: how many rows are local is not known before.
     """
     MoERunner._select_forward = _opaque_forward
-    experts: Any
     for experts in vars(cpu_moe).values():
         if isinstance(experts, type) and issubclass(experts, FusedMoEExpertsModular):
             apply = vars(experts).get("apply")
             if apply is not None and not hasattr(apply, "__wrapped__"):
-                experts.apply = of_local_experts(apply)
+                setattr(experts, "apply", of_local_experts(apply))  # noqa: B010
 
 
 def _opaque_forward(runner: MoERunner) -> Any:
