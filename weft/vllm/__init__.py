@@ -28,9 +28,10 @@ def register() -> None:
 
     experts.register()
     if setting(os.environ.get(VARIABLE)) != COMMUNICATOR:
-        from weft.vllm import layers
+        from weft.vllm import layers, norms
 
         layers.register()
+        norms.register()
 
 
 _COMMUNICATOR = "weft.vllm.communicator.Communicator"

@@ -95,8 +95,8 @@ class Communicator(CpuCommunicator):  # type: ignore[misc]
         """
         dim %= input_.dim()
         if sizes is None:
-            size, rest = divmod(input_.shape[dim], self.world_size)
-            if rest:
+            size = input_.shape[dim] // self.world_size
+            if size * self.world_size != input_.shape[dim]:
                 raise ValueError(
                     f"dimension {dim} of {tuple(input_.shape)} does not divide evenly over "
                     f"{self.world_size} ranks: give sizes"

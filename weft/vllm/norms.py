@@ -1,0 +1,35 @@
+"""vLLM's RMS norm in one pass after a sum over ranks, where vLLM takes ten without a compiler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.custom_op import CustomOp
+from vllm.model_executor.layers import layernorm
+
+
+class RMSNorm(layernorm.RMSNorm):  # type: ignore[misc]
+    """vLLM's layer of this name, by vLLM's own kernel; in graphs its compiler fuses the layer."""
+
+    def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        if (
+            torch.compiler.is_compiling()
+            or not self.has_weight
+            or self.variance_size_override is not None
+            or x.dtype != self.weight.dtype
+            or not x.is_contiguous()
+        ):
+            return super().forward_native(x, residual)
+        if residual is None:
+            out = torch.empty_like(x)
+            torch.ops._C.rms_norm(out, x, self.weight, self.variance_epsilon)
+            return out
+        torch.ops._C.fused_add_rms_norm(x, residual, self.weight, self.variance_epsilon)
+        return x, residual
+
+
+def register() -> None:
+    """Let vLLM make this layer in place of its own."""
+    CustomOp.register_oot(RMSNorm, name="RMSNorm")
