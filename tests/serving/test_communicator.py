@@ -1,28 +1,22 @@
-"""weft's communicator of vLLM, in the environment that `make vllm` sets up."""
+"""weft's communicator and layers of vLLM, in the environment that `make vllm` sets up."""
 
 import subprocess
 from pathlib import Path
 
 import pytest
+from serving.client import PYTHON, ROOT, needs_vllm
+from support.hosts import hosts, needs_hosts
 
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".clients" / "vllm" / "bin" / "python"
+HERE = Path(__file__).parent
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: `make vllm` installs it")
+@needs_vllm
 @pytest.mark.parametrize("ranks", [2, 3, 6])
 def test_calls_of_the_communicator(ranks):
-    checks = Path(__file__).parent / "communicator_checks.py"
+    words = [PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     ran = subprocess.run(
-        [
-            PYTHON,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={ranks}",
-            checks,
-        ],
+        [*words, HERE / "communicator_checks.py"],
         capture_output=True,
         text=True,
         timeout=110,
@@ -30,3 +24,14 @@ def test_calls_of_the_communicator(ranks):
     )
     assert ran.returncode == 0, ran.stderr
     assert "all checks passed" in ran.stdout
+
+
+@pytest.mark.slow
+@needs_vllm
+@needs_hosts
+def test_layers_between_hosts():
+    with hosts(2) as two:
+        two.start(HERE / "layers_checks.py", 1, python=str(PYTHON))
+        ended = two.finish()
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert any("all checks passed" in printed for _, printed in ended)

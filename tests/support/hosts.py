@@ -98,16 +98,18 @@ class Hosts:
     def reconnect(self, host: int) -> None:
         ip("-n", self.hub, "link", "set", f"port{host}", "up")
 
-    def start(self, script: Path, ranks: int, *arguments: object) -> None:
-        """Start `ranks` ranks on each host by torchrun, each bound to a core if the machine has
-        enough; all clocks differ.
+    def start(
+        self, script: Path, ranks: int, *arguments: object, python: str = sys.executable
+    ) -> None:
+        """Start `ranks` ranks on each host by torchrun of `python`, each bound to a core if the
+        machine has enough; all clocks differ.
         """
         cores = sorted(os.sched_getaffinity(0))
         for i, name in enumerate(self.names):
             pin = ["taskset", "-c", str(cores[i % len(cores)])] if ranks == 1 else []
             clock = ["unshare", "--time", "--monotonic", str(i * AHEAD)] if AHEAD else []
             torchrun = [
-                sys.executable,
+                python,
                 "-m",
                 "torch.distributed.run",
                 f"--nnodes={len(self.names)}",

@@ -19,6 +19,7 @@ from weft.ops.reduce_scatter import reduce_scatter
 from weft.process_group import collectives
 from weft.process_group.group import Group
 from weft.vllm import operators
+from weft.vllm.row_shard import whole
 
 _SUM = dist.ReduceOp.SUM
 
@@ -145,7 +146,7 @@ class Communicator(CpuCommunicator):  # type: ignore[misc]
         )
         return out
 
-    def run(self, operator: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+    def run(self, operator: Callable[..., Any], *args: Any, **options: Any) -> Tensor:
         """The result of an operator of weft on the group's world, after all earlier operations of
         the group.
         """
@@ -158,7 +159,7 @@ class Communicator(CpuCommunicator):  # type: ignore[misc]
     def send(self, tensor: Tensor, dst: int | None = None) -> None:
         """Send a tensor to a rank, the next one by default."""
         to = (self.rank_in_group + 1) % self.world_size if dst is None else dst
-        self.group.send([tensor], to).wait()
+        self.group.send([whole(tensor)], to).wait()
 
     def recv(self, size: torch.Size, dtype: torch.dtype, src: int | None = None) -> Tensor:
         """Receive a tensor of this shape from a rank, the previous one by default."""
@@ -172,6 +173,7 @@ class Communicator(CpuCommunicator):  # type: ignore[misc]
         for key, value in tensor_dict.items():
             if not isinstance(value, Tensor):
                 raise TypeError(f"only tensors are sent; {key!r} is a {type(value).__name__}")
+        tensor_dict = {key: whole(tensor) for key, tensor in tensor_dict.items()}
         described = [
             [key, str(tensor.dtype).removeprefix("torch."), [*tensor.shape]]
             for key, tensor in tensor_dict.items()

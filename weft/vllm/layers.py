@@ -1,5 +1,8 @@
-"""vLLM's row-parallel layers on weft: between hosts, the sums of all ranks' products are hidden
-behind the products.
+"""vLLM's parallel layers on weft: between hosts, communication is hidden behind the products.
+
+Of many rows, as in a prompt, each rank adds up and keeps its own (`RowShard`) from a row-parallel
+layer to the column-parallel layer that multiplies all of them as they arrive; of few rows, all
+ranks get the sums. Graphs, whose layers cannot choose by the number of rows, do the latter.
 """
 
 from __future__ import annotations
@@ -13,16 +16,16 @@ from vllm.distributed import get_tp_group, split_tensor_along_last_dim
 from vllm.model_executor.custom_op import PluggableLayer
 from vllm.model_executor.layers import linear
 
-from weft.kernels.function import FunctionWeight, weight
+from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.matmul_all_reduce import matmul_all_reduce
+from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from weft.plan.binding import split
 from weft.vllm import operators
 from weft.vllm.communicator import Communicator
+from weft.vllm.products import Rows, is_row_wise, kernel_name, sent_rows
+from weft.vllm.row_shard import RowShard, shard_among
 
-ROWS_MULTIPLE = 32  # of the tiles of vLLM's kernels
-
-_KERNELS = "vllm.model_executor.kernels.linear"
-_ROW_WISE = ("CPU", "Zentorch", "Dynamic4bit", "Unquantized")
-"""Beginnings of names of kernels that quantise no activations, or each row by itself."""
+ROWS_SHARDED = 64  # from which on each rank keeps its own rows
 
 _layers: WeakValueDictionary[str, RowParallelLinear] = WeakValueDictionary()
 
@@ -36,11 +39,12 @@ class RowParallelLinear(linear.RowParallelLinear):  # type: ignore[misc]
     Attributes: `reason`, why vLLM computes the layer, or ""; `weft_name`, unique in the process.
     """
 
-    _weight: FunctionWeight | None = None
+    _rows: Rows | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.reason = reason(self)
+        summed = self.tp_size > 1 and self.reduce_results
+        self.reason = _reason(self) if summed else "its results are not added up"
         self.weft_name = f"{self.prefix} {len(_layers)}"
         _layers[self.weft_name] = self
 
@@ -52,6 +56,8 @@ class RowParallelLinear(linear.RowParallelLinear):  # type: ignore[misc]
             input_ = parts[self.tp_rank].contiguous()
         if torch.compiler.is_compiling():
             output = _summed_product(input_, self.weft_name, self.output_size_per_partition)
+        elif input_.dim() == 2 and len(input_) >= ROWS_SHARDED:
+            output = self.sharded_product(input_)
         else:
             output = self.summed_product(input_)
         if not self.return_bias:
@@ -60,14 +66,21 @@ class RowParallelLinear(linear.RowParallelLinear):  # type: ignore[misc]
 
     def summed_product(self, x: Tensor) -> Tensor:
         """The products of x (…, K) with this rank's part of the weight, summed over ranks."""
-        if self._weight is None:
-            shape = self.input_size_per_partition, self.output_size_per_partition
-            self._weight = weight(self._product, shape, x.dtype, rows_multiple=ROWS_MULTIPLE)
-        return _communicator().run(matmul_all_reduce, x, self._weight)
+        return _communicator().run(matmul_all_reduce, x, self._product(x).weight)
 
-    def _product(self, rows: Tensor, out: Tensor) -> None:
-        bias = None if self.tp_rank > 0 or self.skip_bias_add else self.bias
-        out.copy_(self.quant_method.apply(self, rows, bias))
+    def sharded_product(self, x: Tensor) -> RowShard:
+        """`summed_product` of x (rows, K), of which each rank has its own rows."""
+        communicator = _communicator()
+        sizes = split(len(x), communicator.world_size)
+        weight = self._product(x).weight
+        own = communicator.run(matmul_reduce_scatter, x, weight, shard_rows=sizes)
+        return RowShard(own, sizes, communicator)
+
+    def _product(self, x: Tensor) -> Rows:
+        if self._rows is None:
+            bias = None if self.tp_rank > 0 or self.skip_bias_add else self.bias
+            self._rows = Rows(self, self.input_size_per_partition, x.dtype, bias)
+        return self._rows
 
 
 _summed_product = operators.define(
@@ -77,52 +90,90 @@ _summed_product = operators.define(
 )
 
 
+class _ColumnParallel(linear.ColumnParallelLinear):  # type: ignore[misc]
+    """A column-parallel layer of vLLM that multiplies rows of all ranks as they arrive.
+
+    Attributes: `reason`, why it gathers rows before the product, or "".
+    """
+
+    _rows: Rows | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.reason = _reason(self) if self.tp_size > 1 else "it has no ranks"
+
+    def forward(self, input_: Tensor) -> Any:
+        shard = shard_among(input_)
+        if shard is None or self.reason or self.gather_output:
+            return super().forward(input_)
+        if self._rows is None:
+            bias = None if self.skip_bias_add else self.bias
+            self._rows = sent_rows(self, self.input_size_per_partition, input_.dtype, bias)
+        rows, run = self._rows, shard.communicator.run
+        output = run(all_gather_matmul, rows.sent(shard.own), rows.weight, shard_rows=shard.sizes)
+        if not self.return_bias:
+            return output
+        return output, self.bias if self.skip_bias_add else None
+
+
+class ColumnParallelLinear(_ColumnParallel):
+    """vLLM's layer of this name on weft."""
+
+
+class MergedColumnParallelLinear(_ColumnParallel, linear.MergedColumnParallelLinear):  # type: ignore[misc]
+    """vLLM's layer of this name on weft."""
+
+
+class QKVParallelLinear(_ColumnParallel, linear.QKVParallelLinear):  # type: ignore[misc]
+    """vLLM's layer of this name on weft."""
+
+
 def _communicator() -> Communicator:
     communicator = get_tp_group().device_communicator
     assert isinstance(communicator, Communicator)
     return communicator
 
 
-def reason(layer: RowParallelLinear) -> str:
-    """Why vLLM computes a layer, or ""."""
-    if layer.tp_size == 1 or not layer.reduce_results:
-        return "its results are not added up"
+def _reason(layer: nn.Module) -> str:
+    """Why vLLM computes a layer of several ranks, or ""."""
     if not _communicator().world.multi_host:
-        return "in the memory of one host a sum takes too little time to be hidden"
-    kernel = kernel_of(layer)
-    if not kernel.startswith(_ROW_WISE):
-        return f"rows of {kernel} may depend on each other"
+        return "in the memory of one host communication takes too little time to be hidden"
+    if not is_row_wise(layer):
+        return f"rows of {kernel_name(layer)} may depend on each other"
     return ""
 
 
-def kernel_of(layer: nn.Module) -> str:
-    """The name of the class of vLLM that multiplies by a layer's weight."""
-    quantised = getattr(layer, "scheme", None), layer.quant_method
-    for owner in quantised:
-        for value in vars(owner).values() if owner is not None else ():
-            if type(value).__module__.startswith(_KERNELS):
-                return type(value).__name__
-    return type(layer.quant_method).__name__
-
-
 def explain(model: nn.Module) -> str:
-    """A line for each parallel layer of a vLLM model: its product, and how its results are added
-    up, or why weft does not overlap that; for ``LLM.apply_model``.
+    """A line for each parallel layer of a vLLM model: its product, and how it communicates, or why
+    weft does not overlap that; for ``LLM.apply_model``.
     """
     lines = []
     for name, layer in model.named_modules():
         if isinstance(layer, RowParallelLinear):
-            how = "matmul_all_reduce"
-            if layer.reason:
-                summed = "all_reduce after the product: " if layer.reduce_results else ""
-                how = summed + layer.reason
-            lines.append(f"{name}: {kernel_of(layer)}; {how}")
-        elif isinstance(layer, linear.ColumnParallelLinear):
-            joined = "joined by all_gather" if layer.gather_output else "no communication"
-            lines.append(f"{name}: {kernel_of(layer)}; {joined}")
+            how = (
+                f"all_reduce after the product: {layer.reason}"
+                if layer.reason and layer.reduce_results and layer.tp_size > 1
+                else layer.reason
+                or f"matmul_all_reduce; from {ROWS_SHARDED} rows on matmul_reduce_scatter"
+            )
+            lines.append(f"{name}: {kernel_name(layer)}; {how}")
+        elif isinstance(layer, _ColumnParallel):
+            sent = sent_rows(layer, layer.input_size_per_partition, layer.params_dtype, None).words
+            how = (
+                f"no communication: {layer.reason}"
+                if layer.reason
+                else f"from {ROWS_SHARDED} rows on all_gather_matmul of {sent}"
+            )
+            lines.append(f"{name}: {kernel_name(layer)}; {how}")
     return "\n".join(lines)
 
 
 def register() -> None:
     """Let vLLM make these layers in place of its own."""
-    PluggableLayer.register_oot(RowParallelLinear, name="RowParallelLinear")
+    for layer in (
+        RowParallelLinear,
+        ColumnParallelLinear,
+        MergedColumnParallelLinear,
+        QKVParallelLinear,
+    ):
+        PluggableLayer.register_oot(layer, name=layer.__name__)

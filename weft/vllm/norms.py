@@ -1,4 +1,6 @@
-"""vLLM's RMS norm in one pass after a sum over ranks, where vLLM takes ten without a compiler."""
+"""vLLM's RMS norm after a sum over ranks: in one pass, and of a rank's own rows where it has no
+others.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,25 @@ from torch import Tensor
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers import layernorm
 
+from weft.vllm.row_shard import shard_among
+
 
 class RMSNorm(layernorm.RMSNorm):  # type: ignore[misc]
     """vLLM's layer of this name, by vLLM's own kernel; in graphs its compiler fuses the layer."""
 
     def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        if torch.compiler.is_compiling():
+            return super().forward_native(x, residual)
+        if (shard := shard_among(x, residual)) is not None:
+            if residual is None:
+                return shard.of(self._normed(shard.part(x)))
+            normed, added = self._normed(shard.part(x), shard.part(residual))
+            return shard.of(normed), shard.of(added)
+        return self._normed(x, residual)
+
+    def _normed(self, x: Tensor, residual: Tensor | None = None) -> Any:
         if (
-            torch.compiler.is_compiling()
-            or not self.has_weight
+            not self.has_weight
             or self.variance_size_override is not None
             or x.dtype != self.weight.dtype
             or not x.is_contiguous()
