@@ -8,30 +8,35 @@ from __future__ import annotations
 
 import os
 
-from weft.vllm.settings import COMMUNICATOR, VARIABLE, setting
+from weft.vllm.settings import LAYERS, OFF, VARIABLE, setting
 
 
 def register() -> None:
     """Run vLLM's groups of ranks on weft, and its parallel layers on weft's fused operators.
 
-    Does nothing on platforms other than CPUs. With ``WEFT_VLLM=communicator`` the layers stay
-    vLLM's.
+    Does nothing on platforms other than CPUs, nor with ``WEFT_VLLM=off``. With
+    ``WEFT_VLLM=communicator`` the layers stay vLLM's. Raises where this vLLM lacks what it needs.
     """
+    selected = setting(os.environ.get(VARIABLE))
+    if selected == OFF:
+        return
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return
+    from weft.vllm import surface
+
+    surface.check()
     platform = type(current_platform)
     platform.dist_backend = "weft"
     platform.get_device_communicator_cls = classmethod(lambda cls: _COMMUNICATOR)
-    from weft.vllm import experts
+    from weft.vllm import experts, layers, norms
 
     experts.register()
-    if setting(os.environ.get(VARIABLE)) != COMMUNICATOR:
-        from weft.vllm import layers, norms
-
+    if selected == LAYERS:
         layers.register()
         norms.register()
 
 
 _COMMUNICATOR = "weft.vllm.communicator.Communicator"
+"""vLLM's device communicator on weft: the collectives and messages of one of its groups."""

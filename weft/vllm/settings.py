@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 VARIABLE = "WEFT_VLLM"
-COMMUNICATOR, LAYERS = "communicator", "layers"
+OFF, COMMUNICATOR, LAYERS = "off", "communicator", "layers"
 
 
 def setting(value: str | None) -> str:
-    """The checked value of ``WEFT_VLLM``: ``communicator``, or ``layers`` (default)."""
-    if value not in (None, "", COMMUNICATOR, LAYERS):
-        raise ValueError(f"{VARIABLE} is {COMMUNICATOR} or {LAYERS}; got {value!r}")
+    """The checked value of ``WEFT_VLLM``: ``off``, ``communicator``, or ``layers`` (default)."""
+    if value not in (None, "", OFF, COMMUNICATOR, LAYERS):
+        raise ValueError(f"{VARIABLE} is {OFF}, {COMMUNICATOR} or {LAYERS}; got {value!r}")
     return value or LAYERS
