@@ -76,12 +76,19 @@ def run(
 
 
 @app.command("doctor")
-def diagnose() -> None:
+def diagnose(
+    vllm: Annotated[
+        bool, typer.Option("--vllm", help="Report whether vLLM here runs on weft, and if not, why.")
+    ] = False,
+) -> None:
     """Report the ranks of a job, their hosts and connections, and problems. Start it with the same
-    launcher as the job.
+    launcher as the job; with --vllm start it once, in the environment of vLLM.
     """
     from rich.console import Console
 
     from weft.doctor import checks
+    from weft.doctor import vllm as client
 
-    raise typer.Exit(0 if checks.diagnose(Console(width=None if os.isatty(1) else 160)) else 1)
+    console = Console(width=None if os.isatty(1) else 160)
+    fine = client.diagnose(console) if vllm else checks.diagnose(console)
+    raise typer.Exit(0 if fine else 1)
