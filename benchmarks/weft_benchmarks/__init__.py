@@ -2,5 +2,5 @@
 
 `baselines` are the baselines of the collectives (`mpi`, `deepspeed`); `overlap`, `p2p` and
 `serving` are commands of ``weft bench`` (`commands`, with their `settings`), and `gpu` is for a
-GPU. weft finds this package by `weft.bench.repository`.
+GPU. `vllm` serves models by vLLM. weft finds this package by `weft.bench.repository`.
 """

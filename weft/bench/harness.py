@@ -93,21 +93,25 @@ def environment(world: World, settings: Any, **baselines: str) -> dict[str, Any]
     on_gpu = dict[str, Any]()
     if world.device.type == "cuda":
         on_gpu = gpu(world.device, min(world.ranks, torch.cuda.device_count()))
-    machine = {
+    cores = len(frozenset[int]().union(*world.cores))
+    return {
+        "options": options_of(settings),
+        "date": utc(),
+        "machine": host(cores, torch.get_num_threads()) | on_gpu,
+        "versions": versions(world.device) | baselines,
+    }
+
+
+def host(cores: int, threads: int) -> dict[str, Any]:
+    """The properties of this host, `cores` of which are used, by ranks of `threads` threads."""
+    return {
         "cpu": cache.processor().partition(":")[0] or platform.processor() or platform.machine(),
-        "cores": len(frozenset[int]().union(*world.cores)),
-        "threads_per_rank": torch.get_num_threads(),
+        "cores": cores,
+        "threads_per_rank": threads,
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "vector_instructions": torch.backends.cpu.get_cpu_capability(),
         "system": f"{platform.system()} {platform.release()}",
         "stores": _native.stores(),
-        **on_gpu,
-    }
-    return {
-        "options": options_of(settings),
-        "date": utc(),
-        "machine": machine,
-        "versions": versions(world.device) | baselines,
     }
 
 

@@ -41,13 +41,22 @@ def neighbours(world: World, count: int | None) -> Iterator[list[int]]:
     host = world.hosts[world.rank]
     local = [rank for rank in range(world.ranks) if world.hosts[rank] == host]
     cores = sorted(frozenset[int]().union(*(world.cores[rank] for rank in local)))
-    started: list[subprocess.Popen[bytes]] = []
-    try:
-        if world.rank == local[0]:
-            for _ in range(count or 0):
-                started.append(_start(cores))
+    with busy(cores, (count or 0) if world.rank == local[0] else 0) as started:
         if count:
             barrier(world)
+        yield started
+
+
+@contextmanager
+def busy(cores: list[int], count: int) -> Iterator[list[int]]:
+    """`count` busy processes on these cores during the ``with`` block; yields their process ids.
+
+    They end with this process, however it ends. Raises `WeftError` if one does not start.
+    """
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for _ in range(count):
+            started.append(_start(cores))
         yield [process.pid for process in started]
     finally:
         for process in started:
