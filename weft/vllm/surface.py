@@ -11,13 +11,19 @@ from weft.vllm.settings import OFF, VARIABLE
 VERSIONS = "0.32"
 """The versions of vLLM for which the plug-in is made and tested."""
 
-_PARTS = "communicator", "experts", "layers"
+_PARTS = "communicator", "experts", "layers", "norms"
 """The modules of the plug-in that import vLLM's."""
 
 _REPLACED = {
     "vllm.platforms.cpu": ("CpuPlatform.dist_backend", "CpuPlatform.get_device_communicator_cls"),
-    "vllm.model_executor.custom_op": ("PluggableLayer.register_oot",),
-    "vllm.model_executor.layers.linear": ("RowParallelLinear.forward",),
+    "vllm.model_executor.custom_op": ("PluggableLayer.register_oot", "CustomOp.register_oot"),
+    "vllm.model_executor.layers.linear": (
+        "RowParallelLinear.forward",
+        "ColumnParallelLinear.forward",
+        "MergedColumnParallelLinear",
+        "QKVParallelLinear",
+    ),
+    "vllm.model_executor.layers.layernorm": ("RMSNorm.forward_native",),
     "vllm.model_executor.layers.fused_moe.runner.moe_runner": ("MoERunner._select_forward",),
 }
 """Attributes that the plug-in sets, calls or overrides, by the module that has them."""
