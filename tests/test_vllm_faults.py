@@ -1,0 +1,30 @@
+"""vLLM on weft when a worker of an engine dies."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from support.vllm_client import engine, llm, needs_vllm
+
+LIMIT = 60.0  # seconds: generous, vLLM without weft may wait for minutes
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_worker_ends_the_engine_and_is_named(tmp_path, lost):
+    words = llm(tmp_path / "model", tensor_parallel_size=2)
+    with engine(words, VLLM_CPU_OMP_THREADS_BIND="0|1") as vllm:
+        vllm.until("decoding")
+        files = vllm.shared_memory()
+        vllm.kill_worker(lost)
+        assert vllm.end() < LIMIT
+        assert vllm.process.returncode != 0
+        assert re.search(
+            rf"PeerLost: rank {lost} \(pid \d+\) died while rank {1 - lost} ", vllm.text
+        )
+        assert "EngineDeadError" in vllm.text
+        assert not vllm.processes()
+        assert not {path for path in files if path.exists()}
