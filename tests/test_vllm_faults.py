@@ -14,7 +14,7 @@ LIMIT = 60.0  # seconds: generous, vLLM without weft may wait for minutes
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_killed_worker_ends_the_engine_and_is_named(tmp_path, lost):
+def test_a_killed_worker_ends_the_engine_and_is_named_by_weft_or_vllm(tmp_path, lost):
     words = llm(tmp_path / "model", tensor_parallel_size=2)
     with engine(words, VLLM_CPU_OMP_THREADS_BIND="0|1") as vllm:
         vllm.until("decoding")
@@ -22,9 +22,11 @@ def test_a_killed_worker_ends_the_engine_and_is_named(tmp_path, lost):
         vllm.kill_worker(lost)
         assert vllm.end() < LIMIT
         assert vllm.process.returncode != 0
-        assert re.search(
-            rf"PeerLost: rank {lost} \(pid \d+\) died while rank {1 - lost} ", vllm.text
-        )
+        # vLLM's monitor may end the engine before the other rank waits for the lost one
+        by_weft = rf"PeerLost: rank {lost} \(pid \d+\) died while rank {1 - lost} "
+        by_vllm = rf"Worker proc VllmWorker-{lost} died unexpectedly"
+        assert re.search(f"{by_weft}|{by_vllm}", vllm.text)
+        assert not re.search(rf"PeerLost: rank {1 - lost} ", vllm.text)
         assert "EngineDeadError" in vllm.text
         assert not vllm.processes()
         assert not {path for path in files if path.exists()}
