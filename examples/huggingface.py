@@ -1,12 +1,13 @@
-"""A causal language model of Hugging Face in four variants: tokens are compared and timed.
+"""A causal language model of Hugging Face in five variants: tokens are compared and timed.
 
     pip install transformers accelerate
     python examples/huggingface.py --ranks 2
 
 One process with all cores; transformers' own tensor parallelism (``tp_plan="auto"``) on gloo; the
-same on weft, which changes one word; and weft's layer styles, which overlap communication with the
-products. The model is a small random Llama that the example saves in a folder. In bfloat16 its two
-likeliest tokens may be so close that a different order of sums selects the other.
+same on weft, which changes one word; the same after ``weft.huggingface.enable()``, whose layers
+overlap communication with the products; and weft's layer styles, applied by hand. The model is a
+small random Llama that the example saves in a folder. In bfloat16 its two likeliest tokens may be
+so close that a different order of sums selects the other.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 import weft
+import weft.huggingface
 import weft.nn
 
 # layers that read the same activations
@@ -69,6 +71,11 @@ def by_plan(folder: str) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", tp_plan="auto")
 
 
+def enabled(folder: str) -> nn.Module:
+    weft.huggingface.enable()
+    return by_plan(folder)
+
+
 def by_styles(folder: str) -> nn.Module:
     model = unsharded(folder)
     plan: dict[str, Any] = {"lm_head": weft.nn.ColwiseParallel(output_layouts=Replicate())}
@@ -86,6 +93,7 @@ disable_progress_bar()
 VARIANTS: dict[str, tuple[str, Callable[[str], nn.Module]]] = {
     'tp_plan="auto" on gloo': ("gloo", by_plan),
     'tp_plan="auto" on weft': ("weft", by_plan),
+    "... and weft.huggingface.enable()": ("weft", enabled),
     "weft.nn styles": ("weft", by_styles),
 }
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from weft.version import __version__
 
 if TYPE_CHECKING:
-    from weft import nn
+    from weft import huggingface, nn
     from weft.compiler.async_tp import enable_async_tp
     from weft.errors import (
         MismatchError,
@@ -91,7 +91,9 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 _HOME |= {name: f"weft.ops.{name}" for name in sorted(_modules("ops") & _modules("schedules"))}
 """The module of each public name; an operator is a function with a planner of the same name."""
 
-__all__ = [*_HOME, "__version__", "nn"]
+_PACKAGES = ("huggingface", "nn")
+
+__all__ = [*_HOME, "__version__", *_PACKAGES]
 
 
 def __dir__() -> list[str]:
@@ -99,8 +101,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "nn":
-        return importlib.import_module("weft.nn")
+    if name in _PACKAGES:
+        return importlib.import_module(f"weft.{name}")
     if name not in _HOME:
         # name and obj let Python add "Did you mean"
         raise AttributeError(

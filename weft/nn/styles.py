@@ -99,8 +99,11 @@ class SequenceParallel(torch_styles.SequenceParallel):
         return note(module, "weft: on plain tensors")
 
 
-def _obstacle(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> str | None:
-    """The reason why weft cannot run a layer with this placement of its rows, or None."""
+def obstacle(
+    module: nn.Module, mesh: DeviceMesh, kind: type[ShardedLinear], layout: Layout
+) -> str | None:
+    """The reason why `module` cannot be made a layer of this kind with this layout, or None."""
+    placement = layout.input if kind is ColumnParallelLinear else layout.output
     if type(module) is not nn.Linear:
         return f"{type(module).__name__} is not a plain nn.Linear"
     if mesh.device_type != "cpu" or module.weight.dtype not in DTYPES:
@@ -110,6 +113,18 @@ def _obstacle(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> str 
     return None
 
 
+def convert(
+    module: nn.Module, mesh: DeviceMesh, kind: type[ShardedLinear], layout: Layout
+) -> nn.Module:
+    """Make an `nn.Linear` whose parameters are sharded a layer of weft; hooks, name and state dict
+    remain. Collective, as `worlds.make`.
+    """
+    module.__class__ = kind
+    assert isinstance(module, kind)
+    module._connect(worlds.make(mesh.get_group()), layout)
+    return module
+
+
 def _shard(
     style: ColwiseParallel | RowwiseParallel,
     by_torch: Callable[[nn.Module, DeviceMesh], nn.Module],
@@ -117,16 +132,11 @@ def _shard(
     mesh: DeviceMesh,
     kind: type[ShardedLinear],
 ) -> nn.Module:
-    """Shard a linear layer's parameters and convert it to a layer of weft, or apply torch's style;
-    hooks, name and state dict remain.
+    """Shard a linear layer's parameters and convert it to a layer of weft, or apply torch's
+    style.
     """
     layout = Layout(style.input_layouts[0], style.output_layouts[0], mesh, style.use_local_output)
-    if reason := _obstacle(
-        module, mesh, layout.input if kind is ColumnParallelLinear else layout.output
-    ):
+    if reason := obstacle(module, mesh, kind, layout):
         return note(by_torch(module, mesh), f"torch: {reason}")
     distribute_module(module, mesh, style._partition_linear_fn)
-    module.__class__ = kind
-    assert isinstance(module, kind)
-    module._connect(worlds.make(mesh.get_group()), layout)
-    return module
+    return convert(module, mesh, kind, layout)

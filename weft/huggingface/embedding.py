@@ -1,0 +1,80 @@
+"""An embedding whose vocabulary is sharded over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate
+
+from weft.checks import name
+from weft.kernels.weights import DTYPES
+from weft.nn.layers import note
+from weft.nn.layout import as_dtensor, chunk_sizes, local
+from weft.ops.all_reduce import all_reduce
+from weft.process_group import worlds
+from weft.world import World
+
+
+class ShardedEmbedding(nn.Embedding):
+    """Each rank looks up the tokens of its own rows of the weight, a DTensor, and the results are
+    summed over ranks.
+    """
+
+    world: World
+    mesh: DeviceMesh
+    first: int
+    """The first token of this rank's rows."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight = local(self.weight)
+        rows, padding = input - self.first, self.padding_idx
+        others = (rows < 0) | (rows >= len(weight))
+        if padding is not None:
+            padding = padding - self.first if 0 <= padding - self.first < len(weight) else None
+        found = F.embedding(rows.masked_fill(others, 0), weight, padding)
+        found = found.masked_fill(others.unsqueeze(-1), 0)
+        if torch.compiler.is_compiling():
+            whole = as_dtensor(found, self.mesh, Partial()).redistribute(placements=[Replicate()])
+            return whole.to_local()
+        y: Tensor = _Sum.apply(found, self.world)  # type: ignore[no-untyped-call]
+        return y
+
+
+class _Sum(torch.autograd.Function):
+    """A sum over ranks, all of which compute the same from it."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, world: World) -> Tensor:
+        return all_reduce(part, world=world)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None
+
+
+def obstacle(module: nn.Module, mesh: DeviceMesh) -> str | None:
+    """The reason why `module` cannot become a `ShardedEmbedding`, or None."""
+    if type(module) is not nn.Embedding:
+        return f"{type(module).__name__} is not a plain nn.Embedding"
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        return "max_norm, scale_grad_by_freq and sparse gradients are not supported"
+    if mesh.device_type != "cpu" or module.weight.dtype not in DTYPES:
+        return f"{name(module.weight.dtype)} on {mesh.device_type} is not supported"
+    if not all(chunk_sizes(module.num_embeddings, mesh.size())):
+        return "a rank has no row"
+    return None
+
+
+def convert(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Make an `nn.Embedding` with sharded rows a `ShardedEmbedding`. Collective, as
+    `worlds.make`.
+    """
+    module.__class__ = ShardedEmbedding
+    assert isinstance(module, ShardedEmbedding)
+    module.world, module.mesh = worlds.make(mesh.get_group()), mesh
+    module.first = sum(chunk_sizes(module.num_embeddings, mesh.size())[: module.world.rank])
+    return note(module, "weft: all_reduce")
