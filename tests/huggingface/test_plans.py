@@ -1,0 +1,260 @@
+"""Models that transformers shards by their own plans compute on weft's layers what one process
+computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import group, on_ranks
+from torch.distributed.tensor import DTensor
+
+import weft
+from weft.huggingface.embedding import ShardedEmbedding
+from weft.nn import ColumnParallelLinear, RowParallelLinear
+
+transformers = pytest.importorskip(
+    "transformers", "5.23", reason="the plans are those of transformers 5.23 or newer"
+)
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 61,  # uneven parts
+    "initializer_range": 0.3,  # results that differ from token to token
+    "pad_token_id": 3,
+}
+# classes, not their names, so that ranks need not import their modules
+MODELS = {
+    "llama": (transformers.LlamaForCausalLM, {}),
+    "biased": (transformers.LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
+    "qwen2": (transformers.Qwen2ForCausalLM, {"tie_word_embeddings": True}),
+    "phi3": (transformers.Phi3ForCausalLM, {}),
+    "mixtral": (transformers.MixtralForCausalLM, {"num_local_experts": 4}),
+    "by three": (
+        transformers.LlamaForCausalLM,
+        {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 3},
+    ),
+}
+IDS = torch.tensor([[5, 60, 2, 31, 17, 44], [1, 9, 40, 30, 12, 8]])
+
+
+@pytest.fixture
+def folder(tmp_path, request):
+    """A saved random model; the parameter is its name in MODELS, and perhaps a dtype."""
+    name, dtype = (*getattr(request, "param", ("llama",)), torch.float32)[:2]
+    kind, more = MODELS[name]
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**SIZES | more)).to(dtype)
+    for parameter, values in model.named_parameters():
+        if parameter.endswith("bias"):
+            torch.nn.init.normal_(values)
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def alone(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+
+
+def sharded(folder, **sizes):
+    """The model by its own plan, on weft's layers."""
+    weft.huggingface.enable()
+    plan = transformers.distributed.DistributedConfig(**sizes or {"tp_plan": "auto"})
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", distributed_config=plan
+    ).eval()
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def generated(model):
+    return model.generate(IDS, max_new_tokens=6, do_sample=False).tolist()
+
+
+@torch.no_grad()
+def logits(model):
+    return model(IDS).logits
+
+
+def assert_near(ours, theirs, tolerance=1e-4, label=""):
+    assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max(), label
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(
+    ("folder", "ranks"),
+    [((name,), 3 if name == "by three" else 2) for name in MODELS],
+    indirect=["folder"],
+    ids=MODELS,
+)
+def test_tokens_equal_one_process(folder, ranks):
+    model = alone(folder)
+    expected = generated(model), logits(model)
+    for tokens, found, _ in on_ranks(_tokens, ranks, folder, context=group):
+        assert tokens == expected[0]
+        assert_near(found, expected[1])
+
+
+def _tokens(_, folder):
+    model = sharded(folder)
+    return generated(model), logits(model), weft.nn.explain(model)
+
+
+@pytest.mark.data
+def test_every_layer_of_a_llama_is_wefts(folder):
+    _, _, explained = on_ranks(_tokens, 2, folder, context=group)[0]
+    assert [line.split(maxsplit=1) for line in explained.splitlines()] == [
+        ["model.embed_tokens", "weft: all_reduce"],
+        *(
+            [f"model.layers.{number}.{name}", f"weft: {operators}"]
+            for number in range(2)
+            for name, operators in {
+                "self_attn.q_proj": "product without communication",
+                "self_attn.k_proj": "product without communication",
+                "self_attn.v_proj": "product without communication",
+                "self_attn.o_proj": "matmul_all_reduce",
+                "mlp.gate_proj": "product without communication",
+                "mlp.up_proj": "product without communication",
+                "mlp.down_proj": "matmul_all_reduce",
+            }.items()
+        ),
+        ["lm_head", "weft: product without communication, then all_gather"],
+    ]
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("folder", [("qwen2", torch.bfloat16)], indirect=True)
+def test_bfloat16(folder):
+    expected = logits(alone(folder))
+    for _, found, _ in on_ranks(_tokens, 2, folder, context=group):
+        assert found.dtype == torch.bfloat16
+        assert_near(found, expected, 5e-2)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("folder", [("biased",), ("qwen2",)], indirect=True, ids=["biased", "tied"])
+def test_gradients_equal_one_process(folder):
+    expected = _gradients(alone(folder))
+    for found in on_ranks(_trained, 2, folder, context=group):
+        assert found.keys() == expected.keys()
+        for name, gradient in found.items():
+            assert_near(gradient, expected[name], label=name)
+
+
+def _gradients(model):
+    model.train()
+    ids = torch.cat([IDS, torch.tensor([[3] * IDS.shape[1]])])  # padding has no gradient
+    model(ids, labels=ids).loss.backward()
+    return {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+
+
+def _trained(_, folder):
+    return _gradients(sharded(folder))
+
+
+@pytest.mark.data
+def test_changed_weights_are_used(folder):
+    """Also those of layers that have packed them."""
+    model = alone(folder)
+    logits(model)
+    _change(model)
+    for found in on_ranks(_changed, 2, folder, context=group):
+        assert_near(found, logits(model))
+
+
+@torch.no_grad()
+def _change(model):
+    for parameter in model.parameters():
+        parameter.mul_(1.25)
+
+
+def _changed(_, folder):
+    model = sharded(folder)
+    logits(model)
+    _change(model)
+    return logits(model)
+
+
+@pytest.mark.data
+def test_state_dict_is_transformers_own(folder):
+    expected = alone(folder).state_dict()
+    for found in on_ranks(_state, 2, folder, context=group):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def _state(_, folder):
+    return {name: whole(tensor) for name, tensor in sharded(folder).state_dict().items()}
+
+
+@pytest.mark.data
+def test_a_quantized_layer_goes_back_to_transformers(folder):
+    """transformers marks it before or while it loads the weight."""
+    expected = logits(alone(folder))
+    for found, explained in on_ranks(_quantized, 2, folder, context=group):
+        assert_near(found, expected)
+        assert explained.count("transformers: the weight is quantized") == 2
+
+
+def _quantized(_, folder):
+    model = sharded(folder)
+    for layer in (model.model.layers[0].mlp.up_proj, model.model.layers[0].mlp.down_proj):
+        layer._hf_quantized_needs_local_tp = True
+        assert not isinstance(layer, ColumnParallelLinear | RowParallelLinear)
+    return logits(model), weft.nn.explain(model)
+
+
+@pytest.mark.data
+def test_a_model_sharded_otherwise_too_remains_transformers(folder):
+    expected = logits(alone(folder))
+    for found, explained in on_ranks(_also_by_fsdp, 4, folder, context=group):
+        assert_near(found, expected)
+        assert "weft: " not in explained
+        assert "transformers: 2 of 4 ranks share it" in explained
+
+
+def _also_by_fsdp(_, folder):
+    model = sharded(folder, tp_size=2, fsdp_size=2)
+    return logits(model), weft.nn.explain(model)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("backend", [None, "gloo"])
+def test_groups(folder, backend):
+    """transformers makes a group of weft; a group that the program made stays as it is."""
+    context = partial(group, backend) if backend else contextlib.nullcontext
+    for found in on_ranks(_backend, 2, folder, context=context):
+        assert found == (backend or "weft", True)
+
+
+def _backend(_, folder):
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]
+    model = sharded(folder)
+    logits(model)
+    found = dist.get_backend(), isinstance(model.model.embed_tokens, ShardedEmbedding)
+    if found[0] == "weft":
+        dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.data
+@pytest.mark.slow
+def test_compiled(folder):
+    expected = logits(alone(folder))
+    for found in on_ranks(_compiled, 2, folder, context=group, limit=100):
+        assert_near(found, expected)
+
+
+def _compiled(_, folder):
+    return logits(torch.compile(sharded(folder), backend="aot_eager", fullgraph=True))
