@@ -1,8 +1,7 @@
 """Tensor parallelism of Hugging Face transformers on weft's layers.
 
-weft.huggingface.enable()
-model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")
-print(weft.nn.explain(model))  # the operators of each layer, or why transformers runs it
+After `enable`, ``from_pretrained(folder, tp_plan="auto")`` loads a model whose layers are weft's;
+`weft.nn.explain` shows the operators of each, or why transformers runs it.
 """
 
 from __future__ import annotations
