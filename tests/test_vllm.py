@@ -52,8 +52,8 @@ def test_the_same_tokens_on_every_variant(tmp_path):
     assert [row["variant"] for row in result["rows"]] == [
         "one-process",
         "shared-memory",
+        "weft-communicator",
         "weft",
-        "weft-overlapped",
     ]
     for row in result["rows"]:
         assert row["same_tokens"] == row["compared_tokens"] == 8 * 33
@@ -130,7 +130,7 @@ def test_other_tokens_are_wrong_results():
     found["verified"] = all(map(measure.verified, found["rows"]))
     text = printed(found)
     assert "NOT VERIFIED" in text
-    assert "weft WRONG" in text
+    assert "weft-communicator WRONG" in text
 
 
 @pytest.mark.parametrize("neighbours", [(), (0, 2)])

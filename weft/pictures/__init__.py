@@ -13,17 +13,10 @@ COLOURS = {
     name: colour
     for colour, names in {
         "#3566a8": ("matmul", "compute", "weft", "weft.nn", "kernel"),
-        "#8fb0da": ("weft (plain)", "weft (staged)", "compute in chunks"),
+        "#8fb0da": ("weft (plain)", "weft (staged)", "weft-communicator", "compute in chunks"),
         "#e8963c": ("copy", "communicate", "weft (async)", "one process", "one-process", "openmpi"),
         "#f0b77e": ("copy engine (async)",),
-        "#5a9e6f": (
-            "reduce",
-            "pipelined",
-            "overlapped",
-            "weft-overlapped",
-            "intel-mpi",
-            "copy engine",
-        ),
+        "#5a9e6f": ("reduce", "pipelined", "overlapped", "intel-mpi", "copy engine"),
         "#b0574a": ("mpich", "torch", "shared-memory"),
         "#9aa3b0": ("other", "sequential", "gloo", "nccl", "torch on gloo"),
         "#c3c8d0": ("wait",),

@@ -17,7 +17,7 @@ from weft.bench.values import option
 from weft.cli.options import check_files, failing, write_json
 from weft_benchmarks.vllm import models, picture, tables
 from weft_benchmarks.vllm.measure import MODES, SHORT, Settings, measure
-from weft_benchmarks.vllm.variants import OVERLAPPED, VARIANTS, WEFT, plugged_in
+from weft_benchmarks.vllm.variants import COMMUNICATOR, VARIANTS, WEFT, plugged_in
 
 _NEIGHBOURS = "Time tokens of the first model beside so many busy processes, too."
 _LOGS = "Write here what the engines print; default: a temporary folder."
@@ -77,7 +77,7 @@ def main(
     settings = SHORT if short else Settings()
     settings = replace(settings, **{name: value for name, value in given.items() if value})
     if not plugged_in():
-        others = [name for name in settings.variants if name not in (WEFT, OVERLAPPED)]
+        others = [name for name in settings.variants if name not in (COMMUNICATOR, WEFT)]
         settings = replace(settings, variants=others)
         typer.echo("weft is no plug-in of vLLM here: it is not measured. Run make vllm.", err=True)
     folder = logs or Path(mkdtemp(prefix="weft-vllm-logs-"))

@@ -57,7 +57,7 @@ class Settings:
 SHORT = Settings(
     models=("llama",),
     modes=("eager",),
-    variants=("one-process", "shared-memory", "weft", "weft-overlapped"),
+    variants=("one-process", "shared-memory", "weft-communicator", "weft"),
     prefill=(512,),
     batches=(1, 8),
     tokens=8,

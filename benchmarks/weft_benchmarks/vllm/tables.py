@@ -10,7 +10,7 @@ from rich.text import Text
 
 from weft.bench import tables
 from weft_benchmarks.vllm.measure import PROMPT, SEQUENCES, TOKENS, verified
-from weft_benchmarks.vllm.variants import OVERLAPPED, SHARED, WEFT
+from weft_benchmarks.vllm.variants import COMMUNICATOR, SHARED, WEFT
 
 Row = dict[str, Any]
 Figure = Callable[[Row], float]
@@ -100,7 +100,7 @@ def _cells(
     for figure in figures.values():
         mine, theirs = figure(row), figure(other)
         times = mine / theirs if rates else theirs / mine
-        slower = row["variant"] in (WEFT, OVERLAPPED) and round(times, 2) < 1
+        slower = row["variant"] in (COMMUNICATOR, WEFT) and round(times, 2) < 1
         yield Text(f"{mine:.1f} ").append(f"{times:5.2f}x", "bold red" if slower else "dim")
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from weft_benchmarks.vllm.models import POSITIONS
 
 ONE, GLOO, SHARED = "one-process", "gloo", "shared-memory"
-WEFT, OVERLAPPED = "weft", "weft-overlapped"
+COMMUNICATOR, WEFT = "weft-communicator", "weft"
 RANKS = 2
 _CACHE = 256 << 20  # bytes of keys and values: enough for 32 sequences, and 2048 tokens of one
 
@@ -28,8 +28,8 @@ VARIANTS = {
     ONE: Variant(1, _PLAIN),
     GLOO: Variant(RANKS, _PLAIN, "weft_benchmarks.vllm.gloo.Worker"),
     SHARED: Variant(RANKS, _PLAIN),
-    WEFT: Variant(RANKS, {"VLLM_PLUGINS": "weft", "WEFT_VLLM": "communicator"}),
-    OVERLAPPED: Variant(RANKS, {"VLLM_PLUGINS": "weft"}),
+    COMMUNICATOR: Variant(RANKS, {"VLLM_PLUGINS": "weft", "WEFT_VLLM": "communicator"}),
+    WEFT: Variant(RANKS, {"VLLM_PLUGINS": "weft"}),
 }
 
 
