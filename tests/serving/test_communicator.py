@@ -30,7 +30,7 @@ def test_calls_of_the_communicator(ranks):
 @needs_vllm
 @needs_hosts
 def test_layers_between_hosts():
-    with hosts(2) as two:
+    with hosts(2, gbps=1) as two:
         two.start(HERE / "layers_checks.py", 1, python=str(PYTHON))
         ended = two.finish()
     assert [code for code, _ in ended] == [0, 0], ended

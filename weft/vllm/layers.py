@@ -1,14 +1,18 @@
-"""vLLM's parallel layers on weft: between hosts, communication is hidden behind the products.
+"""vLLM's parallel layers on weft: over a slow link between hosts, products hide communication.
 
 Of many rows, as in a prompt, each rank adds up and keeps its own (`RowShard`) from a row-parallel
-layer to the column-parallel layer that multiplies all of them as they arrive; of few rows, all
-ranks get the sums. Graphs, whose layers cannot choose by the number of rows, do the latter.
+layer to the column-parallel layer that multiplies all of them as they arrive. Elsewhere layers are
+vLLM's, with an all-reduce after the product: in the memory of one host, over a fast link, and of
+few rows, it takes less time than products in pieces cost; and a graph cannot choose by the number
+of rows.
 """
 
 from __future__ import annotations
 
+import time
+from functools import cache
+from statistics import median
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,26 +21,25 @@ from vllm.model_executor.custom_op import PluggableLayer
 from vllm.model_executor.layers import linear
 
 from weft.ops.all_gather_matmul import all_gather_matmul
-from weft.ops.matmul_all_reduce import matmul_all_reduce
 from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from weft.plan.binding import split
-from weft.vllm import operators
 from weft.vllm.communicator import Communicator
 from weft.vllm.products import Rows, is_row_wise, kernel_name, sent_rows
 from weft.vllm.row_shard import RowShard, shard_among
 
-ROWS_SHARDED = 64  # from which on each rank keeps its own rows
-
-_layers: WeakValueDictionary[str, RowParallelLinear] = WeakValueDictionary()
+ROWS_SHARDED = 256  # from which on each rank keeps its own rows
+SLOW_MS = 4  # milliseconds of an all-reduce of 1 MiB, from which on a link is slow
+_PROBES = 5
 
 
 class RowParallelLinear(linear.RowParallelLinear):  # type: ignore[misc]
-    """vLLM's layer of this name, whose product and sum over ranks are one operator of weft.
+    """vLLM's layer of this name, whose product and sum over ranks are one operator of weft where
+    that pays.
 
     The product is what vLLM runs for the loaded weight, of any quantisation whose rows do not
     depend on each other.
 
-    Attributes: `reason`, why vLLM computes the layer, or ""; `weft_name`, unique in the process.
+    Attributes: `reason`, why the sum follows the product, or "".
     """
 
     _rows: Rows | None = None
@@ -45,49 +48,35 @@ class RowParallelLinear(linear.RowParallelLinear):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         summed = self.tp_size > 1 and self.reduce_results
         self.reason = _reason(self) if summed else "its results are not added up"
-        self.weft_name = f"{self.prefix} {len(_layers)}"
-        _layers[self.weft_name] = self
 
     def forward(self, input_: Tensor) -> Any:
-        if self.reason:
+        if (
+            self.reason
+            or torch.compiler.is_compiling()
+            or input_.dim() != 2
+            or len(input_) < ROWS_SHARDED
+        ):
             return super().forward(input_)
         if not self.input_is_parallel:
             parts = split_tensor_along_last_dim(input_, num_partitions=self.tp_size)
             input_ = parts[self.tp_rank].contiguous()
-        if torch.compiler.is_compiling():
-            output = _summed_product(input_, self.weft_name, self.output_size_per_partition)
-        elif input_.dim() == 2 and len(input_) >= ROWS_SHARDED:
-            output = self.sharded_product(input_)
-        else:
-            output = self.summed_product(input_)
+        output = self._own_sums(input_)
         if not self.return_bias:
             return output
         return output, self.bias if self.skip_bias_add else None
 
-    def summed_product(self, x: Tensor) -> Tensor:
-        """The products of x (…, K) with this rank's part of the weight, summed over ranks."""
-        return _communicator().run(matmul_all_reduce, x, self._product(x).weight)
-
-    def sharded_product(self, x: Tensor) -> RowShard:
-        """`summed_product` of x (rows, K), of which each rank has its own rows."""
-        communicator = _communicator()
-        sizes = split(len(x), communicator.world_size)
-        weight = self._product(x).weight
-        own = communicator.run(matmul_reduce_scatter, x, weight, shard_rows=sizes)
-        return RowShard(own, sizes, communicator)
-
-    def _product(self, x: Tensor) -> Rows:
+    def _own_sums(self, x: Tensor) -> RowShard:
+        """The products of x (rows, K) with this rank's part of the weight, summed over ranks, of
+        which each rank has its own rows.
+        """
         if self._rows is None:
             bias = None if self.tp_rank > 0 or self.skip_bias_add else self.bias
             self._rows = Rows(self, self.input_size_per_partition, x.dtype, bias)
-        return self._rows
-
-
-_summed_product = operators.define(
-    "vllm_summed_product(Tensor x, str layer, SymInt columns) -> Tensor",
-    lambda x, layer, columns: _layers[layer].summed_product(x),
-    lambda x, layer, columns: x.new_empty([*x.shape[:-1], columns]),
-)
+        communicator = _communicator()
+        sizes = split(len(x), communicator.world_size)
+        weight = self._rows.weight
+        own = communicator.run(matmul_reduce_scatter, x, weight, shard_rows=sizes)
+        return RowShard(own, sizes, communicator)
 
 
 class _ColumnParallel(linear.ColumnParallelLinear):  # type: ignore[misc]
@@ -135,12 +124,26 @@ def _communicator() -> Communicator:
 
 
 def _reason(layer: nn.Module) -> str:
-    """Why vLLM computes a layer of several ranks, or ""."""
-    if not _communicator().world.multi_host:
-        return "in the memory of one host communication takes too little time to be hidden"
+    """Why a layer of several ranks communicates after its product, or ""."""
+    communicator = _communicator()
+    if not communicator.world.multi_host:
+        return "in the memory of one host a sum takes too little time to be hidden"
+    if (milliseconds := _link_ms(communicator)) < SLOW_MS:
+        return f"1 MiB is added up in {milliseconds:.1f} ms, too little to be hidden"
     if not is_row_wise(layer):
         return f"rows of {kernel_name(layer)} may depend on each other"
     return ""
+
+
+@cache
+def _link_ms(communicator: Communicator) -> float:
+    """The median milliseconds of an all-reduce of 1 MiB, of the slowest rank; collective."""
+    tensor, times = torch.zeros(1 << 18), []
+    for _ in range(_PROBES):
+        start = time.perf_counter()
+        communicator.all_reduce(tensor)
+        times.append(1e3 * (time.perf_counter() - start))
+    return communicator.all_gather(torch.tensor([median(times)]), 0).max().item()
 
 
 def explain(model: nn.Module) -> str:
@@ -150,21 +153,17 @@ def explain(model: nn.Module) -> str:
     lines = []
     for name, layer in model.named_modules():
         if isinstance(layer, RowParallelLinear):
-            how = (
-                f"all_reduce after the product: {layer.reason}"
-                if layer.reason and layer.reduce_results and layer.tp_size > 1
-                else layer.reason
-                or f"matmul_all_reduce; from {ROWS_SHARDED} rows on matmul_reduce_scatter"
-            )
-            lines.append(f"{name}: {kernel_name(layer)}; {how}")
+            after = "all_reduce after the product" if layer.reduce_results else "no communication"
+            overlapped = "matmul_reduce_scatter"
         elif isinstance(layer, _ColumnParallel):
-            sent = sent_rows(layer, layer.input_size_per_partition, layer.params_dtype, None).words
-            how = (
-                f"no communication: {layer.reason}"
-                if layer.reason
-                else f"from {ROWS_SHARDED} rows on all_gather_matmul of {sent}"
-            )
-            lines.append(f"{name}: {kernel_name(layer)}; {how}")
+            rows = sent_rows(layer, layer.input_size_per_partition, layer.params_dtype, None)
+            after, overlapped = "no communication", f"all_gather_matmul of {rows.words}"
+        else:
+            continue
+        how = (
+            f"{after}: {layer.reason}" if layer.reason else f"{overlapped} from {ROWS_SHARDED} rows"
+        )
+        lines.append(f"{name}: {kernel_name(layer)}; {how}")
     return "\n".join(lines)
 
 
