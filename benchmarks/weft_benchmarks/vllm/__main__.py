@@ -15,8 +15,9 @@ from rich.console import Console
 
 from weft.bench.values import option
 from weft.cli.options import check_files, failing, write_json
-from weft_benchmarks.vllm import models, picture, tables
+from weft_benchmarks.vllm import picture, tables
 from weft_benchmarks.vllm.measure import MODES, SHORT, Settings, measure
+from weft_benchmarks.vllm.models import MODELS
 from weft_benchmarks.vllm.variants import COMMUNICATOR, VARIANTS, WEFT, plugged_in
 
 _NEIGHBOURS = "Time tokens of the first model beside so many busy processes, too."
@@ -49,7 +50,7 @@ def names(known: Collection[str], what: str) -> Any:
 
 def main(
     short: Annotated[bool, typer.Option("--short", help="The smallest matrix, for tests.")] = False,
-    of_models: Annotated[Any, names(models.MODELS, "Models")] = None,
+    models: Annotated[Any, names(MODELS, "Models")] = None,
     modes: Annotated[Any, names(MODES, "Modes of vLLM")] = None,
     variants: Annotated[Any, names(VARIANTS, "Variants")] = None,
     neighbours: Annotated[Any, option(counts, "N,…", _NEIGHBOURS, keep=False)] = None,
@@ -68,7 +69,7 @@ def main(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the engines end, too
     check_files(json_file, None, plot)
     given = {
-        "models": of_models,
+        "models": models,
         "modes": modes,
         "variants": variants,
         "neighbours": neighbours,
