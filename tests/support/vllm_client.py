@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-_ROOT = Path(__file__).parents[2]
-BIN = _ROOT / ".clients/vllm/bin"
+ROOT = Path(__file__).parents[2]
+BIN = ROOT / ".clients/vllm/bin"
 needs_vllm = pytest.mark.skipif(
-    not (BIN / "python").exists(), reason="no vLLM in .clients/vllm, an environment of its own"
+    not (BIN / "python").exists(), reason="vLLM is not installed: `make vllm` installs it"
 )
 
 

@@ -4,8 +4,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from serving.client import PYTHON, ROOT, needs_vllm
 from support.hosts import hosts, needs_hosts
+from support.vllm_client import BIN, ROOT, needs_vllm
 
 HERE = Path(__file__).parent
 
@@ -14,7 +14,13 @@ HERE = Path(__file__).parent
 @needs_vllm
 @pytest.mark.parametrize("ranks", [2, 3, 6])
 def test_calls_of_the_communicator(ranks):
-    words = [PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    words = [
+        BIN / "python",
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+    ]
     ran = subprocess.run(
         [*words, HERE / "communicator_checks.py"],
         capture_output=True,
@@ -29,9 +35,11 @@ def test_calls_of_the_communicator(ranks):
 @pytest.mark.slow
 @needs_vllm
 @needs_hosts
-def test_layers_between_hosts():
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_layers_between_hosts(ranks):
+    """With so many ranks on each host."""
     with hosts(2, gbps=1) as two:
-        two.start(HERE / "layers_checks.py", 1, python=str(PYTHON))
+        two.start(HERE / "layers_checks.py", ranks, python=str(BIN / "python"))
         ended = two.finish()
     assert [code for code, _ in ended] == [0, 0], ended
     assert any("all checks passed" in printed for _, printed in ended)

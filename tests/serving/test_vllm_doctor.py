@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from support.vllm_client import BIN, ROOT, needs_vllm
 from test_vllm_plugin import PLATFORM, described, modules
 
 from weft.doctor import vllm as doctor
 
-ROOT = Path(__file__).parents[2]
-CLIENT = ROOT / ".clients/vllm/bin/python"
 START = "from weft.cli import app; app(['doctor', '--vllm'])"
 
 
@@ -148,9 +146,11 @@ def test_shared_memory_of_a_container():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not CLIENT.exists(), reason="there is no .clients/vllm: make vllm")
+@needs_vllm
 def test_a_vllm_that_runs_on_weft():
     core = next((ROOT / "weft").glob("_native*.so"), None)
-    status, lines = report(*[ROOT] * bool(core), python=CLIENT, VLLM_CPU_OMP_THREADS_BIND="0")
+    status, lines = report(
+        *[ROOT] * bool(core), python=BIN / "python", VLLM_CPU_OMP_THREADS_BIND="0"
+    )
     assert status == 0, lines
     assert lines[-1] == "Nothing is wrong: vLLM's ranks run on weft."

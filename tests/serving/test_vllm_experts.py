@@ -13,16 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".clients" / "vllm" / "bin" / "python"
+from support.vllm_client import BIN, needs_vllm
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(
-        not PYTHON.exists(), reason="vLLM is not installed: `make vllm` installs it"
-    ),
+    needs_vllm,
 ]
 
 PROMPTS, TOKENS = 8, 6
@@ -42,7 +38,7 @@ def in_vllm(program: str, *arguments: str, threads: str = "0"):
         "VLLM_PLUGINS": "weft",
     }
     process = subprocess.Popen(
-        [PYTHON, ROOT / "tests" / "serving" / program, *arguments],
+        [BIN / "python", Path(__file__).parent / program, *arguments],
         env=os.environ | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

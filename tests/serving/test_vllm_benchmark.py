@@ -10,25 +10,22 @@ import os
 import re
 import subprocess
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
+from support.vllm_client import BIN, ROOT, needs_vllm
 from weft_benchmarks.vllm import __main__ as main
 from weft_benchmarks.vllm import measure, models, picture, tables
 from weft_benchmarks.vllm.engines import Answer
 
 from weft.bench.harness import host
 
-ROOT = Path(__file__).parent.parent
-PYTHON = ROOT / ".clients/vllm/bin/python"
-
 
 def run(*arguments):
     """The finished command in the environment of vLLM."""
     return subprocess.run(
-        [PYTHON, "-m", "weft_benchmarks.vllm", *map(str, arguments)],
+        [BIN / "python", "-m", "weft_benchmarks.vllm", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=600,
@@ -39,9 +36,7 @@ def run(*arguments):
 @pytest.mark.data
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(
-    not (ROOT / ".clients/vllm/installed").exists(), reason="no vLLM here: run make vllm first"
-)
+@needs_vllm
 def test_the_same_tokens_on_every_variant(tmp_path):
     saved, picture = tmp_path / "vllm.json", tmp_path / "vllm.png"
     done = run("--short", "--neighbours", "0,1", "--json", saved, "--plot", picture)
