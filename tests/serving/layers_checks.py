@@ -26,6 +26,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 from vllm.plugins import load_general_plugins
 
+import weft.vllm
 from weft.vllm import layers
 from weft.vllm.communicator import Communicator
 from weft.vllm.row_shard import RowShard
@@ -146,6 +147,7 @@ def check_other_operators(block, counts):
 
 def main():
     load_general_plugins()
+    weft.vllm.register()  # vLLM may load a plug-in more than once
     config = VllmConfig()
     with set_current_vllm_config(config):
         init_distributed_environment(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.distributed import get_tp_group, split_tensor_along_last_dim
-from vllm.model_executor.custom_op import PluggableLayer
+from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers import linear
 
 from weft.ops.all_gather_matmul import all_gather_matmul
@@ -89,7 +89,7 @@ class _ColumnParallel(linear.ColumnParallelLinear):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.reason = _reason(self) if self.tp_size > 1 else "it has no ranks"
+        self.reason = _reason(self) if self.tp_size > 1 else "there is one rank"
 
     def forward(self, input_: Tensor) -> Any:
         shard = shard_among(input_)
@@ -168,11 +168,12 @@ def explain(model: nn.Module) -> str:
 
 
 def register() -> None:
-    """Let vLLM make these layers in place of its own."""
+    """Let vLLM make these layers in place of its own; idempotent."""
     for layer in (
         RowParallelLinear,
         ColumnParallelLinear,
         MergedColumnParallelLinear,
         QKVParallelLinear,
     ):
-        PluggableLayer.register_oot(layer, name=layer.__name__)
+        if layer.__name__ not in op_registry_oot:
+            PluggableLayer.register_oot(layer, name=layer.__name__)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.model_executor.custom_op import CustomOp
+from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers import layernorm
 
 from weft.vllm.row_shard import shard_among
@@ -44,5 +44,6 @@ class RMSNorm(layernorm.RMSNorm):  # type: ignore[misc]
 
 
 def register() -> None:
-    """Let vLLM make this layer in place of its own."""
-    CustomOp.register_oot(RMSNorm, name="RMSNorm")
+    """Let vLLM make this layer in place of its own; idempotent."""
+    if "RMSNorm" not in op_registry_oot:
+        CustomOp.register_oot(RMSNorm, name="RMSNorm")
