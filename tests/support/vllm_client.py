@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
+_ENDING = 60.0  # seconds
 BIN = ROOT / ".clients/vllm/bin"
 needs_vllm = pytest.mark.skipif(
     not (BIN / "python").exists(), reason="vLLM is not installed: `make vllm` installs it"
@@ -62,8 +63,10 @@ class Engine:
         """Wait for the end of all its processes; the seconds until then."""
         began = time.monotonic()
         assert self.process.stdout
-        self.text += self.process.stdout.read()  # the last of them closes it
+        self.text += self.process.stdout.read()  # the last of them closes it, and ends soon
         self.process.wait()
+        while self.processes() and time.monotonic() < began + _ENDING:
+            time.sleep(0.01)
         print(self.text)  # pytest shows it of a test that fails
         return time.monotonic() - began
 
