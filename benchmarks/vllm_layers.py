@@ -28,24 +28,12 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsConfig,
 )
 from vllm.plugins import load_general_plugins
+from weft_benchmarks.vllm.models import W8A8
 
 from weft.vllm import layers
 
 HIDDEN, HEADS, INNER = 1024, 16, 2816
 WARM, CALLS = 16, 10  # the first calls measure weft's variants
-SCHEME = {"num_bits": 8, "type": "int", "symmetric": True}
-INT8 = {
-    "format": "int-quantized",
-    "quant_method": "compressed-tensors",
-    "config_groups": {
-        "all": {
-            "targets": ["Linear"],
-            "weights": SCHEME | {"strategy": "channel"},
-            "input_activations": SCHEME | {"strategy": "token", "dynamic": True},
-        }
-    },
-    "ignore": [],
-}
 
 
 class Layers(torch.nn.Module):
@@ -53,7 +41,7 @@ class Layers(torch.nn.Module):
 
     def __init__(self, quantised):
         super().__init__()
-        config = CompressedTensorsConfig.from_config(INT8) if quantised else None
+        config = CompressedTensorsConfig.from_config(W8A8) if quantised else None
         named = {"quant_config": config, "params_dtype": torch.bfloat16}
         self.qkv = QKVParallelLinear(HIDDEN, HIDDEN // HEADS, HEADS, bias=False, **named)
         self.o = RowParallelLinear(HIDDEN, HIDDEN, bias=False, **named)

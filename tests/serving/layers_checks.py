@@ -25,6 +25,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsConfig,
 )
 from vllm.plugins import load_general_plugins
+from weft_benchmarks.vllm.models import W8A8
 
 import weft.vllm
 from weft.vllm import layers
@@ -32,24 +33,6 @@ from weft.vllm.communicator import Communicator
 from weft.vllm.row_shard import RowShard
 
 HIDDEN, HEADS, SIZE, INNER = 64, 4, 16, 128
-INT8 = {
-    "format": "int-quantized",
-    "quant_method": "compressed-tensors",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
-            "input_activations": {
-                "num_bits": 8,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "token",
-                "dynamic": True,
-            },
-        }
-    },
-    "ignore": [],
-}
 
 
 class Block(torch.nn.Module):
@@ -59,7 +42,7 @@ class Block(torch.nn.Module):
 
     def __init__(self, quantised, alone):
         super().__init__()
-        config = CompressedTensorsConfig.from_config(INT8) if quantised else None
+        config = CompressedTensorsConfig.from_config(W8A8) if quantised else None
         named = {"quant_config": config, "params_dtype": torch.bfloat16, "disable_tp": alone}
         three = [HIDDEN] * 3
         self.qkv = (

@@ -36,8 +36,9 @@ def test_calls_of_the_communicator(ranks):
 @needs_vllm
 @needs_hosts
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_layers_between_hosts(ranks):
+def test_layers_between_hosts(ranks, monkeypatch):
     """With so many ranks on each host."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "benchmarks"))
     with hosts(2, gbps=1) as two:
         two.start(HERE / "layers_checks.py", ranks, python=str(BIN / "python"))
         ended = two.finish()

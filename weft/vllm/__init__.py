@@ -27,6 +27,8 @@ def register() -> None:
     from weft.vllm import surface
 
     surface.check()
+    from vllm.model_executor.custom_op import op_registry_oot
+
     platform = type(current_platform)
     platform.dist_backend = "weft"
     platform.get_device_communicator_cls = classmethod(lambda cls: _COMMUNICATOR)
@@ -34,8 +36,9 @@ def register() -> None:
 
     experts.register()
     if selected == LAYERS:
-        layers.register()
-        norms.register()
+        for layer in (*layers.LAYERS, norms.RMSNorm):
+            if layer.__name__ not in op_registry_oot:
+                layer.register_oot(layer, name=layer.__name__)
 
 
 _COMMUNICATOR = "weft.vllm.communicator.Communicator"

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.distributed import get_tp_group, split_tensor_along_last_dim
-from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers import linear
 
 from weft.ops.all_gather_matmul import all_gather_matmul
@@ -60,10 +59,7 @@ class RowParallelLinear(linear.RowParallelLinear):  # type: ignore[misc]
         if not self.input_is_parallel:
             parts = split_tensor_along_last_dim(input_, num_partitions=self.tp_size)
             input_ = parts[self.tp_rank].contiguous()
-        output = self._own_sums(input_)
-        if not self.return_bias:
-            return output
-        return output, self.bias if self.skip_bias_add else None
+        return _returned(self, self._own_sums(input_))
 
     def _own_sums(self, x: Tensor) -> RowShard:
         """The products of x (rows, K) with this rank's part of the weight, summed over ranks, of
@@ -97,12 +93,11 @@ class _ColumnParallel(linear.ColumnParallelLinear):  # type: ignore[misc]
             return super().forward(input_)
         if self._rows is None:
             bias = None if self.skip_bias_add else self.bias
-            self._rows = sent_rows(self, self.input_size_per_partition, input_.dtype, bias)
+            columns, dtype = self.input_size_per_partition, input_.dtype
+            self._rows = sent_rows(self, columns, dtype)(self, columns, dtype, bias)
         rows, run = self._rows, shard.communicator.run
         output = run(all_gather_matmul, rows.sent(shard.own), rows.weight, shard_rows=shard.sizes)
-        if not self.return_bias:
-            return output
-        return output, self.bias if self.skip_bias_add else None
+        return _returned(self, output)
 
 
 class ColumnParallelLinear(_ColumnParallel):
@@ -115,6 +110,13 @@ class MergedColumnParallelLinear(_ColumnParallel, linear.MergedColumnParallelLin
 
 class QKVParallelLinear(_ColumnParallel, linear.QKVParallelLinear):  # type: ignore[misc]
     """vLLM's layer of this name on weft."""
+
+
+def _returned(layer: Any, output: Tensor) -> Any:
+    """What vLLM's layers return: the result, and the bias that it lacks where that is asked for."""
+    if not layer.return_bias:
+        return output
+    return output, layer.bias if layer.skip_bias_add else None
 
 
 def _communicator() -> Communicator:
@@ -156,7 +158,7 @@ def explain(model: nn.Module) -> str:
             after = "all_reduce after the product" if layer.reduce_results else "no communication"
             overlapped = "matmul_reduce_scatter"
         elif isinstance(layer, _ColumnParallel):
-            rows = sent_rows(layer, layer.input_size_per_partition, layer.params_dtype, None)
+            rows = sent_rows(layer, layer.input_size_per_partition, layer.params_dtype)
             after, overlapped = "no communication", f"all_gather_matmul of {rows.words}"
         else:
             continue
@@ -167,13 +169,5 @@ def explain(model: nn.Module) -> str:
     return "\n".join(lines)
 
 
-def register() -> None:
-    """Let vLLM make these layers in place of its own; idempotent."""
-    for layer in (
-        RowParallelLinear,
-        ColumnParallelLinear,
-        MergedColumnParallelLinear,
-        QKVParallelLinear,
-    ):
-        if layer.__name__ not in op_registry_oot:
-            PluggableLayer.register_oot(layer, name=layer.__name__)
+LAYERS = RowParallelLinear, ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear
+"""The layers that vLLM makes in place of its own of these names."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers import layernorm
 
 from weft.vllm.row_shard import shard_among
@@ -41,9 +40,3 @@ class RMSNorm(layernorm.RMSNorm):  # type: ignore[misc]
             return out
         torch.ops._C.fused_add_rms_norm(x, residual, self.weight, self.variance_epsilon)
         return x, residual
-
-
-def register() -> None:
-    """Let vLLM make this layer in place of its own; idempotent."""
-    if "RMSNorm" not in op_registry_oot:
-        CustomOp.register_oot(RMSNorm, name="RMSNorm")

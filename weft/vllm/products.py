@@ -16,6 +16,7 @@ ROWS_MULTIPLE = 32  # of the tiles of vLLM's kernels
 _KERNELS = "vllm.model_executor.kernels.linear"
 _ROW_WISE = ("CPU", "Zentorch", "Dynamic4bit", "Unquantized")
 """Beginnings of names of kernels that quantise no activations, or each row by itself."""
+_SCALE_BYTES = 4  # of a row's scale, in float32
 
 
 def kernel_of(layer: nn.Module) -> Any:
@@ -62,13 +63,13 @@ class Int8Rows(Rows):
     """Rows that are quantised before they are sent, each with its scale: half the bytes, and the
     bits of rows that are quantised afterwards, since each row has a scale of its own.
 
-    A row of K int8 and one float32 is sent as K / 2 + 2 elements of the layer's dtype.
+    The K int8 and one float32 of a row are sent as elements of the layer's dtype.
     """
 
     words = "int8 rows"
 
     def __init__(self, layer: Any, columns: int, dtype: torch.dtype, bias: Tensor | None) -> None:
-        super().__init__(layer, columns // 2 + 2, dtype, bias)
+        super().__init__(layer, (columns + _SCALE_BYTES) // dtype.itemsize, dtype, bias)
         self.columns, self.kernel = columns, kernel_of(layer)
 
     def sent(self, x: Tensor) -> Tensor:
@@ -77,7 +78,7 @@ class Int8Rows(Rows):
 
     def _multiply(self, rows: Tensor, out: Tensor) -> None:
         sent = rows.view(torch.int8)
-        quantised, scales = sent.split([self.columns, 4], dim=1)
+        quantised, scales = sent.split([self.columns, _SCALE_BYTES], dim=1)
         *_, adjustment = self.kernel._get_layer_params(self.layer)
         product = torch.empty(out.shape, dtype=self.dtype)
         vllm_operators.onednn_scaled_mm(
@@ -92,10 +93,9 @@ class Int8Rows(Rows):
         out.copy_(product)
 
 
-def sent_rows(layer: Any, columns: int, dtype: torch.dtype, bias: Tensor | None) -> Rows:
+def sent_rows(layer: Any, columns: int, dtype: torch.dtype) -> type[Rows]:
     """How the rows of a column-parallel layer are sent."""
-    kind = Int8Rows if _takes_int8_rows(layer) and columns % 2 == 0 else Rows
-    return kind(layer, columns, dtype, bias)
+    return Int8Rows if _takes_int8_rows(layer) and columns % dtype.itemsize == 0 else Rows
 
 
 def _takes_int8_rows(layer: nn.Module) -> bool:
