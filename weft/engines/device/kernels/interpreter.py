@@ -2,8 +2,10 @@
 concurrently.
 
 The interpreter keeps the index of a program in its grid in one variable, and unpatches the language
-whenever a kernel ends. With this patch each thread has its own index, and the language stays
-patched. It also corrects products of bfloat16, whose bits the interpreter multiplies as integers.
+whenever a kernel ends. With this patch each thread has its own index, and the language is patched
+once for all kernels: patching reads the names of a kernel's module, which fails while another
+thread's first kernel of that module adds the interpreter's names to them. It also corrects products
+of bfloat16, whose bits the interpreter multiplies as integers.
 """
 
 from __future__ import annotations
@@ -49,5 +51,7 @@ def _widened(factor: Any) -> Any:
 def serve_threads() -> None:
     """Let kernels run on several threads from now on."""
     interpreter.interpreter_builder.__class__ = _PerThread
-    # of any kernel: the patched language module is common to all
-    interpreter._patch_lang(peer_pointer.fn)
+    # kernels import the language, and the language's own functions its core
+    for function in (peer_pointer, tl.cdiv):
+        interpreter._patch_lang(function.fn)
+    interpreter._patch_lang = lambda _: interpreter._LangPatchScope()
