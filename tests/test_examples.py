@@ -16,6 +16,8 @@ import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
+import nbclient
+import nbformat
 import pytest
 import torch
 import typer
@@ -139,6 +141,18 @@ def test_huggingface():
     # transformers' results are of its own classes
     printed = as_process("huggingface.py", *sizes.split(), "--dtype", "float32")
     assert printed.count("7 of 7") == 5, printed
+
+
+@pytest.mark.data
+@pytest.mark.slow
+def test_notebook(tmp_path):
+    """Every cell runs, and the last picture is drawn."""
+    notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
+    place = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=100, resources=place).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    assert any("image/png" in output.get("data", ()) for output in outputs)
+    assert "race on inbox@0" in "".join(output.get("text", "") for output in outputs)
 
 
 def test_every_example_is_tested():

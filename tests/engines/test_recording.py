@@ -13,7 +13,7 @@ import weft
 from weft.engines.recording import record
 from weft.pictures.timeline import draw
 from weft.plan.binding import bind
-from weft.plan.trace import KINDS, Span, Trace, lane_of, of_program, to_perfetto
+from weft.plan.trace import KINDS, Span, Trace, joined, lane_of, of_program, to_perfetto
 
 
 def made_trace():
@@ -121,3 +121,17 @@ def test_recording_ends():
         trace = recording.gather("alone")
     assert {span.kind for span in trace.spans} == {"matmul"}
     assert len(recording.executions) == 1
+
+
+def test_recordings_of_a_local_world_are_joined():
+    def traced():
+        with record(weft.init()) as recording:
+            weft.all_gather_matmul(torch.ones(3, 2), torch.ones(2, 2), algorithm="push")
+        with pytest.raises(weft.WeftError, match=r"has none: return recording\.own"):
+            recording.gather("push")
+        return recording.own("push")
+
+    with weft.local_world(2) as local:
+        trace = joined("push", local.run(traced))
+    assert {rank for rank, _ in trace.lanes} == {0, 1}
+    assert [*trace.spans] == sorted(trace.spans, key=lambda span: span.start)

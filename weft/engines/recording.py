@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 import weft._native as _native
 from weft.engines.program import Timed
+from weft.errors import WeftError
 from weft.plan import Plan
 from weft.plan.binding import bind
-from weft.plan.trace import Span, Trace, lane_of
+from weft.plan.trace import Span, Trace, joined, lane_of
 from weft.world import World, wire
 
 _ROUNDS = 20  # questions for the time per host
@@ -50,22 +51,29 @@ class Recording:
         """Add an execution with these sizes; called by engines."""
         self.executions.append((plan, rows, spans))
 
+    def own(self, title: str) -> Trace:
+        """The trace of this rank alone, by the clock of its host. `weft.plan.trace.joined` joins
+        those of the ranks of a `weft.local_world`, which have one clock.
+        """
+        return joined(title, [self._spans()])
+
     def gather(self, title: str, group: dist.ProcessGroup | None = None) -> Trace | None:
         """The trace of all ranks on rank 0, None elsewhere; collective over `group`, with which
         the world was made.
+
+        Raises `WeftError` for a rank of a `weft.local_world`, which has no process group.
         """
-        spans = [*self._spans()]
-        if self.world.ranks > 1:
-            offsets = clock_offsets(self.world, group)
-            parts = wire.all_gather_values(spans, list[Span], group)
-            if self.world.rank:
-                return None
-            spans = [
-                span._replace(start=span.start - offset, stop=span.stop - offset)
-                for part, offset in zip(parts, offsets, strict=True)
-                for span in part
-            ]
-        return Trace(title, tuple(sorted(spans, key=lambda span: span.start)))
+        if self.world.ranks == 1:
+            return self.own(title)
+        if group is None and not dist.is_initialized():
+            raise WeftError(
+                "a recording is gathered by the process group of its world, and a local world has "
+                "none: return recording.own(title) from local.run, and join what it returns by "
+                "weft.plan.trace.joined(title, traces)"
+            )
+        offsets = clock_offsets(self.world, group)
+        parts = wire.all_gather_values([*self._spans()], list[Span], group)
+        return None if self.world.rank else joined(title, parts, offsets)
 
     def _spans(self) -> Iterator[Span]:
         for plan, sizes, spans in self.executions:

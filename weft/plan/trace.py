@@ -101,6 +101,28 @@ class Trace:
         return hidden / copying if copying else None
 
 
+def joined(
+    title: str, parts: Iterable[Trace | Iterable[Span]], offsets: Sequence[int] | None = None
+) -> Trace:
+    """One trace of the parts, each of one rank: its trace or its spans. `offsets` are the
+    nanoseconds by which the clock of each part is ahead of the first one's, by default none.
+    """
+    spans = [part.spans if isinstance(part, Trace) else part for part in parts]
+    return Trace(
+        title,
+        tuple(
+            sorted(
+                (
+                    span._replace(start=span.start - offset, stop=span.stop - offset)
+                    for part, offset in zip(spans, offsets or [0] * len(spans), strict=True)
+                    for span in part
+                ),
+                key=lambda span: span.start,
+            )
+        ),
+    )
+
+
 def to_perfetto(*traces: Trace) -> dict[str, Any]:
     """The traces in Chrome's trace event format, which https://ui.perfetto.dev opens if it is
     written as JSON.
