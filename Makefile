@@ -6,7 +6,7 @@ TORCH ?= 2.9.1
 PYTEST := -m pytest --numprocesses 2 --dist worksteal
 NATIVE := $(wildcard native/CMakeLists.txt native/*/*)
 
-.PHONY: bench baselines vllm test test-all check test-torch torch-suite collected storm sanitize portable wheels wheel-test clean
+.PHONY: bench baselines vllm test test-all check test-torch torch-suite collected docs storm sanitize portable wheels wheel-test clean
 
 .venv/installed: pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv .venv
@@ -91,6 +91,14 @@ torch-suite: .venv/installed
 collected: .venv/installed
 	$(BIN)/python .ci/collected.py
 
+# The documentation site, site/index.html; fails on a link that leads nowhere.
+docs: .venv/documentation
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+.venv/documentation: .venv/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	touch $@
+
 # Random faults of ranks at random moments: number of TRIALS, first SEED, KIND of faults (default all; KIND=list names them), PLACES.
 storm: .venv/installed
 	$(BIN)/python tests/storm.py --trials $(or $(TRIALS),200) $(if $(SEED),--seed $(SEED)) $(if $(KIND),--kind $(KIND)) $(if $(PLACES),--places $(PLACES))
@@ -114,4 +122,4 @@ wheel-test:
 	build/wheels/tools/bin/python .ci/wheels.py --test
 
 clean:
-	rm -rf .venv .baselines .clients .torches build dist $(RESULTS)
+	rm -rf .venv .baselines .clients .torches build dist site $(RESULTS)

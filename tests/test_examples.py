@@ -29,7 +29,10 @@ from weft.cli import app
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 WEFT = Path(sys.executable).parent / "weft"
-DOCUMENTS = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    "README.md",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
+]
 
 
 def run(*command, cwd=ROOT):

@@ -194,8 +194,9 @@ class ColumnParallelLinear(ShardedLinear):
     gathered along that dimension while it is multiplied.
 
     Args:
-        in_features, out_features: the features of all ranks. A rank's part of the outputs has the
-            size that `torch.chunk` gives it.
+        in_features: the features of all ranks' inputs.
+        out_features: the features of all ranks' outputs. A rank's part of them has the size
+            that `torch.chunk` gives it.
         bias: whether a bias is added; it is sharded like the outputs.
         sequence_dim: the dimension along which inputs are sharded, None if they are not.
         world: by default the world made by ``weft.init()``.
@@ -319,8 +320,9 @@ class RowParallelLinear(ShardedLinear):
     Without `sequence_dim` every rank gets the full sum; with it, a part of the sum's sequence.
 
     Args:
-        in_features, out_features: the features of all ranks. A rank's part of the inputs has the
-            size that `torch.chunk` gives it.
+        in_features: the features of all ranks' inputs. A rank's part of them has the size that
+            `torch.chunk` gives it.
+        out_features: the features of all ranks' outputs.
         bias: whether a bias is added, once; it is replicated on all ranks.
         sequence_dim: the dimension along which outputs are sharded, into the parts of
             `torch.chunk`; None if they are not.

@@ -72,7 +72,8 @@ def matmul_reduce_scatter(
         dim: the dimension of the product (…, N) that is scattered. For the last one the transposed
             product is computed and scattered by rows, and the plain weight is used.
         bias: (N,), the same on all ranks; added once, for any `op`.
-        scale_a, scale_b: scales of float8 inputs, as `all_gather_matmul` takes them.
+        scale_a: of float8 inputs, as `all_gather_matmul` takes it.
+        scale_b: the same.
         out: contiguous, of the shape of the result, not overlapping an input.
         out_dtype: a's dtype (default) or float32; for float8 bfloat16 (default), float16 or
             float32.
