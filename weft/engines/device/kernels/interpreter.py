@@ -53,5 +53,5 @@ def serve_threads() -> None:
     interpreter.interpreter_builder.__class__ = _PerThread
     # kernels import the language, and the language's own functions its core
     for function in (peer_pointer, tl.cdiv):
-        interpreter._patch_lang(function.fn)
-    interpreter._patch_lang = lambda _: interpreter._LangPatchScope()
+        scope = interpreter._patch_lang(function.fn)
+    interpreter._patch_lang = lambda _: type(scope)()  # changes nothing, so restores nothing
