@@ -1,6 +1,6 @@
 #!/bin/sh
-# Run a Python program on two hosts: network namespaces joined by a link of GBPS Gbit/s each way (0: not
-# limited), with one rank and one core each. Needs root, iproute2 and two cores.
+# Run a Python program on two hosts: network namespaces joined by a link of GBPS Gbit/s each way
+# (0: not limited), with one rank and one core each. Needs root, iproute2 and two cores.
 # usage: benchmarks/two_hosts.sh GBPS -m weft bench …     or a script in place of -m weft
 set -eu
 gbps=$1 python=${PYTHON:-.venv/bin/python} first=weft$$a second=weft$$b
@@ -25,8 +25,10 @@ for host in $first $second; do
   ip -n $host address add 10.77.1.$number/24 dev eth0
   ip -n $host link set lo up
   ip -n $host link set eth0 up
-  ip netns exec $host sysctl -qw net.ipv4.tcp_congestion_control=reno # BBR mistakes a busy core for a slow link
-  [ "$gbps" = 0 ] || tc -n $host qdisc add dev eth0 root tbf rate "${gbps}gbit" burst $burst latency 50ms
+  # BBR mistakes a core that computes for a slow link
+  ip netns exec $host sysctl -qw net.ipv4.tcp_congestion_control=reno
+  [ "$gbps" = 0 ] ||
+    tc -n $host qdisc add dev eth0 root tbf rate "${gbps}gbit" burst $burst latency 50ms
   number=$((number + 1))
 done
 
@@ -37,6 +39,8 @@ start() { # HOST NODE-RANK ARGUMENT …
     "$python" -m torch.distributed.run --nnodes 2 --node-rank "$node" --nproc-per-node 1 \
     --master-addr 10.77.1.1 --master-port 29400 "$@"
 }
+# in the background, since a shell that waits answers signals at once
+start $first 0 "$@" &
+agent=$!
 start $second 1 "$@" >/dev/null &
-start $first 0 "$@"
-wait $!
+wait $agent && wait $!
