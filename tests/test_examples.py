@@ -175,10 +175,11 @@ class Block(NamedTuple):
 
     @property
     def is_program(self):
-        """Whether the block is Python that makes a world by itself, and begins with the command
-        that runs it.
+        """Whether the block is Python that makes a world or a process group by itself, and begins
+        with the command that runs it.
         """
-        return self.language == "python" and "weft.init(" in self.text and self.text.startswith("#")
+        makes = "weft.init(" in self.text or "init_process_group(" in self.text
+        return self.language == "python" and makes and self.text.startswith("#")
 
 
 def blocks(document):
