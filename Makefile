@@ -93,7 +93,7 @@ collected: .venv/installed
 
 # The documentation site, site/index.html; fails on a link that leads nowhere.
 docs: .venv/documentation
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .venv/documentation: .venv/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
