@@ -54,7 +54,7 @@ def to_json(result: Result) -> dict[str, Any]:
         "baselines_ms": times_ms(result.baselines),
         "streamed_ms": times_ms(result.streamed),
         **_figures(result),
-        "hidden_percent": {trace.title: _hidden(trace) for trace in result.traces},
+        "hidden_percent": {trace.title: hidden(trace) for trace in result.traces},
         "wrong": {name: check.wrong for name, check in result.checks.items()},
         "verified": not any(check.wrong for check in result.checks.values()),
         "max_error": _finite(max(check.max_error for check in products)),
@@ -235,7 +235,7 @@ def _figures(result: Result) -> dict[str, float]:
     return found
 
 
-def _hidden(trace: Trace) -> float | None:
+def hidden(trace: Trace) -> float | None:
     """The percentage of copying behind products; None if nothing is copied."""
     part = trace.hidden_copies()
     return None if part is None else 100 * part

@@ -1,10 +1,13 @@
-"""Saved results of ``weft bench``: the functions that print and draw each kind, and CSV."""
+"""Saved results of ``weft bench`` and their traces: the functions that print and draw each kind,
+and CSV.
+"""
 
 from __future__ import annotations
 
 import csv
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +16,7 @@ from rich.console import Console
 
 from weft.bench import plots, report, repository, sweep, tables
 from weft.bench.settings import FUSED, sweeps
+from weft.plan.trace import Trace, from_perfetto
 
 Result = dict[str, Any]
 
@@ -26,13 +30,38 @@ class Shown(NamedTuple):
 
 def load(file: Path) -> Result:
     """The result in a file. Raises `ValueError` if it is none, `OSError` if it cannot be read."""
-    try:
-        found = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from None
-    if not isinstance(found, dict) or "benchmark" not in found:
+    found = _json(file)
+    if not isinstance(found, dict) or not isinstance(found.get("benchmark"), str):
         raise ValueError(f"{file} is no result of weft bench --json")
     return found
+
+
+def load_traces(file: Path) -> list[Trace]:
+    """The traces in a file. Raises as `load`."""
+    found = _json(file)
+    try:
+        return from_perfetto(found)
+    except ValueError as error:
+        raise ValueError(f"{file} is no trace of weft bench --trace: {error}") from None
+
+
+def _json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from None
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Raise `ValueError` if the result of a file turns out to lack what this version expects."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError) as missing:
+        raise ValueError(
+            f"{file} has no {missing}: another version of weft has written it; use that one, "
+            "or weft show --csv"
+        ) from None
 
 
 def shown(result: Result) -> Shown:

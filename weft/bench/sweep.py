@@ -360,7 +360,7 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
     libraries = "nccl" if tables.options_of(result).get("device") == "cuda" else "gloo"
     tables.print_notes(
         console,
-        f"size and count: each rank's input, in whole elements. Times: {times}. algbw, busbw: GB/s",
+        f"size and count: each rank's input, in whole elements. Times: {times}. algbw, busbw: GB/s "
         "of 1e9 bytes, as nccl-tests define them. weft, kernel: symmetric memory; weft (plain) and "
         f"{libraries}: ordinary ones; MPI: numpy's.",
         *tables.checking(result),
@@ -383,7 +383,7 @@ def _print_rows(rows: Sequence[dict[str, Any]], console: Console, p99: bool) -> 
     columns = ["\nsize B", "\ncount", "\ntype", ""]
     for place in places:
         columns += [f"{'in' if place else 'out of'} place\nus", *(["\np99 us"] if p99 else [])]
-        columns += ["\nalgbw", "\nbusbw", "\n#wrong"]
+        columns += ["algbw\nGB/s", "busbw\nGB/s", "\n#wrong"]
     table = tables.table([*columns, *(f"\nvs {name}" for name in baselines)])
     for _, of_size in groupby(rows, key=lambda row: row["size_bytes"]):
         found = {(row["implementation"], row["in_place"]): row for row in of_size}

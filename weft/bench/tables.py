@@ -13,7 +13,7 @@ from rich.text import Text
 
 from weft.bench.settings import CHECKING
 
-TIMES = {"median": "median ms", "min": "min", "p99": "p99"}
+TIMES = {"median": "median ms", "min": "min ms", "p99": "p99 ms"}
 """The columns of milliseconds, by the keys of times in JSON."""
 
 

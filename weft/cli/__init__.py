@@ -1,5 +1,5 @@
-"""The command line: ``weft bench``, ``show``, ``plan``, ``predict``, ``calibrate``, ``tune``,
-``run``, ``doctor``. Commands import torch only if they need it.
+"""The command line: ``weft bench``, ``show``, ``report``, ``plan``, ``predict``, ``calibrate``,
+``tune``, ``run``, ``doctor``. Commands import torch only if they need it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import weft
-from weft.cli import bench, machine, options, plan, predict, show
+from weft.cli import bench, machine, options, plan, predict, report, show
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -26,6 +26,7 @@ for command in (
     machine.calibrate,
     options.command_from(machine.Tune, machine.tune),
     show.show,
+    report.report,
 ):
     app.command()(command)
 

@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 
 import weft.cache as cache
-from weft.bench import conditions, repository
+from weft.bench import conditions, repeat, repository
 from weft.bench.settings import ENGINES
 from weft.plan.trace import Trace
 from weft.predict import machine
@@ -77,15 +77,7 @@ def _refuse_ignored(settings: Any, given: Sequence[str]) -> None:
     if getattr(settings, "ranks", 0) is None:
         settings = replace(settings, ranks=world_size(None)[1])
     for name, why in conditions.ignored(settings, given):
-        refuse(_option(type(settings), name), why)
-
-
-def _option(kind: type[Any], name: str) -> str:
-    """The option of a field as users give it."""
-    declared: Sequence[str] = (
-        get_type_hints(kind, include_extras=True)[name].__metadata__[0].param_decls or ()
-    )
-    return next((each for each in declared if each.startswith("--")), f"--{name.replace('_', '-')}")
+        refuse(repeat.option(type(settings), name), why)
 
 
 def refuse(option: str, why: str) -> NoReturn:
@@ -224,12 +216,12 @@ def check_files(json_file: str | None, trace: Path | None, *pictures: Path | Non
             refuse("--plot / --timeline", f"pictures must be .png or .svg files; got {picture}")
     for file in (json_file if json_file != "-" else None, trace, *pictures):
         if file:
-            _check_writable(Path(file))
+            check_writable(Path(file), "--json / --plot / --trace / --timeline")
 
 
-def _check_writable(file: Path) -> None:
-    """Refuse a file that cannot be written; an existing file is not changed."""
-    option, new = "--json / --plot / --trace / --timeline", not file.exists()
+def check_writable(file: Path, option: str) -> None:
+    """Refuse the file of an option if it cannot be written; an existing file is not changed."""
+    new = not file.exists()
     if not file.absolute().parent.is_dir():
         refuse(option, f"the directory of {file} does not exist; make it first")
     try:

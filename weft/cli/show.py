@@ -26,15 +26,10 @@ def show(
     with options.failing("weft show"):
         result = saved.load(file)
         kind = saved.shown(result)
-        try:
+        with saved.reading(file):
             if as_csv:
                 typer.echo(saved.to_csv(result), nl=False)
             else:
                 kind.print(result, Console())
             if plot:
                 kind.draw(result, plot)
-        except KeyError as missing:
-            raise ValueError(
-                f"{file} has no {missing}: another version of weft has written it; use that one, "
-                "or --csv"
-            ) from None

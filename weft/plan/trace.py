@@ -1,4 +1,4 @@
-"""Traces: a span for every instruction of every rank of an execution, and their export to Perfetto.
+"""Traces: a span for every instruction of every rank of an execution, and their Perfetto files.
 
 Every engine reports the same spans, so figures, pictures and exports are made only here and in
 `weft.pictures.timeline`.
@@ -161,6 +161,35 @@ def to_perfetto(*traces: Trace) -> dict[str, Any]:
                 }
             )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def from_perfetto(file: object) -> list[Trace]:
+    """The traces of which `to_perfetto` made this JSON object, from 0 on. Raises `ValueError` for
+    any other object, such as the trace of another program.
+    """
+    names, threads = dict[int, tuple[str, int]](), dict[tuple[int, int], str]()
+    spans = dict[str, list[Span]]()
+    try:
+        events = file["traceEvents"]  # type: ignore[index]
+        for event in events:
+            if event["ph"] == "M" and event["name"] == "process_name":
+                title, _, rank = event["args"]["name"].rpartition(": rank ")
+                names[event["pid"]] = title, int(rank)
+            elif event["ph"] == "M" and event["name"] == "thread_name":
+                threads[event["pid"], event["tid"]] = event["args"]["name"]
+        for event in events:
+            if event["ph"] == "X":
+                title, rank = names[event["pid"]]
+                start, length = (round(1e3 * event[key]) for key in ("ts", "dur"))
+                text, rows = event["args"]["instruction"], int(event["args"]["rows"])
+                lane = threads[event["pid"], event["tid"]]
+                span = Span(rank, lane, event["cat"], text, rows, start, start + length)
+                spans.setdefault(title, []).append(span)
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError):
+        raise ValueError("the events are not instructions of weft") from None
+    if not spans:
+        raise ValueError("there are no instructions")
+    return [Trace(title, tuple(found)) for title, found in spans.items()]
 
 
 def _union(spans: Iterable[Span]) -> Sequence[tuple[int, int]]:

@@ -1,0 +1,145 @@
+"""The page of saved results, as data: a section for each."""
+
+from __future__ import annotations
+
+import shlex
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from weft.bench import repeat, saved, tables
+from weft.bench.captured import Grid, Words, captured
+from weft.bench.limit import Limit, limit_of
+from weft.bench.report import hidden
+from weft.pictures.page.lanes import timeline
+from weft.plan.trace import Trace
+
+
+class Figure(NamedTuple):
+    """A figure that answers a question: its name, its value, and its meaning."""
+
+    name: str
+    value: str
+    meaning: str
+
+
+class Section(NamedTuple):
+    """A result on a page.
+
+    `notes` are its sentences with their styles, of which `verdict` is the one on the verification.
+    `timeline` is an object for the page's program, `picture` an SVG file as a URI, `commands`
+    repeat the measurement; each is None, or empty, where the result has none.
+    """
+
+    name: str
+    about: str
+    verified: bool
+    verdict: Words
+    figures: list[Figure]
+    timeline: dict[str, Any] | None
+    limit: Limit | None
+    picture: str | None
+    grids: list[Grid]
+    notes: list[Words]
+    facts: list[tuple[str, str]]
+    commands: list[str]
+
+
+def traced(traces: Sequence[Trace], results: Sequence[saved.Result]) -> int | None:
+    """The number of the result that was measured together with `traces`, None if there is none: it
+    has the same part of hidden copies for each trace.
+    """
+    parts = {trace.title: hidden(trace) for trace in traces}
+    return next(
+        (n for n, result in enumerate(results) if result.get("hidden_percent") == parts), None
+    )
+
+
+def section(result: saved.Result, file: str, traces: Sequence[Trace] = ()) -> Section:
+    """The section of a result that was saved in a file of this name, with its traces, if any.
+    Raises `ValueError` for a benchmark that this version lacks.
+    """
+    kind = saved.shown(result)
+    printed = captured(kind.print, result)
+    title, *lines = (line for line in printed if isinstance(line, Words) and line.style != "dim")
+    name, _, about = title.text.partition(": ")
+    verdict = next(line for line in reversed(lines) if line.style in ("green", "bold red"))
+    limit = limit_of(result)
+    return Section(
+        name=name,
+        about=about,
+        verified=result["verified"],
+        verdict=verdict,
+        figures=[*_figures(result)],
+        timeline=timeline(traces) if traces else None,
+        limit=limit,
+        picture=None if limit else _picture(kind, result),
+        grids=[table for table in printed if isinstance(table, Grid)],
+        notes=[line for line in lines if line is not verdict],
+        facts=[*_facts(result)],
+        commands=[*_commands(result, file, bool(traces))],
+    )
+
+
+def _figures(result: saved.Result) -> Iterator[Figure]:
+    times = {name: time["median"] for name, time in tables.times_of(result).items()}
+    if "speedup" in result:
+        sides = f"sequential {times['sequential']:.3f} ms, pipelined {times['pipelined']:.3f} ms"
+        yield Figure("speedup", tables.ratio(result["speedup"]).plain, sides)
+    if "limit_ratio" in result:
+        limit = max(("compute", "communicate"), key=lambda name: times[name])
+        meaning = f"pipelined / {limit}, the limit; 1 is perfect"
+        yield Figure("limit ratio", f"{result['limit_ratio']:.3f}", meaning)
+    if "overlap_percent" in result:
+        part = f"{result['overlap_percent']:.0f} %"
+        yield Figure("overlap", part, "of communicate is hidden behind compute")
+    for name, ratios in _over_sizes(result.get("rows", [])).items():
+        least, most = (tables.ratio(ratio).plain for ratio in (min(ratios), max(ratios)))
+        yield Figure(f"weft vs {name}", f"{least} to {most}", f"median times, {len(ratios)} cases")
+
+
+def _over_sizes(rows: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+    """How many times as fast as each other implementation weft is, size by size."""
+    times = {
+        (row["implementation"], row["size_bytes"], row.get("in_place")): row["time_us"]["median"]
+        for row in rows
+    }
+    found = dict[str, list[float]]()
+    for (name, *case), time in times.items():
+        own = times.get(("weft", *case))
+        if own and not name.startswith(("weft", "kernel")):
+            found.setdefault(name, []).append(time / own)
+    return found
+
+
+def _picture(kind: saved.Shown, result: saved.Result) -> str:
+    """The picture of a result as a URI that holds the SVG file."""
+    with TemporaryDirectory() as folder:
+        kind.draw(result, file := Path(folder) / "result.svg")
+        return f"data:image/svg+xml;base64,{b64encode(file.read_bytes()).decode()}"
+
+
+def _facts(result: saved.Result) -> Iterator[tuple[str, str]]:
+    """The machine, the versions, the time, and the counts of wrong elements."""
+    if wrong := result.get("wrong"):
+        counts = dict[int, list[str]]()
+        for name, count in wrong.items():
+            counts.setdefault(count, []).append(name)
+        for count, names in sorted(counts.items()):
+            yield "wrong elements", f"{count} of {', '.join(names)}"
+    for name, value in result["machine"].items():
+        label, gib, _ = name.partition("_gib")
+        yield label.replace("_", " "), f"{value} GiB" if gib else str(value)
+    yield "versions", ", ".join(f"{name} {text}" for name, text in result["versions"].items())
+    if "date" in result:
+        yield "measured", result["date"].replace("T", " ").replace("+00:00", " UTC")
+
+
+def _commands(result: saved.Result, file: str, traced: bool) -> Iterator[str]:
+    """The commands that measure a result again and make its page."""
+    if measure := repeat.command(result):
+        trace = " --trace trace.json" if traced else ""
+        yield f"{measure} --json {shlex.quote(file)}{trace}"
+        yield f"weft report {shlex.quote(file)}{trace}"

@@ -1,0 +1,51 @@
+"""``weft report``: saved results of ``weft bench`` as one page, to read in a browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import weft
+from weft.cli import options
+
+_FILES = typer.Argument(
+    metavar="RESULT.json…", help="Results of weft bench --json.", exists=True, dir_okay=False
+)
+_TRACE = typer.Option(
+    metavar="TRACE.json",
+    help="The trace that weft bench --trace wrote together with one of them.",
+    exists=True,
+    dir_okay=False,
+)
+_OUTPUT = typer.Option("--output", "-o", metavar="FILE.html", help="The page.", dir_okay=False)
+
+
+def report(
+    files: Annotated[list[Path], _FILES],
+    trace: Annotated[Path | None, _TRACE] = None,
+    output: Annotated[Path, _OUTPUT] = Path("report.html"),
+) -> None:
+    """Make a page of saved results: figures, timeline, tables, machine, and the commands that
+    measure them again. It is one file that needs no network.
+    """
+    if output.resolve() in (file.resolve() for file in (*files, trace) if file):
+        options.refuse("--output", f"{output} is an input: name another file")
+    options.check_writable(output, "--output")
+    from weft.bench import page, saved
+    from weft.pictures.page import html
+
+    with options.failing("weft report"):
+        results = [saved.load(file) for file in files]
+        traces = saved.load_traces(trace) if trace else []
+        of_trace = page.traced(traces, results) if trace else None
+        if trace and of_trace is None:
+            raise ValueError(f"{trace} was not written together with any of these results")
+        sections = []
+        for number, (file, result) in enumerate(zip(files, results, strict=True)):
+            with saved.reading(file):
+                own = traces if number == of_trace else []
+                sections.append(page.section(result, file.name, own))
+        output.write_text(html(sections, weft.__version__))
+    typer.echo(f"Open {output} in a browser.")

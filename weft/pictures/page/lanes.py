@@ -1,0 +1,65 @@
+"""Traces as data for the timeline of a page, which its program draws."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from weft.plan.trace import Span, Trace
+
+
+def timeline(traces: Sequence[Trace]) -> dict[str, Any]:
+    """The traces as a JSON object: the lanes of each, the spans of a lane in order of their start,
+    and the arrows from each notify to the wait that it ended.
+
+    A span is ``[text, kind, rows, start, nanoseconds]``, with `text` and `kind` as numbers in the
+    lists of texts and kinds, and the start in nanoseconds from that of the trace. An arrow is two
+    spans, each as its lane and its number in it.
+    """
+    texts, kinds = dict[str, int](), dict[str, int]()
+    return {
+        "traces": [_trace(trace.without_programs(), texts, kinds) for trace in traces],
+        "texts": [*texts],
+        "kinds": [*kinds],
+    }
+
+
+def _trace(trace: Trace, texts: dict[str, int], kinds: dict[str, int]) -> dict[str, Any]:
+    lanes, places = {lane: list[Any]() for lane in trace.lanes}, []
+    for span in trace.spans:
+        spans = lanes[span.rank, span.lane]
+        places.append((trace.lanes.index((span.rank, span.lane)), len(spans)))
+        text = texts.setdefault(" ".join(span.text.split()), len(texts))
+        kind = kinds.setdefault(span.kind, len(kinds))
+        spans.append([text, kind, span.rows, span.start - trace.start, span.stop - span.start])
+    hidden = trace.hidden_copies()
+    return {
+        "title": trace.title,
+        "ms": 1e3 * trace.seconds,
+        "hidden": None if hidden is None else 100 * hidden,
+        "lanes": [
+            {"rank": rank, "name": name, "spans": spans} for (rank, name), spans in lanes.items()
+        ],
+        "arrows": [[*places[notify], *places[wait]] for notify, wait in arrows(trace.spans)],
+    }
+
+
+def arrows(spans: Sequence[Span]) -> Iterator[tuple[int, int]]:
+    """The numbers of each notify and of the wait that it ended, in a trace of one execution.
+
+    A wait for a counter to reach n is ended by the n-th notify of that counter. Counters that count
+    again from the beginning have none, since several executions cannot be told apart.
+    """
+    raised, awaited = dict[tuple[int, str], list[int]](), dict[tuple[int, str], list[Any]]()
+    for number, span in sorted(enumerate(spans), key=lambda found: found[1].stop):
+        if notify := re.fullmatch(r"notify (.+) on (\d+)", span.text):
+            raised.setdefault((int(notify[2]), notify[1]), []).append(number)
+        elif wait := re.fullmatch(r"wait +(.+) >= (\d+)", span.text):
+            awaited.setdefault((span.rank, wait[1]), []).append((int(wait[2]), number))
+    for counter, waits in awaited.items():
+        counts, notifies = [count for count, _ in waits], raised.get(counter, [])
+        if counts == sorted({*counts}):
+            for count, number in waits:
+                if 0 < count <= len(notifies):
+                    yield notifies[count - 1], number
