@@ -92,12 +92,10 @@ class Trace:
         copying = hidden = 0
         for rank in {rank for rank, _ in self.lanes}:
             spans = [span for span in self.spans if span.rank == rank]
-            copies = _union(span for span in spans if span.kind == "copy")
-            computes = _union(span for span in spans if span.kind not in KINDS)
-            copying += sum(stop - start for start, stop in copies)
-            hidden += sum(
-                max(0, min(a[1], b[1]) - max(a[0], b[0])) for a in copies for b in computes
-            )
+            copies = _union((span.start, span.stop) for span in spans if span.kind == "copy")
+            computes = _union((span.start, span.stop) for span in spans if span.kind not in KINDS)
+            copying += _length(copies)
+            hidden += _length(copies) + _length(computes) - _length(_union([*copies, *computes]))
         return hidden / copying if copying else None
 
 
@@ -132,9 +130,9 @@ def to_perfetto(*traces: Trace) -> dict[str, Any]:
     Format" document of the Chromium project.
     """
     events: list[dict[str, Any]] = []
+    ranks = 1 + max((span.rank for trace in traces for span in trace.spans), default=0)
     for number, trace in enumerate(traces):
-        ranks = 1 + max((rank for rank, _ in trace.lanes), default=0)
-        threads = {lane: thread for thread, lane in enumerate(trace.lanes)}
+        threads, begin = {lane: thread for thread, lane in enumerate(trace.lanes)}, trace.start
         for (rank, lane), thread in threads.items():
             process = number * ranks + rank
             named: dict[str, dict[str, Any]] = {
@@ -155,7 +153,7 @@ def to_perfetto(*traces: Trace) -> dict[str, Any]:
                     "cat": span.kind,
                     "pid": number * ranks + span.rank,
                     "tid": threads[span.rank, span.lane],
-                    "ts": (span.start - trace.start) / 1e3,
+                    "ts": (span.start - begin) / 1e3,
                     "dur": (span.stop - span.start) / 1e3,
                     "args": {"instruction": span.text, "rows": span.rows},
                 }
@@ -192,12 +190,16 @@ def from_perfetto(file: object) -> list[Trace]:
     return [Trace(title, tuple(found)) for title, found in spans.items()]
 
 
-def _union(spans: Iterable[Span]) -> Sequence[tuple[int, int]]:
-    """The intervals that spans cover together, disjoint and in order."""
+def _union(intervals: Iterable[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+    """What intervals cover together, as disjoint ones in order."""
     united: list[tuple[int, int]] = []
-    for span in sorted(spans, key=lambda span: span.start):
-        if united and span.start <= united[-1][1]:
-            united[-1] = united[-1][0], max(united[-1][1], span.stop)
+    for start, stop in sorted(intervals):
+        if united and start <= united[-1][1]:
+            united[-1] = united[-1][0], max(united[-1][1], stop)
         else:
-            united.append((span.start, span.stop))
+            united.append((start, stop))
     return united
+
+
+def _length(disjoint: Iterable[tuple[int, int]]) -> int:
+    return sum(stop - start for start, stop in disjoint)

@@ -26,13 +26,15 @@ def timeline(traces: Sequence[Trace]) -> dict[str, Any]:
 
 
 def _trace(trace: Trace, texts: dict[str, int], kinds: dict[str, int]) -> dict[str, Any]:
-    lanes, places = {lane: list[Any]() for lane in trace.lanes}, []
+    lanes = {lane: list[Any]() for lane in trace.lanes}
+    numbers, places = {lane: number for number, lane in enumerate(lanes)}, []
+    begin = trace.start
     for span in trace.spans:
         spans = lanes[span.rank, span.lane]
-        places.append((trace.lanes.index((span.rank, span.lane)), len(spans)))
+        places.append((numbers[span.rank, span.lane], len(spans)))
         text = texts.setdefault(" ".join(span.text.split()), len(texts))
         kind = kinds.setdefault(span.kind, len(kinds))
-        spans.append([text, kind, span.rows, span.start - trace.start, span.stop - span.start])
+        spans.append([text, kind, span.rows, span.start - begin, span.stop - span.start])
     hidden = trace.hidden_copies()
     return {
         "title": trace.title,

@@ -224,7 +224,8 @@ function timeline(box) {
     redraw();
   }
 
-  const font = (size, weight = 400) => `${weight} ${size}px ${getComputedStyle(document.body).fontFamily}`;
+  const family = getComputedStyle(document.body).fontFamily;
+  const font = (size, weight = 400) => `${weight} ${size}px ${family}`;
   const label = (lane) => `${width < 560 ? "" : "rank "}${lane.rank} ${lane.name}`;
 
   function redraw() {
@@ -288,10 +289,12 @@ function timeline(box) {
 
   function drawLane(lane) {
     const spans = lane.spans, tall = Math.round(LANE * 0.74), dy = lane.top + Math.round((LANE - tall) / 2);
-    let drawn = -1; // right edge of the last bar: spans within one pixel of it are not drawn again
+    let drawn = -1, ticked = -1; // right edges of the last bar and tick: bars closer than a pixel and ticks closer than four are left out
     for (let i = first(spans, (span) => span.stop >= view[0]); i < spans.length && spans[i].start <= view[1]; i++) {
       const span = spans[i], from = x(span.start), to = x(span.stop);
       if (span.kind === "notify") {
+        if (to < ticked + 4) continue;
+        ticked = to;
         context.fillStyle = colours.ink;
         context.fillRect(Math.round(to) - 0.5, lane.top + 1, 1.5, LANE - 2);
         continue;
@@ -467,9 +470,9 @@ function timeline(box) {
     const lane = laneAt(py);
     if (!lane || px < gutter) return null;
     const reach = 4 * (view[1] - view[0]) / (width - gutter), time = timeAt(px);
-    const near = lane.spans.slice(first(lane.spans, (span) => span.stop >= time - reach));
     let best = null, least = Infinity;
-    for (const span of near) {
+    for (let i = first(lane.spans, (span) => span.stop >= time - reach); i < lane.spans.length; i++) {
+      const span = lane.spans[i];
       if (span.start > time + reach) break;
       const tick = span.kind === "notify" ? Math.abs(span.stop - time) - reach / 2 : 0;
       const away = Math.max(span.start - time, time - span.stop, 0) + tick;
