@@ -20,7 +20,8 @@ bench: .venv/installed
 	$(BIN)/weft bench all-gather-matmul --dtype bfloat16 --json $(RESULTS)/bfloat16.json
 	$(BIN)/weft bench all-gather-matmul --dtype float32 --link-gbps auto --json $(RESULTS)/link.json \
 	  --timeline $(RESULTS)/timeline.png --trace $(RESULTS)/trace.json
-	@echo "Look at $(RESULTS)/timeline.png; open $(RESULTS)/trace.json in the Perfetto UI."
+	$(BIN)/weft report $(RESULTS)/link.json $(RESULTS)/float32.json $(RESULTS)/bfloat16.json --trace $(RESULTS)/trace.json \
+	  --output $(RESULTS)/report.html
 
 # The systems of `weft bench ... --baseline openmpi,mpich,intel-mpi,deepspeed`; each MPI in an environment of its own, since two in one
 # conflict. Of DeepSpeed only the operator is compiled, which needs x86-64.

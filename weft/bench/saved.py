@@ -29,7 +29,7 @@ class Shown(NamedTuple):
 
 
 def load(file: Path) -> Result:
-    """The result in a file. Raises `ValueError` if it is none, `OSError` if it cannot be read."""
+    """The result in a file. Raises `ValueError` if it is none or cannot be read."""
     found = _json(file)
     if not isinstance(found, dict) or not isinstance(found.get("benchmark"), str):
         raise ValueError(f"{file} is no result of weft bench --json")
@@ -48,6 +48,8 @@ def load_traces(file: Path) -> list[Trace]:
 def _json(file: Path) -> Any:
     try:
         return json.loads(file.read_text())
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error}") from None
 

@@ -10,16 +10,11 @@ import typer
 import weft
 from weft.cli import options
 
-_FILES = typer.Argument(
-    metavar="RESULT.json…", help="Results of weft bench --json.", exists=True, dir_okay=False
-)
+_FILES = typer.Argument(metavar="RESULT.json…", help="Results of weft bench --json.")
 _TRACE = typer.Option(
-    metavar="TRACE.json",
-    help="The trace that weft bench --trace wrote together with one of them.",
-    exists=True,
-    dir_okay=False,
+    metavar="TRACE.json", help="What weft bench --trace wrote together with one of them."
 )
-_OUTPUT = typer.Option("--output", "-o", metavar="FILE.html", help="The page.", dir_okay=False)
+_OUTPUT = typer.Option("--output", "-o", metavar="FILE.html", help="The page.")
 
 
 def report(

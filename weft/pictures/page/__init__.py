@@ -1,7 +1,7 @@
 """The page of results: one HTML file, which needs no network and no other file.
 
-`page.html` is its template, with `page.css` and `page.js` inside. All that comes from results is
-escaped, and a policy in the page forbids requests.
+`page.html` is its template, which takes in the style and the program, plain files beside it. All
+that comes from results is escaped, and a policy in the page forbids requests.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-FOLDER = Path(__file__).parent
+_FOLDER = Path(__file__).parent
+_PROGRAM = "page.js", "spans.js", "drawing.js", "timeline.js", "gestures.js"
 
 
 def html(sections: Sequence[Any], version: str) -> str:
     """The page of `sections`, which are those of `weft.bench.page`; `version` is weft's."""
     environment = Environment(
-        loader=FileSystemLoader(FOLDER),
+        loader=FileSystemLoader(_FOLDER),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -28,6 +29,11 @@ def html(sections: Sequence[Any], version: str) -> str:
     return environment.get_template("page.html").render(
         sections=sections,
         version=version,
-        style=Markup((FOLDER / "page.css").read_text()),
-        program=Markup((FOLDER / "page.js").read_text()),
+        style=_text("page.css"),
+        program=Markup("\n").join(map(_text, _PROGRAM)),
     )
+
+
+def _text(name: str) -> Markup:
+    """A file of this package, which is not escaped."""
+    return Markup((_FOLDER / name).read_text())
