@@ -115,6 +115,30 @@ def test_the_parts_above_the_limit():
     assert "3.000 ms above it" in limit.sentences[0]
 
 
+def test_the_times_of_independent_overlap_have_a_limit():
+    times = {"compute": 10.0, "communicate": 8.0, "sequential": 18.0, "overlapped": 11.0}
+    result = {"times_ms": {name: {"median": time} for name, time in times.items()}}
+    limit = limit_of(result)
+    assert limit.own == "overlapped"
+    assert "Overlapped takes 11.000 ms, 1.000 ms above it" in limit.sentences[0]
+
+
+def test_weft_is_compared_with_those_that_do_the_same():
+    def row(name, operation, size, time):
+        case = {"operation": operation, "size_bytes": size, "implementation": name}
+        return case | {"time_us": {"median": time}}
+
+    rows = [
+        row("weft", "put", 8, 2.0),
+        row("weft", "put", 64, 4.0),
+        row("gloo", "put", 8, 3.0),
+        row("gloo", "put", 64, 2.0),
+        row("memcpy", "local", 8, 1.0),
+    ]
+    [found] = page.figures({"rows": rows})
+    assert (found.name, found.value) == ("weft vs gloo", "0.50x to 1.50x")
+
+
 def test_the_limit_without_parts():
     noisy = of(10.0, 8.0, 18.0, 9.5, chunking_ms=-0.5, exposed_ms=0.0)
     assert [part.name for part in limit_of(noisy).bars[-1].parts] == ["pipelined"]

@@ -227,6 +227,9 @@ def test_instructions_tell_what_they_are(opened):
         "75 % behind products of rank 0",
     ):
         assert words in said
+    left, width, y = place(shown, 1, 0)
+    shown.mouse.move(left + width * 0.43, y)
+    assert "ended by\nthe notify of rank 1, comm, at 2.501 ms" in tip.inner_text()
     shown.mouse.move(5, 5)
     assert tip.is_hidden()
     canvas = shown.locator("canvas")

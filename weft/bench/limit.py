@@ -26,35 +26,48 @@ class Bar(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """The times of a result as `bars`, the limit in percent of the longest, and sentences on what
-    is above it.
+    """The times of a result as `bars`, of which `own` is the one that overlaps; the limit in
+    percent of the longest; and sentences on what is above it.
     """
 
     bars: list[Bar]
+    own: str
     percent: float
     sentences: list[str]
 
 
+def views_of(result: dict[str, Any]) -> dict[str, float] | None:
+    """The median milliseconds of compute, communicate, sequential and the view that overlaps, in
+    this order; None for a result without them.
+    """
+    times = result.get("times_ms", {})
+    own = "overlapped" if "overlapped" in times else "pipelined"
+    names = (*figures.VIEWS[:3], own)
+    return {name: times[name]["median"] for name in names} if {*names} <= {*times} else None
+
+
 def limit_of(result: dict[str, Any]) -> Limit | None:
     """The limit of a result, the longer of compute and communicate; None for one without them."""
-    times = {name: time["median"] for name, time in tables.times_of(result).items()}
-    if not {*figures.VIEWS} <= {*times}:
+    views = views_of(result)
+    if not views:
         return None
-    limit, longest = max(times["compute"], times["communicate"]), max(times.values())
-    lost = _lost(result, times["compute"], limit)
+    *_, own = views
+    times = {name: time["median"] for name, time in tables.times_of(result).items()} | views
+    limit, longest = max(views["compute"], views["communicate"]), max(times.values())
+    lost = _lost(result, views["compute"], limit)
 
     def parts(name: str, time: float) -> Iterator[Part]:
-        splits = name == "pipelined" and all(value >= 0 for value in lost.values()) and lost
+        splits = name == own and lost and all(value >= 0 for value in lost.values())
         for part, value in ({"limit": limit} | lost if splits else {name: time}).items():
             yield Part(part, value, 100 * value / longest)
 
     bars = [Bar(name, time, [*parts(name, time)]) for name, time in times.items()]
-    return Limit(bars, 100 * limit / longest, [*_sentences(times, limit, lost)])
+    return Limit(bars, own, 100 * limit / longest, [*_sentences(views, limit, lost)])
 
 
 def _lost(result: dict[str, Any], compute: float, limit: float) -> dict[str, float]:
-    """The milliseconds of pipelined above the limit, by what costs them; none where another
-    algorithm was measured in chunks. Noise may make either negative.
+    """The milliseconds above the limit, by what costs them; none where another algorithm was
+    measured in chunks. Noise may make either negative.
 
     Of the exposed communication, what communicate takes longer than compute is in the limit.
     """
@@ -63,18 +76,17 @@ def _lost(result: dict[str, Any], compute: float, limit: float) -> dict[str, flo
     return {"cutting": result["chunking_ms"], "waiting": result["exposed_ms"] - (limit - compute)}
 
 
-def _sentences(times: dict[str, float], limit: float, lost: dict[str, float]) -> Iterator[str]:
-    name = "compute" if times["compute"] == limit else "communicate"
-    above = times["pipelined"] - limit
-    where = f"{abs(above):.3f} ms {'above' if above >= 0 else 'below'} it"
+def _sentences(views: dict[str, float], limit: float, lost: dict[str, float]) -> Iterator[str]:
+    (compute, computing), (communicate, _), _, (own, time) = views.items()
+    longer, other = (compute, communicate) if computing == limit else (communicate, compute)
+    where = "above it" if time >= limit else "below it, which is noise"
     yield (
-        f"The limit is {limit:.3f} ms, the time of {name}, since it is longer than "
-        f"{'communicate' if name == 'compute' else 'compute'}. Pipelined takes "
-        f"{times['pipelined']:.3f} ms, {where}{'' if above >= 0 else ', which is noise'}."
+        f"The limit is {limit:.3f} ms, the time of {longer}, since it is longer than {other}. "
+        f"{own.capitalize()} takes {time:.3f} ms, {abs(time - limit):.3f} ms {where}."
     )
     if lost:
+        excess = f"the {limit - computing:.3f} ms by which the limit exceeds {compute}"
         yield (
             f"The difference: cutting the product {lost['cutting']:+.3f} ms; waiting for rows "
-            f"{lost['waiting']:+.3f} ms, beyond the {limit - times['compute']:.3f} ms by which the "
-            "limit exceeds compute."
+            f"{lost['waiting']:+.3f} ms{f', beyond {excess}' if longer == communicate else ''}."
         )

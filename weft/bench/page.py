@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from weft.bench import repeat, saved, tables
 from weft.bench.captured import Grid, Words, captured
-from weft.bench.limit import Limit, limit_of
+from weft.bench.limit import Limit, limit_of, views_of
 from weft.bench.report import hidden
 from weft.pictures.page.lanes import timeline
 from weft.plan.trace import Trace
@@ -72,7 +72,7 @@ def section(result: saved.Result, file: str, traces: Sequence[Trace] = ()) -> Se
         about=about,
         verified=result["verified"],
         verdict=verdict,
-        figures=[*_figures(result)],
+        figures=[*figures(result)],
         timeline=timeline(traces) if traces else None,
         limit=limit,
         picture=None if limit else _picture(kind, result),
@@ -83,32 +83,31 @@ def section(result: saved.Result, file: str, traces: Sequence[Trace] = ()) -> Se
     )
 
 
-def _figures(result: saved.Result) -> Iterator[Figure]:
-    times = {name: time["median"] for name, time in tables.times_of(result).items()}
-    if "speedup" in result:
-        sides = f"sequential {times['sequential']:.3f} ms, pipelined {times['pipelined']:.3f} ms"
+def figures(result: saved.Result) -> Iterator[Figure]:
+    """The figures that answer how much weft gains in a result."""
+    if views := views_of(result):
+        compute, communicate, sequential, own = views
+        sides = f"{sequential} {views[sequential]:.3f} ms, {own} {views[own]:.3f} ms"
         yield Figure("speedup", tables.ratio(result["speedup"]).plain, sides)
-    if "limit_ratio" in result:
-        limit = max(("compute", "communicate"), key=lambda name: times[name])
-        meaning = f"pipelined / {limit}, the limit; 1 is perfect"
+        limit = max(compute, communicate, key=lambda name: views[name])
+        meaning = f"{own} / {limit}, the limit; 1 is perfect"
         yield Figure("limit ratio", f"{result['limit_ratio']:.3f}", meaning)
-    if "overlap_percent" in result:
         part = f"{result['overlap_percent']:.0f} %"
-        yield Figure("overlap", part, "of communicate is hidden behind compute")
+        yield Figure("overlap", part, f"of {communicate} is hidden behind {compute}")
     for name, ratios in _over_sizes(result.get("rows", [])).items():
-        least, most = (tables.ratio(ratio).plain for ratio in (min(ratios), max(ratios)))
-        yield Figure(f"weft vs {name}", f"{least} to {most}", f"median times, {len(ratios)} cases")
+        words = f"{min(ratios):.2f}x to {max(ratios):.2f}x"
+        yield Figure(f"weft vs {name}", words, f"median times, {len(ratios)} cases")
 
 
 def _over_sizes(rows: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-    """How many times as fast as each other implementation weft is, size by size."""
-    times = {
-        (row["implementation"], row["size_bytes"], row.get("in_place")): row["time_us"]["median"]
-        for row in rows
-    }
+    """How many times as fast as each other implementation weft does the same, case by case."""
+    times = dict[tuple[str, Any], float]()
+    for row in rows:
+        case = tuple(row.get(key) for key in ("operation", "size_bytes", "in_place"))
+        times[row["implementation"], case] = row["time_us"]["median"]
     found = dict[str, list[float]]()
-    for (name, *case), time in times.items():
-        own = times.get(("weft", *case))
+    for (name, case), time in times.items():
+        own = times.get(("weft", case))
         if own and not name.startswith(("weft", "kernel")):
             found.setdefault(name, []).append(time / own)
     return found

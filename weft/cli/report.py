@@ -10,7 +10,7 @@ import typer
 import weft
 from weft.cli import options
 
-_FILES = typer.Argument(metavar="RESULT.json…", help="Results of weft bench --json.")
+_FILES = typer.Argument(metavar="RESULT.json", help="Results of weft bench --json.")
 _TRACE = typer.Option(
     metavar="TRACE.json", help="What weft bench --trace wrote together with one of them."
 )

@@ -95,14 +95,14 @@ class Drawing {
 
   // Fill the legend with the kinds of this timeline.
   explain(hatch) {
-    const { colours } = this;
+    const { colours } = this, stroke = `linear-gradient(${colours.ink} 0 0) center / 2px no-repeat`;
     const all = [
       ...this.products.map((kind) => [kind, kind, this.look(kind), "11px"]),
       ["copy", "copy hidden behind a product", colours.hidden, "11px"],
       ["copy", "copy exposed", hatch, "11px"],
       ["reduce", "reduce", colours.reduce, "11px"],
       ["wait", "wait", colours.wait, "3px"],
-      ["notify", "notify", `linear-gradient(90deg, ${colours.ink} 2px, transparent 2px)`, "13px"],
+      ["notify", "notify", stroke, "13px"],
     ];
     const items = all.filter(([kind]) => this.timeline.kinds.includes(kind));
     const legend = this.timeline.box.querySelector(".legend");
@@ -269,7 +269,7 @@ class Drawing {
     const [toX, toY] = [timeline.x(wait.stop), wait.lane.top + half];
     const bend = Math.max(12, Math.abs(toX - x) / 2);
     context.strokeStyle = context.fillStyle = this.colours[isChosen ? "accent" : "ink"];
-    context.globalAlpha = isChosen ? 1 : 0.55;
+    context.globalAlpha = isChosen ? 1 : 0.4;
     context.lineWidth = isChosen ? 2 : 1;
     context.beginPath();
     context.moveTo(x, y);

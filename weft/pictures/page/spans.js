@@ -61,6 +61,7 @@ function unpack({ traces, texts, kinds }) {
     }
     const { lanes } = trace;
     trace.arrows = trace.arrows.map(([a, i, b, j]) => [lanes[a].spans[i], lanes[b].spans[j]]);
+    for (const [notify, wait] of trace.arrows) wait.endedBy = notify;
   }
   return traces;
 }

@@ -121,6 +121,10 @@ class Timeline {
       const part = (100 * hiddenTime(span) / (length || 1)).toFixed(0);
       facts.push(["hidden", `${part} % behind products of rank ${lane.rank}`]);
     }
+    if (span.endedBy) {
+      const { lane: { rank, name }, stop } = span.endedBy;
+      facts.push(["ended by", `the notify of rank ${rank}, ${name}, at ${duration(stop)}`]);
+    }
     const list = facts.flatMap(([name, fact]) => [element("dt", name), element("dd", fact)]);
     this.tip.replaceChildren(
       element("b", `${lane.trace.title}: rank ${lane.rank}, ${lane.name}`),
