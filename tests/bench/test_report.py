@@ -252,7 +252,7 @@ def test_the_command_writes_one_page_of_all_results(run, monkeypatch):
 
 
 def test_the_command_refuses_what_it_cannot_use(run, tmp_path):
-    result, trace, other = run / "result.json", run / "trace.json", tmp_path / "other.json"
+    result, other = run / "result.json", tmp_path / "other.json"
     out = ["-o", tmp_path / "page.html"]
     for text, why in (
         ("{", "is not JSON"),
@@ -284,4 +284,3 @@ def test_the_command_refuses_what_it_cannot_use(run, tmp_path):
         said = " ".join(refused.stderr.replace("│", " ").split())
         assert (refused.exit_code, why in said) == (2, True), said
     assert not (tmp_path / "page.html").exists()
-    assert trace.exists()

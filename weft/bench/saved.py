@@ -47,7 +47,7 @@ def load_traces(file: Path) -> list[Trace]:
 
 def _json(file: Path) -> Any:
     try:
-        return json.loads(file.read_text())
+        return json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
     except ValueError as error:
@@ -61,8 +61,8 @@ def reading(file: Path) -> Iterator[None]:
         yield
     except (AttributeError, LookupError, TypeError) as missing:
         raise ValueError(
-            f"{file} has no {missing}: another version of weft has written it; use that one, "
-            "or weft show --csv"
+            f"{file}: another version of weft has written it ({missing!r}); use that one, or "
+            "weft show --csv"
         ) from None
 
 

@@ -34,13 +34,13 @@ def report(
     with options.failing("weft report"):
         results = [saved.load(file) for file in files]
         traces = saved.load_traces(trace) if trace else []
-        of_trace = page.traced(traces, results) if trace else None
-        if trace and of_trace is None:
+        traced = page.traced(traces, results) if trace else None
+        if trace and traced is None:
             raise ValueError(f"{trace} was not written together with any of these results")
         sections = []
         for number, (file, result) in enumerate(zip(files, results, strict=True)):
             with saved.reading(file):
-                own = traces if number == of_trace else []
-                sections.append(page.section(result, file.name, own))
-        output.write_text(html(sections, weft.__version__))
+                of_result = traces if number == traced else []
+                sections.append(page.section(result, file.name, of_result))
+        output.write_text(html(sections, weft.__version__), encoding="utf-8")
     typer.echo(f"Open {output} in a browser.")

@@ -1,4 +1,4 @@
-"""Pictures in weft's style: PNG and SVG files drawn by matplotlib."""
+"""Pictures in weft's style: PNG and SVG files drawn by matplotlib, and in `page` HTML."""
 
 from __future__ import annotations
 

@@ -162,8 +162,8 @@ def to_perfetto(*traces: Trace) -> dict[str, Any]:
 
 
 def from_perfetto(file: object) -> list[Trace]:
-    """The traces of which `to_perfetto` made this JSON object, from 0 on. Raises `ValueError` for
-    any other object, such as the trace of another program.
+    """The traces, with titles that differ, of which `to_perfetto` made this JSON object. Each
+    starts at 0. Raises `ValueError` for any other object, such as the trace of another program.
     """
     names, threads = dict[int, tuple[str, int]](), dict[tuple[int, int], str]()
     spans = dict[str, list[Span]]()

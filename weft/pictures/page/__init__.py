@@ -36,4 +36,4 @@ def html(sections: Sequence[Any], version: str) -> str:
 
 def _text(name: str) -> Markup:
     """A file of this package, which is not escaped."""
-    return Markup((_FOLDER / name).read_text())
+    return Markup((_FOLDER / name).read_text(encoding="utf-8"))
