@@ -48,6 +48,7 @@ from weft.kernels.weights import DTYPES as FLOATS
 from weft.ops import arguments, measured
 from weft.ops.measured import Plans
 from weft.plan import Plan
+from weft.plan.values import REDUCTIONS
 from weft.world import World, current
 
 NUMBERS = (*FLOATS, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
@@ -55,8 +56,6 @@ NUMBERS = (*FLOATS, torch.int8, torch.int16, torch.int32, torch.int64, torch.uin
 
 ANY = (*NUMBERS, torch.bool)
 """The dtypes that can be moved."""
-
-REDUCTIONS = ("sum", "avg", "max", "min")
 
 
 class CollectiveCall(NamedTuple):

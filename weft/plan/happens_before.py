@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain, permutations
+from itertools import permutations
 
 from weft.plan import Compute, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Term, Wait
 from weft.plan.messages import at_the_end, ending, is_channel
 from weft.plan.symbols import Cell, Pieces, Rows, joined
-from weft.plan.values import ordered, shifted, text
+from weft.plan.values import ordered, reduced, shifted, text
 
 Clock = list[int]
 
@@ -41,7 +41,7 @@ class Run:
     def __init__(self, plans: list[Plan], ended: Callable[[], object] = lambda: None) -> None:
         """`ended` is called when a rank ends a plan."""
         self.plans, self.ended = plans, ended
-        self.found: dict[str, None] = {}  # an ordered set
+        self.found: dict[str, bool] = {}  # in order, and whether it has been reported
         ranks = range(plans[0].ranks)
         self.lanes: list[list[str]] = [
             sorted({name for plan in plans for name in plan.lanes[r]} | {"compute"}) for r in ranks
@@ -67,7 +67,8 @@ class Run:
         self.ends: dict[tuple[int, int], tuple[Clock, dict[Signal, int]]] = {}
         self.promised = [plan.notified for plan in plans]
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterator[str]:
+        """Run the plans; yields problems soon after they are found, each once."""
         ranks = [self.run_rank(r) for r in range(self.plans[0].ranks)]
         stuck: dict[int, list[str]] = {r: [] for r in range(len(ranks))}
         moved = True
@@ -83,6 +84,7 @@ class Run:
                 else:
                     moved |= progress[0]
                     stuck[r] = progress[1]
+                yield from self.reported()
         for waits in stuck.values():
             for wait in waits:
                 self.complain(f"deadlock: {wait}")
@@ -90,10 +92,17 @@ class Run:
             self.check_workspaces()
             self.check_leaving()
             self.check_synchronizing()
-        return list(self.found)
+        yield from self.reported()
 
     def complain(self, problem: str) -> None:
-        self.found[problem] = None
+        self.found.setdefault(problem, False)
+
+    def reported(self) -> Iterator[str]:
+        """The problems that are not yet reported."""
+        for problem, before in self.found.items():
+            if not before:
+                self.found[problem] = True
+                yield problem
 
     def run_rank(self, rank: int) -> Iterator[tuple[bool, list[str]]]:
         moved = False
@@ -222,9 +231,10 @@ class Run:
                 weight = None if name is None else (self.rank_of[lane], name)
                 sources = [self.read(execution, lane, instruction, src) for src in srcs]
                 pieces = [(a, b, kernel.value(values, weight)) for a, b, values in joined(sources)]
-            case Reduce(srcs, dst):
+            case Reduce(srcs, dst, op):
                 sources = [self.read(execution, lane, instruction, src) for src in srcs]
-                pieces = [(a, b, tuple(chain(*values))) for a, b, values in joined(sources)]
+                ranks = self.plans[execution].ranks
+                pieces = [(a, b, reduced(op, values, ranks)) for a, b, values in joined(sources)]
             case _:
                 return
         rows = self.buffer(execution, dst.rank, dst.buffer)

@@ -14,9 +14,9 @@ any block, from its beginning on; and lanes wait only for signals, which empty b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from weft.errors import PlanError
 from weft.plan import (
@@ -63,13 +63,29 @@ def verify(*plans: Plan, ended: Callable[[], object] = lambda: None) -> None:
 
 def problems(*plans: Plan, ended: Callable[[], object] = lambda: None) -> list[str]:
     """The defects that `verify` reports; empty for correct plans."""
+    return list(dict.fromkeys(_problems(plans, ended)))
+
+
+def accepts(*plans: Plan) -> bool:
+    """Whether `verify` finds no defect. It stops at the first one, so it is faster than `verify`
+    for wrong plans.
+    """
+    return not any(_problems(plans))
+
+
+def _problems(plans: Sequence[Plan], ended: Callable[[], object] = lambda: None) -> Iterator[str]:
+    """The defects of plans as they are found; those of a run only if their form has none."""
     if len({plan.ranks for plan in plans}) != 1:
-        return [f"plans of different sizes: {[plan.ranks for plan in plans]} ranks"]
-    if malformed := [problem for plan in plans for problem in _malformed(plan)]:
-        return list(dict.fromkeys(malformed))
-    adversary = _adversary(plans[0].ranks)
-    inside = plans if len(plans) > 1 else plans * 2
-    return Run([adversary, *inside], ended).problems()
+        yield f"plans of different sizes: {[plan.ranks for plan in plans]} ranks"
+        return
+    well_formed = True
+    for problem in chain.from_iterable(map(_malformed, plans)):
+        well_formed = False
+        yield problem
+    if well_formed:
+        adversary = _adversary(plans[0].ranks)
+        inside = plans if len(plans) > 1 else [*plans] * 2
+        yield from Run([adversary, *inside], ended).problems()
 
 
 def _malformed(plan: Plan) -> Iterator[str]:

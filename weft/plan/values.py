@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 Weight = tuple[int, str]
@@ -19,7 +20,7 @@ class Term(NamedTuple):
 
 
 class Applied(NamedTuple):
-    """The result of a kernel for one row of each source."""
+    """The result of a kernel, or of a reduction that is no sum, for one row of each source."""
 
     kernel: str
     sources: tuple[Value, ...]
@@ -28,6 +29,29 @@ class Applied(NamedTuple):
 
 Value = tuple[Term | Applied, ...]
 """A sum of terms and results of kernels; an empty sum is no value."""
+
+
+REDUCTIONS = ("sum", "avg", "max", "min")
+"""The reductions of rows."""
+
+
+def reduced(op: str, sources: Sequence[Value], ranks: int) -> Value:
+    """The value of a reduction of rows in a plan of `ranks` ranks: a sum of sums is one sum of all
+    terms, a maximum of maxima one maximum, and an average its sum divided once.
+    """
+    total = tuple(chain.from_iterable(sources))
+    if op in ("max", "min"):
+        whole = [
+            part
+            for source in sources
+            for part in (
+                source[0].sources
+                if len(source) == 1 and isinstance(source[0], Applied) and source[0].kernel == op
+                else (source,)
+            )
+        ]
+        return (Applied(op, tuple(whole)),) if len(whole) > 1 else total
+    return (Applied(op, (total,)),) if op == "avg" and ranks > 1 else total
 
 
 def mapped(value: Value, change: Callable[[Term], Term]) -> Value:
@@ -56,12 +80,17 @@ def shifted(value: Value, by: int) -> Value:
 
 
 def ordered(value: Value) -> Value:
-    """The value with its sums in one order, so that equal sums are equal."""
-    found = (
-        one if isinstance(one, Term) else one._replace(sources=tuple(map(ordered, one.sources)))
-        for one in value
-    )
-    return tuple(sorted(found, key=str))
+    """The value with its sums and other reductions in one order, so that equal ones are equal."""
+
+    def symbol(one: Term | Applied) -> Term | Applied:
+        if isinstance(one, Term):
+            return one
+        sources = map(ordered, one.sources)
+        return one._replace(
+            sources=tuple(sorted(sources, key=str) if one.kernel in REDUCTIONS else sources)
+        )
+
+    return tuple(sorted(map(symbol, value), key=str))
 
 
 def text(value: Value | None) -> str:

@@ -51,7 +51,7 @@ def all_reduce(
         )
     request = ranks, pieces, op, symmetric_a, symmetric_out
     lanes = by_rank(ranks, lambda rank: {"compute": make(rank)}, request)
-    return sum_plan("all_reduce", algorithm, pieces, lanes, spaces, everywhere=True)
+    return sum_plan("all_reduce", algorithm, pieces, op, lanes, spaces, everywhere=True)
 
 
 @cache
@@ -68,7 +68,7 @@ def eager(levels: Levels, op: str = "sum") -> Plan:
 
     sent = Buffer.of("eager", everything(ranks, 1))
     every, spaces = by_rank(ranks, lanes, (levels, op)), {"eager": sent}
-    return sum_plan("all_reduce", "eager", 1, every, spaces, everywhere=True)
+    return sum_plan("all_reduce", "eager", 1, op, every, spaces, everywhere=True)
 
 
 def put(pieces: int, hosts: Hosts, algorithm: str, op: str = "sum") -> Plan:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from weft.plan import Region, Term, Value
 from weft.plan.lazy import Deferred
+from weft.plan.values import reduced
 
 
 def block(rank: int, buffer: str, number: int) -> Region:
@@ -37,17 +38,22 @@ def shards(ranks: int, pieces: int) -> tuple[range, ...]:
     return tuple(range(rank * pieces, (rank + 1) * pieces) for rank in range(ranks))
 
 
-def sum_result(owned: Sequence[range], factor: str | None = None) -> Mapping[Region, Value]:
-    """The result of a sum: ``out`` has the sum over all ranks of the blocks that each rank owns.
+def sum_result(
+    owned: Sequence[range], op: str, factor: str | None = None
+) -> Mapping[Region, Value]:
+    """The result of a reduction `op`, such as a sum: ``out`` has that over all ranks of the blocks
+    that each rank owns.
 
     It is a sum of products if there is a `factor`, the buffer that names their weight.
     """
     ranks = range(len(owned))
+
+    def terms(start: int) -> list[Value]:
+        return [(Term(p, "a", start, (p, factor) if factor else None),) for p in ranks]
+
     return Deferred(
         lambda: {
-            Region(r, "out", 0, len(owned[r])): tuple(
-                Term(p, "a", owned[r].start, (p, factor) if factor else None) for p in ranks
-            )
+            Region(r, "out", 0, len(owned[r])): reduced(op, terms(owned[r].start), len(owned))
             for r in ranks
         }
     )

@@ -89,7 +89,7 @@ def sum_of_products(
         every_lane = by_rank(ranks, lanes, None if algorithm == "ring" else request)
     else:
         every_lane = over_hosts(of, lanes, request)
-    result = sum_result(owned, product_buffer(algorithm, ranks))
+    result = sum_result(owned, request.op, product_buffer(algorithm, ranks))
     return Plan(operator, algorithm, buffers, every_lane, result, (pieces,) * ranks)
 
 

@@ -45,20 +45,21 @@ def put_sums(
 
     every = over_hosts(layout(hosts), lanes, (pieces, tuple(hosts), op, everywhere))
     workspaces = spaces(pieces, hosts)
-    return sum_plan(operator, algorithm, pieces, every, workspaces, everywhere=everywhere)
+    return sum_plan(operator, algorithm, pieces, op, every, workspaces, everywhere=everywhere)
 
 
 def sum_plan(
     operator: str,
     algorithm: str,
     pieces: int,
+    op: str,
     lanes: PerRank[Mapping[str, tuple[Instruction, ...]]],
     workspaces: Mapping[str, Buffer],
     *,
     everywhere: bool,
 ) -> Plan:
-    """A reduce-scatter or, if sums are kept `everywhere`, an all-reduce through these workspaces;
-    ``eager`` synchronizes.
+    """A reduce-scatter by `op` or, if sums are kept `everywhere`, an all-reduce through these
+    workspaces; ``eager`` synchronizes.
     """
     ranks, every = len(lanes), everything(len(lanes), pieces)
     owned = every if everywhere else shards(ranks, pieces)
@@ -69,7 +70,7 @@ def sum_plan(
         algorithm,
         buffers,
         lanes,
-        sum_result(owned),
+        sum_result(owned, op),
         (pieces,) * ranks,
         synchronizes=synchronizes,
     )
@@ -98,7 +99,7 @@ def reduce_scatter(ranks: int, pieces: int, op: str = "sum", *, symmetric_a: boo
 
     every = by_rank(ranks, lanes, (ranks, pieces, op, symmetric_a))
     spaces = {"staged": stream.slots}
-    return sum_plan("reduce_scatter", "direct", pieces, every, spaces, everywhere=False)
+    return sum_plan("reduce_scatter", "direct", pieces, op, every, spaces, everywhere=False)
 
 
 def reduce_published(
@@ -140,7 +141,7 @@ def eager(levels: Levels, op: str = "sum") -> Plan:
 
     eager_blocks = Buffer.of("eager", [[p for p in range(ranks) if p != r] for r in range(ranks)])
     every, spaces = by_rank(ranks, lanes, (levels, op)), {"eager": eager_blocks}
-    return sum_plan("reduce_scatter", "eager", 1, every, spaces, everywhere=False)
+    return sum_plan("reduce_scatter", "eager", 1, op, every, spaces, everywhere=False)
 
 
 def _through_slots(rank: int, op: str, stream: Stream) -> list[Instruction]:
