@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import plans
-from support.mutants import deleted, edited, places
 from support.over_hosts import FUSED, PLAIN, groupings
 
 import weft._native as _native
@@ -20,6 +19,7 @@ from weft.errors import PlanError
 from weft.plan import Buffer, Copy, Notify, Plan, Region, Signal, Term, Wait
 from weft.plan.binding import bind
 from weft.plan.messages import batches, incoming, is_channel, lower_to_messages, target
+from weft.plan.mutants import deleted, edited, places
 from weft.plan.proof import problems, verify
 from weft.schedules.all_gather_matmul import all_gather_matmul
 from weft.schedules.barrier import barrier

@@ -7,9 +7,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.mutants import deleted
 
 from weft.errors import PlanError
+from weft.plan.mutants import deleted
 from weft.plan.proof import verify
 from weft.schedules.barrier import barrier
 from weft.schedules.broadcast import eager as broadcast

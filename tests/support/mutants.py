@@ -1,48 +1,14 @@
-"""Plans with one small defect, made from plans that have none."""
+"""Changed plans besides those of `weft.plan.mutants`: waits for less, and random changes."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
-from typing import NamedTuple
 
 from weft.kernels.matmul import matmul
 from weft.plan import Compute, Copy, Instruction, Notify, Plan, Region, Signal, Wait
-
-
-class Mutant(NamedTuple):
-    """A changed plan, and a description of the change."""
-
-    change: str
-    plan: Plan
-
-
-Place = tuple[int, str, int]
-
-
-def places(plan: Plan) -> Iterator[tuple[Place, Instruction]]:
-    """Every instruction with its rank, lane and position."""
-    for rank, lanes in enumerate(plan.lanes):
-        for name, lane in lanes.items():
-            for i, instruction in enumerate(lane):
-                yield (rank, name, i), instruction
-
-
-def edited(plan: Plan, place: Place, *new: Instruction, span: int = 1) -> Plan:
-    """The plan with `span` instructions from `place` on replaced by `new`."""
-    rank, name, i = place
-    lanes = list(plan.lanes)
-    lane = lanes[rank].get(name, ())
-    lanes[rank] = {**lanes[rank], name: (*lane[:i], *new, *lane[i + span :])}
-    return replace(plan, lanes=tuple(lanes))
-
-
-def deleted(plan: Plan) -> Iterator[Mutant]:
-    """The plan without one instruction, for each instruction."""
-    for place, instruction in places(plan):
-        yield Mutant(f"{place}: without {instruction}", edited(plan, place))
+from weft.plan.mutants import Mutant, edited, places
 
 
 def lowered(plan: Plan) -> Iterator[Mutant]:
@@ -54,28 +20,6 @@ def lowered(plan: Plan) -> Iterator[Mutant]:
                     f"{place}: one less than {instruction}",
                     edited(plan, place, Wait(signal, count - 1)),
                 )
-
-
-def shifted(plan: Plan) -> Iterator[Mutant]:
-    """The plan with one region of a copy or product moved by a row, in both directions."""
-    for place, instruction in places(plan):
-        match instruction:
-            case Copy(src, dst) | Compute(_, (src,), dst):
-                for by, (field, region) in product((-1, 1), [("src", src), ("dst", dst)]):
-                    moved = region._replace(start=region.start + by, stop=region.stop + by)
-                    yield Mutant(
-                        f"{place}: {field} of {instruction} by {by:+d}",
-                        edited(plan, place, _with(instruction, field, moved)),
-                    )
-
-
-def swapped(plan: Plan) -> Iterator[Mutant]:
-    """Each instruction swapped with the next one of its lane."""
-    for (rank, name, i), instruction in places(plan):
-        following = plan.lanes[rank][name][i + 1 : i + 2]
-        if following and following[0] != instruction:
-            change = f"{(rank, name, i)}: {instruction} after {following[0]}"
-            yield Mutant(change, edited(plan, (rank, name, i), *following, instruction, span=2))
 
 
 def mutant(plan: Plan, dice: random.Random) -> Plan:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import weft
-from weft.cli import bench, machine, options, plan, predict, report, show
+from weft.cli import bench, machine, mutants, options, plan, predict, report, show
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 app.add_typer(bench.app, name="bench")
 app.add_typer(plan.app, name="plan")
+plan.app.command()(mutants.mutants)
 for command in (
     options.command_from(predict.Question, predict.predict),
     machine.calibrate,

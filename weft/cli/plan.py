@@ -1,4 +1,6 @@
-"""The command ``weft plan``: the plan of an operator, and its proof. Does not import torch."""
+"""The command ``weft plan``: the plan of an operator, and its proof. ``show`` does not import
+torch.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,11 @@ PROVED = 64
 """The most ranks whose plan is proved: the time grows with their cube, and is seconds for these."""
 
 app = typer.Typer(
-    help="Show plans: the instructions of every rank in one execution of an operator.",
+    help="Show plans, the instructions of every rank in one execution of an operator, and test "
+    "their proof.",
     no_args_is_help=True,
 )
 Name = Enum("Name", {name: name.replace("_", "-") for name in PLANNERS}, type=str)  # type: ignore[misc]
-
-
-@app.callback()
-def plan() -> None:
-    """Make ``show`` a subcommand, though there is only one: typer would merge it into ``plan``."""
 
 
 @app.command()

@@ -56,19 +56,21 @@ class Call(NamedTuple):
     biases: Sequence[Mapping[str, Tensor]] = ()
 
 
-def run(*calls: Call, order: random.Random | None = None) -> list[list[Buffers]]:
+def run(
+    *calls: Call, order: random.Random | None = None, last: Step | None = None
+) -> list[list[Buffers]]:
     """The outputs of each call on each rank; every rank makes the calls one after the other, and
     does not wait for other ranks between them.
 
     With `order` some lanes run ahead of others as far as signals allow; without it lanes take steps
-    round-robin. A kernel's result has the dtype of its reference function. A deadlock raises
-    `PlanError`.
+    round-robin. The lane `last` takes a step only when no other can. A kernel's result has the
+    dtype of its reference function. A deadlock raises `PlanError`.
     """
     memory = _memory(calls)
     ranks = [_Rank(r, calls, memory) for r in range(calls[0].plan.ranks)]
     choose = _at_random(order) if order else _round_robin()
     while ready := [(rank.rank, lane) for rank in ranks for lane in rank.ready()]:
-        _step(ranks, *choose(ready))
+        _step(ranks, *choose([step for step in ready if step != last] or ready))
     if stuck := [where for rank in ranks for where in rank.stuck()]:
         raise PlanError(f"deadlock: {'; '.join(stuck)}")
     return [list(outputs) for outputs in zip(*(rank.outputs for rank in ranks), strict=True)]

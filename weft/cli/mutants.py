@@ -1,0 +1,99 @@
+"""The command ``weft plan mutants``: how many wrong plans the proof rejects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from weft.bench.settings import Json
+from weft.cli import options
+from weft.cli.plan import Name
+from weft.predict.planners import PLANNERS
+
+
+def mutants(
+    operator: Annotated[
+        Name | None, typer.Option(help="Change plans of this operator only; default: of all.")
+    ] = None,
+    ranks: Annotated[
+        str, typer.Option(metavar="N0,N1,…", help="Numbers of ranks of the plans.")
+    ] = "2,3",
+    seed: Annotated[
+        int, typer.Option(help="Determines sizes, contents and orders of the runs.")
+    ] = 0,
+    json_file: Json = None,
+) -> None:
+    """Test the proof: change each instruction of every plan, delete it, move it in its lane, or aim
+    it elsewhere, and count how many of these mutants the proof rejects.
+
+    Those that it accepts are executed in adversarial orders: they are equivalent if they give the
+    bits of the plan in every run, else the proof missed them, and the exit status is 1.
+    """
+    names = [operator.name] if operator else [*PLANNERS]
+    counts = _counts(ranks)
+    options.check_files(json_file, None)
+    from weft.measure.mutation import MUTATIONS, Score, plans, score
+
+    every = [(name, plan) for name in names for many in counts for plan in plans(name, many)]
+    scores = {name: dict.fromkeys(MUTATIONS, Score()) for name in names}
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with (
+        options.failing("weft plan mutants", json_file),
+        Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress,
+    ):
+        for name, plan in progress.track(every, description="plans"):
+            for mutation, more in score(plan, seed).items():
+                scores[name][mutation] += more
+    total = sum((each for found in scores.values() for each in found.values()), Score())
+    console = Console(stderr=json_file == "-")
+    console.print(_table(scores, total))
+    for mutant in total.missed:
+        console.print(f"missed: {mutant}", markup=False, soft_wrap=True)
+    on = " and ".join(map(str, counts))
+    console.print(
+        f"{total.mutants} mutants of {len(every)} plans on {on} ranks: {total.rejected} rejected, "
+        f"{total.equivalent} equivalent (they differ in no run), {len(total.missed)} missed; "
+        "all plans without a change accepted",
+        soft_wrap=True,
+    )
+    result = {"ranks": counts, "seed": seed, "plans": len(every), "operators": _json(scores)}
+    options.write_json(result, json_file)
+    if total.missed:
+        raise typer.Exit(1)
+
+
+def _counts(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 1 for part in parts):
+        options.refuse("--ranks", f"expected numbers of 2 or more ranks, such as 2,3; got {text!r}")
+    return sorted({int(part) for part in parts})
+
+
+def _table(scores: Mapping[str, Mapping[str, Any]], total: Any) -> Table:
+    table = Table("operator", "instruction")
+    for title in ("mutants", "rejected", "equivalent", "missed"):
+        table.add_column(title, justify="right")
+    rows = [
+        (name.replace("_", "-"), mutation, score)
+        for name, found in scores.items()
+        for mutation, score in found.items()
+    ]
+    for name, mutation, score in [*rows, ("total", "", total)]:
+        numbers = score.mutants, score.rejected, score.equivalent, len(score.missed)
+        table.add_row(name, mutation, *map(str, numbers))
+    return table
+
+
+def _json(scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        name: {
+            mutation: {**score._asdict(), "equivalent": score.equivalent}
+            for mutation, score in found.items()
+        }
+        for name, found in scores.items()
+    }

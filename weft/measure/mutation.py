@@ -1,0 +1,98 @@
+"""The mutation score of the proof: how many wrong plans `weft.verify` rejects, and whether those
+that it accepts are right.
+
+Every plan is changed in one place, in every way of `weft.plan.mutants`. A mutant that the proof
+accepts is executed, and compared with its plan (`weft.engines.equivalence`): it is *equivalent* if
+it differs in no run, else the proof has *missed* it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from weft.engines.equivalence import Equivalence
+from weft.errors import PlanError
+from weft.plan import Plan
+from weft.plan.mutants import Mutant, aimed_elsewhere, deleted, moved
+from weft.plan.proof import accepts, verify
+from weft.predict.planners import PLANNERS
+from weft.schedules.levels import nested
+from weft.schedules.operators import COLLECTIVES
+from weft.schedules.workload import ORDERS, Request
+
+MUTATIONS: Mapping[str, Callable[[Plan], Iterator[Mutant]]] = {
+    "deleted": deleted,
+    "moved": moved,
+    "aimed elsewhere": aimed_elsewhere,
+}
+"""Changes of one instruction, by what happens to it."""
+
+CHOICES: tuple[dict[str, object], ...] = (
+    {},
+    {"symmetric": True},
+    {"order": ORDERS[1]},
+    {"links": 2},
+    {"remote_reads": False},
+    {"weights": 2, "gathered": True},
+)
+"""The defaults of a request, and departures from them."""
+
+
+class Score(NamedTuple):
+    """Numbers of mutants, and a description of each one that the proof missed."""
+
+    mutants: int = 0
+    rejected: int = 0
+    missed: tuple[str, ...] = ()
+
+    @property
+    def equivalent(self) -> int:
+        return self.mutants - self.rejected - len(self.missed)
+
+    def __add__(self, other: Score) -> Score:  # type: ignore[override]
+        return Score(*(one + more for one, more in zip(self, other, strict=True)))
+
+
+def plans(operator: str, ranks: int) -> list[Plan]:
+    """The distinct plans of an operator in two pieces: by every algorithm, with the defaults and
+    with each other choice that makes a difference, and by levels.
+    """
+    planner, collective = PLANNERS[operator], COLLECTIVES.get(operator)
+    every = [
+        planner.plan(Request(ranks, 2, algorithm, **choice))  # type: ignore[arg-type]
+        for algorithm in planner.algorithms
+        for choice in CHOICES
+    ]
+    every += [collective.few_rows(nested(ranks, latency=0.0))] if collective else []
+    return [plan for i, plan in enumerate(every) if plan not in every[:i]]
+
+
+def score(plan: Plan, seed: int) -> dict[str, Score]:
+    """The score of the proof on the mutants of a plan, for each of `MUTATIONS`. `seed` determines
+    sizes, contents and orders of runs.
+
+    Raises `PlanError` if the proof rejects the plan itself, or if its results depend on the order.
+    """
+    verify(plan)
+    equivalence = Equivalence(plan, seed)
+    if equivalence.differing([plan] * 2):
+        raise PlanError(f"{plan.operator}/{plan.algorithm} differs from itself in some run")
+    return {name: _score(plan, mutation, equivalence) for name, mutation in MUTATIONS.items()}
+
+
+def _score(
+    plan: Plan, mutation: Callable[[Plan], Iterator[Mutant]], equivalence: Equivalence
+) -> Score:
+    mutants = 0
+    accepted = []
+    for mutant in mutation(plan):
+        mutants += 1
+        if accepts(mutant.plan):
+            accepted.append(mutant)
+    missed = equivalence.differing([mutant.plan for mutant in accepted])
+    return Score(
+        mutants,
+        mutants - len(accepted),
+        tuple(f"{plan.operator}/{plan.algorithm}, {accepted[at].change}" for at in missed),
+    )
