@@ -12,7 +12,7 @@ whether the call keeps the contract between plans.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -90,7 +90,7 @@ class Equivalence:
             self.held_back(plans, rank, lanes) for rank, lanes in enumerate(self.plan.lanes)
         ) and self.at_random(plans)
 
-    def held_back(self, plans: Sequence[Plan], rank: int, lanes: Sequence[str]) -> bool:
+    def held_back(self, plans: Sequence[Plan], rank: int, lanes: Collection[str]) -> bool:
         """Whether they have if any of a rank's lanes, or the rank between calls, is held back."""
         steps = [(rank, name) for name in ("", *lanes)]
         steps += [(rank, ending(name)) for name in lanes if is_channel(name)]

@@ -1,3 +1,3 @@
 """Measurements of this machine: `calibrate` for predictions, and `tune` for ``algorithm="auto"``;
-and the `timing` and `verification` that they share with benchmarks.
+the `timing` and `verification` that they share with benchmarks; and the proof's score, `mutation`.
 """

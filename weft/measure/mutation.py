@@ -9,7 +9,8 @@ it differs in no run, else the proof has *missed* it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from weft.engines.equivalence import Equivalence
 from weft.errors import PlanError
@@ -28,7 +29,7 @@ MUTATIONS: Mapping[str, Callable[[Plan], Iterator[Mutant]]] = {
 }
 """Changes of one instruction, by what happens to it."""
 
-CHOICES: tuple[dict[str, object], ...] = (
+CHOICES: tuple[dict[str, Any], ...] = (
     {},
     {"symmetric": True},
     {"order": ORDERS[1]},
@@ -39,7 +40,8 @@ CHOICES: tuple[dict[str, object], ...] = (
 """The defaults of a request, and departures from them."""
 
 
-class Score(NamedTuple):
+@dataclass(frozen=True)
+class Score:
     """Numbers of mutants, and a description of each one that the proof missed."""
 
     mutants: int = 0
@@ -50,8 +52,12 @@ class Score(NamedTuple):
     def equivalent(self) -> int:
         return self.mutants - self.rejected - len(self.missed)
 
-    def __add__(self, other: Score) -> Score:  # type: ignore[override]
-        return Score(*(one + more for one, more in zip(self, other, strict=True)))
+    def __add__(self, other: Score) -> Score:
+        return Score(
+            self.mutants + other.mutants,
+            self.rejected + other.rejected,
+            self.missed + other.missed,
+        )
 
 
 def plans(operator: str, ranks: int) -> list[Plan]:
@@ -60,7 +66,7 @@ def plans(operator: str, ranks: int) -> list[Plan]:
     """
     planner, collective = PLANNERS[operator], COLLECTIVES.get(operator)
     every = [
-        planner.plan(Request(ranks, 2, algorithm, **choice))  # type: ignore[arg-type]
+        planner.plan(Request(ranks, 2, algorithm, **choice))
         for algorithm in planner.algorithms
         for choice in CHOICES
     ]

@@ -108,8 +108,8 @@ def _aims(
             yield from (Copy(src, other) for other in _elsewhere(plan, dst))
         case Compute(_, srcs, dst) | Reduce(srcs, dst):
             for i, src in enumerate(srcs):
-                for other in _elsewhere(plan, src):
-                    yield replace(instruction, srcs=(*srcs[:i], other, *srcs[i + 1 :]))
+                for region in _elsewhere(plan, src):
+                    yield replace(instruction, srcs=(*srcs[:i], region, *srcs[i + 1 :]))
             yield from (replace(instruction, dst=other) for other in _elsewhere(plan, dst))
             if isinstance(instruction, Compute):
                 yield from (replace(instruction, weight=name) for name in weights)
