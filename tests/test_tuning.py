@@ -137,6 +137,11 @@ EXCEPTIONS = {
         weft/world/listener.py: _UNIDENTIFIED
     """,
     "measurement: sizes and rounds at which a machine or a result is examined": """
+        weft/engines/equivalence.py: COLUMNS
+        weft/engines/equivalence.py: LARGEST
+        weft/engines/equivalence.py: RANDOM_ORDERS
+        weft/engines/equivalence.py: SETTINGS
+        weft/engines/equivalence.py: TOGETHER
         weft/engines/recording.py: _ROUNDS
         weft/measure/calibrate.py: _ASLEEP_US
         weft/measure/calibrate.py: _COLUMNS

@@ -5,33 +5,22 @@ In one order for each lane that lane is held back: it takes a step only when no 
 that need not wait for its next instruction happens before that instruction, and of two instructions
 that no signal orders, each comes first in some order. The contents show it: rows are random
 integers, which float64 adds and multiplies exactly, others in successive calls; inputs and outputs
-hold NaN outside a call; and before and after each call comes a witness, a plan whose results show
-whether the call keeps the contract between plans.
+hold NaN outside a call; and between calls come `weft.engines.witnesses`.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from weft.engines.reference import Buffers, Call, Step, run
+from weft.engines.reference import Buffers, Call, run
+from weft.engines.witnesses import release_witness, synchronization_witness
 from weft.errors import PlanError
-from weft.plan import (
-    Buffer,
-    Compute,
-    Copy,
-    Instruction,
-    Notify,
-    Plan,
-    Region,
-    Role,
-    Signal,
-    Wait,
-)
+from weft.plan import Compute, Plan
 from weft.plan.binding import bind
 from weft.plan.messages import ending, is_channel
 
@@ -86,30 +75,26 @@ class Equivalence:
 
     def agree(self, plans: Sequence[Plan]) -> bool:
         """Whether `plans`, executed one after the other, have the plan's results in all orders."""
-        return all(
-            self.held_back(plans, rank, lanes) for rank, lanes in enumerate(self.plan.lanes)
-        ) and self.at_random(plans)
+        at_random = [{"order": random.Random(self.seed + i)} for i in range(RANDOM_ORDERS)]
+        return self._agree(plans, self.ragged, (), at_random) and all(
+            self._agree(plans, self.full, self.witness(rank), held_back(rank, lanes))
+            for rank, lanes in enumerate(self.plan.lanes)
+        )
 
-    def held_back(self, plans: Sequence[Plan], rank: int, lanes: Collection[str]) -> bool:
-        """Whether they have if any of a rank's lanes, or the rank between calls, is held back."""
-        steps = [(rank, name) for name in ("", *lanes)]
-        steps += [(rank, ending(name)) for name in lanes if is_channel(name)]
-        witness = self.witness(rank)
-        calls, wanted = (
-            self.calls(each, self.full, witness) for each in (plans, [self.plan] * len(plans))
-        )
-        results = run(*wanted)
-        return all(_agree(calls, results, last=step) for step in steps)
-
-    def at_random(self, plans: Sequence[Plan]) -> bool:
-        """Whether they have in random orders, one directly after the other."""
-        calls, wanted = (
-            self.calls(each, self.ragged) for each in (plans, [self.plan] * len(plans))
-        )
-        results = run(*wanted)
-        return all(
-            _agree(calls, results, order=random.Random(self.seed + i)) for i in range(RANDOM_ORDERS)
-        )
+    def _agree(
+        self,
+        plans: Sequence[Plan],
+        settings: Sequence[Setting],
+        witness: Sequence[Plan],
+        orders: Iterable[Mapping[str, Any]],
+    ) -> bool:
+        """Whether they have them in these orders, which are arguments of `reference.run`."""
+        wanted = run(*self.calls([self.plan] * len(plans), settings, witness))
+        calls = self.calls(plans, settings, witness)
+        try:
+            return all(_equal(run(*calls, **order), wanted) for order in orders)
+        except PlanError:  # a deadlock
+            return False
 
     def witness(self, rank: int) -> Sequence[Plan]:
         """The plans to execute between calls if `rank` is held back."""
@@ -157,71 +142,19 @@ def _workspace_rows(bound: Plan) -> int:
     return max(map(sum, zip(*spaces, strict=True)), default=0)
 
 
-def _agree(
-    calls: Sequence[Call],
-    wanted: Sequence[Sequence[Buffers]],
-    order: random.Random | None = None,
-    last: Step | None = None,
-) -> bool:
-    """Whether calls have the wanted results, bit by bit, in an order of `reference.run`."""
-    try:
-        found = run(*calls, order=order, last=last)
-    except PlanError:
-        return False
+def held_back(rank: int, lanes: Iterable[str]) -> Iterator[Mapping[str, Any]]:
+    """The orders that hold back a rank between calls, and each of its lanes."""
+    for name in ("", *lanes):
+        yield {"last": (rank, name)}
+        if is_channel(name):
+            yield {"last": (rank, ending(name))}
+
+
+def _equal(found: Sequence[Sequence[Buffers]], wanted: Sequence[Sequence[Buffers]]) -> bool:
+    """Whether the results of calls have the same bits."""
     return all(
         torch.equal(one[name].view(torch.int64), other[name].view(torch.int64))
         for results, others in zip(found, wanted, strict=True)
         for one, other in zip(results, others, strict=True)
         for name in one
     )
-
-
-def release_witness(ranks: int, rows: int, reader: int) -> Plan:
-    """A plan whose results show whether the plans before and after it release `rows` rows of
-    workspace as the contract demands: all ranks but the `reader` write to the workspace of every
-    rank, the same rows so that they need not wait for each other, and all ranks read them.
-
-    The reader's own late writes of the plan before remain, and others read after it.
-    """
-    whole, others = range(ranks), [r for r in range(ranks) if r != reader]
-    lanes: list[list[Instruction]] = []
-    for r in whole:
-        own, peers = Region(r, "a", 0, rows), [p for p in whole if p != r]
-        spaces = [Region(p, "space", 0, rows) for p in whole]
-        enter = [Wait(Signal("free", p), 0) for p in peers]
-        write = [Copy(own, space) for space in spaces if r != reader]
-        tell = (
-            [Wait(Signal("written", p), 1) for p in others]
-            if r == reader
-            else [Notify(reader, Signal("written", r))]
-        )
-        read = [
-            Copy(space, Region(r, "out", p * rows, (p + 1) * rows))
-            for p, space in enumerate(spaces)
-        ]
-        lanes.append([*enter, *write, *tell, *read, *(Notify(p, Signal("free", r)) for p in peers)])
-    return _witness(lanes, {"a": rows, "space": rows, "out": ranks * rows})
-
-
-def synchronization_witness(ranks: int, turn: int) -> Plan:
-    """A plan whose results show whether the plan before it synchronizes: each rank reads what all
-    ranks wrote in the call of the other `turn` before, and writes its input for the next one,
-    without any signal.
-    """
-    lanes = [
-        [
-            *(
-                Copy(Region(p, "space", 1 - turn, 2 - turn), Region(r, "out", p, p + 1))
-                for p in range(ranks)
-            ),
-            Copy(Region(r, "a", 0, 1), Region(r, "space", turn, turn + 1)),
-        ]
-        for r in range(ranks)
-    ]
-    return _witness(lanes, {"a": 1, "space": 2, "out": ranks})
-
-
-def _witness(lanes: Sequence[Sequence[Instruction]], rows: Mapping[str, int]) -> Plan:
-    roles: dict[str, Role] = {"a": "input", "space": "workspace", "out": "output"}
-    buffers = {name: Buffer(roles[name], (many,) * len(lanes)) for name, many in rows.items()}
-    return Plan("witness", "", buffers, tuple({"compute": tuple(lane)} for lane in lanes))
