@@ -64,12 +64,9 @@ def test_no_instruction_is_too_much(mutation, ranks, pieces):
 @pytest.mark.parametrize("mutation", [moved, aimed_elsewhere])
 def test_accepted_mutants_differ_in_no_run(mutation, ranks, pieces):
     for seed, plan in enumerate(plans.every(ranks, pieces)):
-        accepted = [
-            mutant
-            for mutant in some(mutation(plan), max(1, PATTERNS[ranks, pieces] // 8), seed)
-            if accepts(mutant.plan)
-        ]
-        differing = Equivalence(plan, seed).differing([mutant.plan for mutant in accepted])
+        found = some(mutation(plan), max(1, PATTERNS[ranks, pieces] // 8), seed)
+        accepted = [each for each in found if accepts(each.plan)]
+        differing = Equivalence(plan, seed).differing([each.plan for each in accepted])
         assert not [(plan.operator, plan.algorithm, accepted[at].change) for at in differing]
 
 
@@ -406,6 +403,11 @@ def test_right_plans_are_accepted(right):
             plan([KEEP[0], Reduce((), rows(0, "inbox"))]),
             "rank 0 compute: .*: there is nothing to add",
             id="empty sum",
+        ),
+        pytest.param(
+            plan([KEEP[0], Reduce((rows(0, "a"), rows(0, "a")), rows(0, "inbox"), "median")]),
+            "rank 0 compute: .*: there is no such reduction",
+            id="no such reduction",
         ),
         pytest.param(
             plan([STAGE, KEEP[0], LEAVE[0]]),

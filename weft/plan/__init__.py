@@ -22,3 +22,4 @@ from weft.plan.launch import Launch as Launch
 from weft.plan.values import Applied as Applied
 from weft.plan.values import Term as Term
 from weft.plan.values import Value as Value
+from weft.plan.values import reduced as reduced

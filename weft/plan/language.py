@@ -122,7 +122,7 @@ class Reduce:
     integers exactly).
 
     `op` is ``sum``, ``avg`` (the sum divided by the number of the plan's ranks), ``max`` or
-    ``min``.
+    ``min``. `weft.plan.reduced` makes the value that a plan's result promises for it.
     """
 
     srcs: tuple[Region, ...]

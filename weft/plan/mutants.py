@@ -118,6 +118,7 @@ def _aims(
 
 
 def _elsewhere(plan: Plan, region: Region) -> Iterator[Region]:
+    """A region on each rank, in each buffer, moved by a block, and shorter and longer by one."""
     yield from (region._replace(rank=rank) for rank in range(plan.ranks))
     yield from (region._replace(buffer=name) for name in plan.buffers)
     for by in (-1, 1):

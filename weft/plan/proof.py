@@ -37,7 +37,7 @@ from weft.plan import (
 )
 from weft.plan.happens_before import Run
 from weft.plan.language import ANY_BLOCK
-from weft.plan.values import terms
+from weft.plan.values import REDUCTIONS, terms
 
 RUNS = 3
 """Plans that the proof of a single plan runs: an adversary, and the plan twice."""
@@ -153,6 +153,8 @@ def _wrong(plan: Plan, instruction: Copy | Compute | Reduce) -> str:
     regions, dst = accesses(instruction), instruction.dst
     if len(regions) == 1:
         return "there is nothing to add"
+    if isinstance(instruction, Reduce) and instruction.op not in REDUCTIONS:
+        return "there is no such reduction"
     for region in regions:
         if not plan.inside(region):
             return f"{region} does not exist"

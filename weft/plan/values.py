@@ -28,7 +28,9 @@ class Applied(NamedTuple):
 
 
 Value = tuple[Term | Applied, ...]
-"""A sum of terms and results of kernels; an empty sum is no value."""
+"""A sum of terms and results of kernels; an empty sum is no value. `reduced` makes the values of
+other reductions.
+"""
 
 
 REDUCTIONS = ("sum", "avg", "max", "min")
@@ -36,8 +38,8 @@ REDUCTIONS = ("sum", "avg", "max", "min")
 
 
 def reduced(op: str, sources: Sequence[Value], ranks: int) -> Value:
-    """The value of a reduction of rows in a plan of `ranks` ranks: a sum of sums is one sum of all
-    terms, a maximum of maxima one maximum, and an average its sum divided once.
+    """The value of the reduction `op` of rows with these values, in a plan of `ranks` ranks: a sum
+    of sums is one sum of all terms, a maximum of maxima one maximum of all.
     """
     total = tuple(chain.from_iterable(sources))
     if op in ("max", "min"):
