@@ -17,8 +17,17 @@ class WeftError(_Error):
     """Base of all errors below; raised itself for the use of a closed world.
 
     Where torch is loaded it is a `torch.distributed.DistBackendError`, so that handlers of torch's
-    errors catch weft's.
+    errors catch weft's. `record` is the file that ``weft doctor --flight`` reads, or "".
     """
+
+    record = ""
+
+    def name_record(self, file: str) -> None:
+        """Add the file of the flight recorder to the message."""
+        if not self.record:
+            self.record, text = file, str(self)
+            shows = f"weft doctor --flight {file} shows the calls of all ranks"
+            self.args = (f"{text}\n  {shows}" if "\n" in text else f"{text}; {shows}",)
 
 
 def in_use(thread: int) -> WeftError:

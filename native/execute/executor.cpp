@@ -83,7 +83,10 @@ int Executor::run(Program& program, size_t lane, int at) {
       lost(execution, lane, at - 1, rank_);
       return -1;
     }
-    if (at >= end) return at;
+    if (at >= end) {
+      if (lane == 0) calls.end(execution.call);
+      return at;
+    }
     const Instruction& instruction = instructions[at];
     int64_t start = tracing ? now() : 0;
     int count = 1;

@@ -1,4 +1,5 @@
-// The clock of all time limits and traces, in nanoseconds, and the processor's counter of cycles.
+// The clock of all time limits and traces, in nanoseconds, the date, and the processor's counter of
+// cycles.
 #pragma once
 
 #include <time.h>
@@ -11,6 +12,14 @@ namespace weft {
 inline int64_t now() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1'000'000'000LL + t.tv_nsec;
+}
+
+// The date, in nanoseconds since 1970, as of the latest timer tick, at most 10 ms ago: it takes a
+// few nanoseconds to read.
+inline int64_t date() {
+  timespec t;
+  clock_gettime(CLOCK_REALTIME_COARSE, &t);
   return t.tv_sec * 1'000'000'000LL + t.tv_nsec;
 }
 

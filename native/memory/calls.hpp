@@ -12,6 +12,8 @@
 // H4  `text` is for errors only. A later call may change it while it is read, but it always ends
 //     with a 0.
 // H5  `closed` is set once, by a peer that closes the world, and never reset.
+// H6  `began` and `ended` are for the flight recorder alone, in the cache line that `call` changes
+//     anyway. A call has ended if `ended` is its number.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +26,9 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
+#include "kernels/clock.hpp"
 #include "memory/segment.hpp"
 #include "memory/signals.hpp"
 
@@ -50,13 +54,24 @@ struct CallText {
   }
 };
 
+// A call that a rank has made: when, in nanoseconds of `date`; of a rank on another host, when this
+// host heard of it, and never whether it has ended.
+struct MadeCall {
+  uint64_t number;
+  int64_t began;
+  bool ended;
+  std::string text;
+};
+
 class Calls {
  private:
   struct Header {
     std::atomic<uint64_t> call;
     std::atomic<uint64_t> digest;
     std::atomic<uint64_t> address;
-    char text[488];
+    std::atomic<int64_t> began;
+    std::atomic<uint64_t> ended;
+    char text[472];
   };
   static_assert(sizeof(Header) == 512);
   static constexpr size_t kHeaders = 32;  // H3
@@ -80,6 +95,7 @@ class Calls {
     own.address.store(address, std::memory_order_relaxed);
     uint64_t& written = written_[call % kHeaders];
     if (written == text.identity) {
+      own.began.store(date(), std::memory_order_relaxed);
       own.call.store(call, std::memory_order_release);
     } else {
       store(segment_->rank, call, text.digest, text.text);
@@ -87,12 +103,17 @@ class Calls {
     }
     return call;
   }
+  // Note that this rank has ended a call.
+  void end(uint64_t call) {
+    header(segment_->rank, call).ended.store(call, std::memory_order_relaxed);
+  }
 
   // Write the header of a rank's call. A peer on another host sends its header in a message, and it
   // is stored where a local peer's header is read.
   void store(int rank, uint64_t call, uint64_t digest, const std::string& text) {
     Header& to = header(rank, call);
     to.call.store(0, std::memory_order_relaxed);  // H2
+    to.began.store(date(), std::memory_order_relaxed);
     // a reader of this digest sees the 0, or a later number
     to.digest.store(digest, std::memory_order_release);
     size_t length = std::min(text.size(), sizeof to.text - 1);
@@ -135,6 +156,21 @@ class Calls {
     const uint64_t published = theirs.address.load(std::memory_order_acquire);
     return theirs.call.load(std::memory_order_relaxed) == call ? std::optional(published)
                                                                : std::nullopt;
+  }
+  // The latest calls of a rank, the earliest first; one that changes meanwhile is left out.
+  std::vector<MadeCall> made(int rank) const {
+    std::vector<MadeCall> found;
+    for (size_t at = 0; at < kHeaders; ++at) {
+      const Header& one = header(rank, at);
+      const uint64_t call = one.call.load(std::memory_order_acquire);
+      MadeCall copy{call, one.began.load(std::memory_order_acquire),
+                    one.ended.load(std::memory_order_acquire) == call, one.text};
+      if (call && one.call.load(std::memory_order_relaxed) == call)  // H2
+        found.push_back(std::move(copy));
+    }
+    std::sort(found.begin(), found.end(),
+              [](const MadeCall& a, const MadeCall& b) { return a.number < b.number; });
+    return found;
   }
   // The text of the call of this number of `peer`; empty if the peer has not started it yet.
   std::string text(int peer, uint64_t call) const {

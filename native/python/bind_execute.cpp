@@ -222,6 +222,14 @@ void bind_execute(nb::module_& m) {
            })
       .def("peer_call",
            [](Executor& self, int peer, uint64_t call) { return self.calls.text(peer, call); })
+      .def("made_calls",
+           [](Executor& self, int rank) {
+             std::vector<std::tuple<uint64_t, int64_t, bool, std::string>> found;
+             for (const auto& [number, began, ended, text] : self.calls.made(rank))
+               found.emplace_back(number, began, ended, text);
+             return found;
+           })
+      .def("end", [](Executor& self, Program& program) { self.calls.end(program.execution.call); })
       .def("note_call", [](Executor& self, int peer, uint64_t call, uint64_t digest,
                            const std::string& text) { self.calls.store(peer, call, digest, text); })
       .def("emulate_link",

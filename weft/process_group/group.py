@@ -339,7 +339,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return self.store
 
     def _set_group_name(self, name: str) -> None:
-        self.group_name = name
+        self.group_name = self.world.group_name = name
 
     def _set_group_desc(self, text: str) -> None:
         self.group_desc = text

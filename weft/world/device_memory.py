@@ -134,6 +134,7 @@ def allocate(
         if world.group is None
         else _between_processes(world, size)
     )
+    world.executor.end(compiled)
     segment = memory.DeviceSegment(parts, world.number, world.executor.calls)
     world.keepalive.append(segment)
     memory.segments[segment.base(world.rank)] = segment

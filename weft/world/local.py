@@ -10,6 +10,7 @@ Ranks behave as in separate processes: they share only symmetric memory, and fai
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,7 +47,10 @@ class LocalWorld:
         self.ranks, self.device, self.closed = ranks, backend.device, False
         device = self.device
         self.threads = [ThreadPoolExecutor(1, f"rank {rank}") for rank in range(ranks)]
-        cores, nowhere = frozenset(os.sched_getaffinity(0)), Address("", 0, b"")
+        cores, nowhere = (
+            frozenset(os.sched_getaffinity(0)),
+            Address("", 0, secrets.token_bytes(16)),
+        )
         place = RankInfo(
             os.getpid(),
             host_identity(),

@@ -146,6 +146,7 @@ def exchange(
                 MismatchError.between(compiled.call, world.rank, call, peer, their_call)
             )
         yield peer, text, theirs
+    world.executor.end(compiled)
 
 
 def numbers(segment: Segment, rank: int, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from weft.schedules.levels import (
     numbered,
 )
 from weft.schedules.thresholds import agreed
-from weft.world import peer_memory
+from weft.world import flight, peer_memory
 from weft.world.relay import Relay
 from weft.world.rendezvous import RankInfo
 
@@ -91,6 +92,8 @@ class Peers:
     rank cannot read ordinary tensors in its peers' memory, or ""), `reads_memory` (whether all
     ranks can), `huge_pages` (whether large tensors of all ranks are in huge pages), `global_ranks`
     (the number of each rank in a larger job, for errors), `number` (of this world in this process),
+    `identity` (its name in files, equal on all ranks), `group_name` (of the process group of
+    torch.distributed whose world it is, or ""), `recorded` (the file of its flight recorder),
     `closed` (the reason, or None), `unreported` (whether a background thread closed it and no call
     has raised the error yet), `forked` (whether this process is a forked child of the one that made
     it).
@@ -135,6 +138,9 @@ class Peers:
         self.reads_memory = not (alone or self.staging_reason)
         self.huge_pages = all(info.probe.huge_pages for info in infos)
         self.number = next(_numbers)
+        self.identity = flight.identity(infos[0].address.secret)
+        self.group_name = ""
+        self.recorded: Path | None = None
         self.closed: str | None = None
         self.forked = False
         self.unreported = False
@@ -258,6 +264,9 @@ class Peers:
             self.unreported, self.closed = in_background, f"{type(error).__name__}: {error}"
             if self.relay is not None:
                 self.relay.close()  # no message may arrive in memory that is returned to the caller
+            self.recorded = flight.write(self, error, culprit)
+        if self.recorded is not None and isinstance(error, WeftError):
+            error.name_record(str(self.recorded))
         return error  # type: ignore[return-value]
 
     def _control_segment(self) -> _native.Segment:

@@ -154,6 +154,7 @@ class DeviceProgram(FixedProgram):
                     completions.append(engine.lane(name).start(partial(self._guarded, steps)))
             self._join(completions)
             engine.counters.advance(self.promised)
+        world.executor.end(self.compiled)
         # Only then: a peer that is lost by now, but was not waited for, did its part.
         if world.device.type == "cpu" and engine.timed_out():
             engine.check()
@@ -281,6 +282,7 @@ class DeviceProgram(FixedProgram):
             raise self.world.fail(error) from None
         self.engine.pending.remove(self)
         self.retained = None
+        self.world.executor.end(self.compiled)
         self._record(self.spans)
         return True
 

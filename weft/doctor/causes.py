@@ -1,0 +1,169 @@
+"""The likely cause of a recorded failure: the first call that ranks have not made alike, and what
+became of the ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from weft.doctor.recording import Rank, Recording
+
+_OF_PEERS = ("PeerLost", "PeerTimeout", "MismatchError", "WeftError")
+"""Errors by which a rank reports the fault of others."""
+
+
+class Difference(NamedTuple):
+    """The first call that not all ranks have made and ended alike: its `number`, 0 if there is
+    none; the ranks that have `made` it, and those that have not.
+    """
+
+    number: int
+    made: Sequence[Rank]
+    missing: Sequence[Rank]
+
+    @property
+    def by_call(self) -> dict[tuple[str, str], list[Rank]]:
+        """The ranks that have made it by their calls, that of most ranks first."""
+        found = dict[tuple[str, str], list[Rank]]()
+        for rank in self.made:
+            call = rank.calls[self.number]
+            found.setdefault((call.call, call.plan), []).append(rank)
+        return dict(sorted(found.items(), key=lambda each: -len(each[1])))
+
+
+def difference(world: Recording) -> Difference:
+    """The first difference between the ranks of a world."""
+    recorded = [rank for rank in world.ranks if rank.calls]
+    first = max((min(rank.calls) for rank in recorded), default=1)
+    for number in range(first, max(rank.last for rank in world.ranks) + 1):
+        made = [rank for rank in world.ranks if number in rank.calls]
+        missing = [rank for rank in world.ranks if rank.last < number]
+        found = Difference(number, made, missing)
+        if missing or len(found.by_call) > 1 or not all(r.calls[number].ended for r in made):
+            return found
+    return Difference(0, world.ranks, [])
+
+
+def explanation(world: Recording, found: Difference) -> tuple[str, str]:
+    """The likely cause of a failure, and advice."""
+    where = f"call {found.number}, {_words(found)}" if found.number else "its next call"
+    culprits = [rank for rank in world.ranks if _failed(rank)]
+    if len(found.by_call) > 1 and found.number:
+        return _mismatch(found), (
+            "compare what these ranks do before this call: a branch, a loop or a shape may depend "
+            "on the rank, or on its data"
+        )
+    if culprits:
+        rank = culprits[0]
+        own = rank.error or rank.lost
+        before = "before" if not found.number or rank in found.missing else "in"
+        cause = (
+            f"{_name(rank)} {own if rank.lost == own else f'failed with {own}'} {before} {where}"
+        )
+        if rank.error:
+            return cause, "its own output has the traceback; the other ranks only waited for it"
+        if rank.lost == "died":
+            return cause, (
+                "its own output, its exit status and the kernel's log (dmesg: was memory short?) "
+                "say why"
+            )
+        return cause, "its own output says why; the other ranks only waited for it"
+    if found.missing:
+        late, begun = found.missing, [rank for rank in found.made if rank.written]
+        since = max((waited(rank, found.number) for rank in begun), default=0.0)
+        have = "have" if len(late) > 1 else "has"
+        cause = (
+            f"{ranks_of(late)} {have} not made {where}, for which {ranks_of(found.made)} waited "
+            f"{since:.1f} s; {_state(late[0])}"
+        )
+        return cause, (
+            f"py-spy dump --pid {late[0].pid} shows where a live process is; look for a branch "
+            "without this call, or give a larger timeout= for work that takes longer"
+        )
+    if found.number:
+        slow = [rank for rank in found.made if not rank.calls[found.number].ended]
+        return (
+            f"all ranks have made {where}, and {ranks_of(slow)} did not end it",
+            "see the errors above: a rank may have been suspended or short of cores in the call; "
+            "weft doctor, started as the job is, finds ranks that share a core",
+        )
+    return (
+        "all ranks have made and ended the same calls: the failure was outside of weft's calls",
+        "see the errors above, and the output of the first rank that failed",
+    )
+
+
+def _mismatch(found: Difference) -> str:
+    """The sentence for ranks that made different calls, with the call that some have left out."""
+    (most, ranks), *others = found.by_call.items()
+    other, fewer = others[0]
+    calls = [f"{ranks_of(each)} made {_shown(call, found)}" for call, each in found.by_call.items()]
+    text = f"the ranks made different calls: as call {found.number} {'; '.join(calls)}"
+    if _at(fewer, found.number) == _at(ranks, found.number + 1) != "":
+        return f"{text}; {ranks_of(fewer)} left out {most[0]}"
+    if _at(ranks, found.number) == _at(fewer, found.number + 1) != "":
+        return f"{text}; only {ranks_of(fewer)} made {other[0]}"
+    return text
+
+
+def _at(ranks: Sequence[Rank], number: int) -> str:
+    """The call of ranks with a number, or "" if they have made none."""
+    return next((rank.calls[number].call for rank in ranks if number in rank.calls), "")
+
+
+def _shown(call: tuple[str, str], found: Difference) -> str:
+    """A call, with its plan if nothing else differs."""
+    words, plan = call
+    same = len({words for words, _ in found.by_call}) == 1
+    return f"{words} by {plan}" if same else words
+
+
+def _words(found: Difference) -> str:
+    return next(iter(found.by_call))[0]
+
+
+def _failed(rank: Rank) -> bool:
+    """Whether a rank was lost, or has raised an error that does not blame its peers."""
+    return bool(rank.lost) or (bool(rank.error) and not rank.error.startswith(_OF_PEERS))
+
+
+def _state(rank: Rank) -> str:
+    """The latest call of a late rank."""
+    if not rank.calls:
+        return "it has made no call"
+    last = rank.calls[rank.last]
+    return (
+        f"its latest, call {last.number}, {last.call}, began at {moment(last.began)} and "
+        f"{'ended' if last.ended else 'has not ended'}"
+    )
+
+
+def waited(rank: Rank, number: int) -> float:
+    """The seconds from the beginning of a rank's call until the rank wrote its file."""
+    return (rank.written - rank.calls[number].began) * 1e-9
+
+
+def moment(nanoseconds: int) -> str:
+    """A date, with milliseconds."""
+    seconds, fraction = divmod(nanoseconds // 1_000_000, 1000)
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(seconds))}.{fraction:03d}"
+
+
+def ranks_of(ranks: Iterable[Rank]) -> str:
+    """The numbers of ranks, such as "ranks 0, 2-5"."""
+    spans = list[list[int]]()
+    for number in sorted(rank.number for rank in ranks):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    several = len(spans) > 1 or spans[0][0] < spans[0][1]
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+    return f"rank{'s' if several else ''} {', '.join(texts)}"
+
+
+def _name(rank: Rank) -> str:
+    of_job = f", rank {rank.global_rank} of the job" if rank.global_rank != rank.number else ""
+    return f"rank {rank.number} (pid {rank.pid}{of_job})"

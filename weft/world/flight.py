@@ -1,0 +1,115 @@
+"""The flight recorder: the latest calls of each rank, which the native core keeps for its own use,
+written to a file when a world fails. ``weft doctor --flight`` reads it.
+
+The folder is that of the variable WEFT_FLIGHT, by default ``flight`` in the cache directory, where
+only the files of the newest worlds are kept; with WEFT_FLIGHT=0 nothing is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import weft.cache as cache
+from weft.errors import PeerLost
+from weft.version import __version__
+
+if TYPE_CHECKING:
+    from weft.world.peers import Peers
+
+VARIABLE = "WEFT_FLIGHT"
+FILES = "*-rank*.json"
+"""The pattern of their names."""
+_OFF = "0"
+_PEER_CALLS = 4
+"""Calls of each peer in a file: a peer that cannot write one has usually ended within these."""
+_WORLDS = 8
+"""Worlds whose files are kept in the cache directory."""
+
+
+def folder() -> Path | None:
+    """The folder of the files; None if nothing is to be written."""
+    if chosen := os.environ.get(VARIABLE):
+        return None if chosen == _OFF else Path(chosen)
+    stored = cache.directory()
+    return stored and stored / "flight"
+
+
+def identity(secret: bytes) -> str:
+    """The name of a world, equal on all its ranks, from a secret that they share."""
+    return hashlib.sha256(b"flight " + secret).hexdigest()[:8]
+
+
+def world_of(file: Path) -> str:
+    """The name of the world whose rank has written a file."""
+    return file.name.partition("-")[0]
+
+
+def write(world: Peers, error: BaseException, culprit: int | None) -> Path | None:
+    """Write the latest calls of all ranks, as this rank knows them, and return the file; None if
+    there were no calls, or no file can be written.
+
+    `error` closed the world, `culprit` is the rank that caused it, if that is another one.
+    """
+    with contextlib.suppress(Exception):  # the error itself matters more
+        into, record = folder(), _record(world, error, culprit)
+        if into is None or not any(rank["calls"] for rank in record["ranks"]):
+            return None
+        into.mkdir(parents=True, exist_ok=True)
+        file = into / f"{world.identity}-rank{world.rank}.json"
+        file.write_text(json.dumps(record, indent=1))
+        if not os.environ.get(VARIABLE):
+            _prune(into)
+        return file
+    return None
+
+
+def _record(world: Peers, error: BaseException, culprit: int | None) -> dict[str, Any]:
+    return {
+        "weft": __version__,
+        "world": world.identity,
+        "group": world.group_name,
+        "rank": world.rank,
+        "written": time.time_ns(),
+        "host": socket.gethostname(),
+        "error": f"{type(error).__name__}: {error}",
+        "lost": {"rank": culprit, "how": error.how} if isinstance(error, PeerLost) else None,
+        "ranks": [
+            {
+                "pid": world.pids[rank],
+                "host": world.hosts[rank],
+                "global_rank": world.global_ranks[rank],
+                "calls": [*_calls(world, rank)],
+            }
+            for rank in range(world.ranks)
+        ],
+    }
+
+
+def _calls(world: Peers, rank: int) -> Iterator[dict[str, Any]]:
+    """The latest calls of a rank, the earliest first."""
+    made = world.executor.made_calls(rank)
+    for number, began, ended, text in made[0 if rank == world.rank else -_PEER_CALLS :]:
+        call, _, plan = text.partition("\n")
+        yield {"number": number, "call": call, "plan": plan, "began": began, "ended": ended}
+
+
+def _prune(into: Path) -> None:
+    """Remove the files of all but the newest worlds."""
+    newest = dict[str, float]()
+    files = [*into.glob(FILES)]
+    for file in files:
+        with contextlib.suppress(OSError):  # another rank has removed it
+            name = world_of(file)
+            newest[name] = max(newest.get(name, 0.0), file.stat().st_mtime)
+    kept = sorted(newest, key=newest.__getitem__)[-_WORLDS:]
+    for file in files:
+        if world_of(file) not in kept:
+            file.unlink(missing_ok=True)
