@@ -121,5 +121,8 @@ if (_stores := os.environ.get("WEFT_STORES") or "adaptive") not in (
 ):
     raise ValueError(f"WEFT_STORES is adaptive, cached or streaming; got {_stores!r}")
 
+if os.environ.get("WEFT_LOG"):
+    importlib.import_module("weft.log").configure()
+
 if "torch" in sys.modules:  # otherwise torch registers the backend when it is imported
     importlib.import_module("weft.process_group").register()

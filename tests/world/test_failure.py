@@ -269,8 +269,9 @@ def test_ranks_that_make_different_calls_are_shown_both(how, one, other):
     for rank, outcome in enumerate(start(disagree, 3, how)):
         assert outcome.error is None, outcome.error
         message, logged = outcome.result
-        first, *lines = message.splitlines()
+        first, *lines, recorded = message.splitlines()
         assert first == f"the ranks do not make the same call: {differs[how]}"
+        assert recorded.startswith("  weft doctor --flight ")
         assert [line[:8] for line in lines] in (
             ["  rank 0", "  rank 2"],
             ["  rank 1", "  rank 2"],

@@ -15,7 +15,6 @@ from weft.cli import bench, machine, mutants, options, plan, predict, report, sh
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

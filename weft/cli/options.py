@@ -24,6 +24,7 @@ from weft.bench import conditions, repeat, repository
 from weft.bench.settings import ENGINES
 from weft.plan.trace import Trace
 from weft.predict import machine
+from weft.predict.planners import PLANNERS
 
 Settings = TypeVar("Settings")
 
@@ -168,6 +169,12 @@ def check_place(settings: Any) -> None:
         refuse("--engine", f"{engine} is none of --device {settings.device}: use {names}")
     if settings.device == "cuda":
         need_gpu("--device cuda")
+
+
+def algorithms(context: typer.Context) -> list[str]:
+    """The algorithms of the operator among a command's words, for shell completion."""
+    named = (PLANNERS.get(word.replace("-", "_")) for word in context.args)
+    return [name for planner in named if planner for name in planner.algorithms]
 
 
 def need_gpu(option: str) -> None:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from weft.cli.options import refuse
+from weft.cli.options import algorithms, refuse
 from weft.errors import PlanError
 from weft.plan import Plan
 from weft.plan.binding import bind
@@ -41,7 +41,11 @@ def show(
         ),
     ] = None,
     algorithm: Annotated[
-        str | None, typer.Option(help="Default: the first that ranks on several hosts can use.")
+        str | None,
+        typer.Option(
+            help="Default: the first that ranks on several hosts can use.",
+            autocompletion=algorithms,
+        ),
     ] = None,
     rows: Annotated[
         str | None,

@@ -80,7 +80,8 @@ class Question:
     machine: Annotated[
         str,
         typer.Option(
-            help="Name of a profile; default: this machine's if it is calibrated, else cpu."
+            help="Name of a profile; default: this machine's if it is calibrated, else cpu.",
+            autocompletion=profiles.names,
         ),
         EVERY,
     ] = ""
@@ -125,7 +126,12 @@ class Question:
         Dtype | None, typer.Option(help="Dtype of the output; default: the inputs'."), SWEEP
     ] = None
     algorithm: Annotated[
-        str, typer.Option(help="An algorithm of the operator, or auto for the fastest."), SWEEP
+        str,
+        typer.Option(
+            help="An algorithm of the operator, or auto for the fastest.",
+            autocompletion=options.algorithms,
+        ),
+        SWEEP,
     ] = "auto"
     chunk_rows: Annotated[
         int | None,

@@ -9,9 +9,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from weft.doctor.recording import Rank, Recording
+from weft.world.flight import STOPPED
 
 _OF_PEERS = ("PeerLost", "PeerTimeout", "MismatchError", "WeftError")
 """Errors by which a rank reports the fault of others."""
+_FROM_OUTSIDE = ("KeyboardInterrupt", STOPPED)
+"""Words in the errors of ranks that a user or a launcher has ended, perhaps since they hung."""
 
 
 class Difference(NamedTuple):
@@ -43,14 +46,14 @@ def difference(world: Recording) -> Difference:
         found = Difference(number, made, missing)
         if missing or len(found.by_call) > 1 or not all(r.calls[number].ended for r in made):
             return found
-    return Difference(0, world.ranks, [])
+    return Difference(0, [], [])
 
 
 def explanation(world: Recording, found: Difference) -> tuple[str, str]:
     """The likely cause of a failure, and advice."""
     where = f"call {found.number}, {_words(found)}" if found.number else "its next call"
     culprits = [rank for rank in world.ranks if _failed(rank)]
-    if len(found.by_call) > 1 and found.number:
+    if len(found.by_call) > 1:
         return _mismatch(found), (
             "compare what these ranks do before this call: a branch, a loop or a shape may depend "
             "on the rank, or on its data"
@@ -90,7 +93,7 @@ def explanation(world: Recording, found: Difference) -> tuple[str, str]:
             "weft doctor, started as the job is, finds ranks that share a core",
         )
     return (
-        "all ranks have made and ended the same calls: the failure was outside of weft's calls",
+        "all ranks have made and ended the same calls of this world: it failed outside of them",
         "see the errors above, and the output of the first rank that failed",
     )
 
@@ -126,7 +129,9 @@ def _words(found: Difference) -> str:
 
 def _failed(rank: Rank) -> bool:
     """Whether a rank was lost, or has raised an error that does not blame its peers."""
-    return bool(rank.lost) or (bool(rank.error) and not rank.error.startswith(_OF_PEERS))
+    if any(word in f"{rank.error} {rank.lost}" for word in _FROM_OUTSIDE):
+        return False
+    return bool(rank.lost or (rank.error and not rank.error.startswith(_OF_PEERS)))
 
 
 def _state(rank: Rank) -> str:

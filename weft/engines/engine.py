@@ -5,6 +5,7 @@ An engine compiles a plan once; each execution passes the numbers of rows of the
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Sequence
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from weft.engines.device.onesided import OneSided
 
 LANES = ("compute", "comm")
+_log = logging.getLogger("weft")
 # Concurrent calls of a rank. Ranks read descriptions of each other's latest 32 calls only, and may
 # differ by some calls.
 OUTSTANDING = 16
@@ -123,6 +125,10 @@ class Engine(ABC):
         if program is None:
             program = self.compile(plan, tensors, rows, dtypes, options)
             program.original = plan
+            if _log.isEnabledFor(logging.DEBUG):
+                _log.debug(
+                    "compiled %s by %s, plan %08x", plan.operator, plan.algorithm, plan.digest
+                )
             self.programs[key] = program
             if len(self.programs) > _CACHED:
                 self.programs.popitem(last=False)

@@ -88,6 +88,8 @@ def select(call: Call) -> Selection:
         first, *others = candidates = _agreed(call, key)
         variants = [each.variant for each in candidates]
         selections[key] = Trial(key, variants, first.record) if others else first
+        if not others:
+            call.log(first)
     found: Selection | Trial = selections[key]
     return found.next(call) if isinstance(found, Trial) else found
 
@@ -106,6 +108,7 @@ def measure(call: Call, trial: Trial, execute: Callable[[], None]) -> None:
     fastest = trial.end_round(_exchanged(call, trial), world.hosts)
     if fastest is not None:
         engine(world).selections[key] = fastest
+        call.log(fastest)
         # a network is not a property of this machine
         if world.rank == 0 and trial.round and key.chunk_rows is None and not world.multi_host:
             tuned.learn(call.workload, key.link, trial.measured(fastest.variant))

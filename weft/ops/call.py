@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -91,6 +92,9 @@ class Selection(NamedTuple):
     record: float = 0.0
 
 
+_log = logging.getLogger("weft")
+
+
 class Call(ABC):
     """A call that was checked on this rank, and the rules of its operator.
 
@@ -166,6 +170,16 @@ class Call(ABC):
         same = len({*rows}) == 1 or len(matrix) == sum(rows)
         shape = tuple(matrix.shape) if same else f"{[*rows]} rows x {self.columns}"
         return f"{operator}({of}={shape} {name(matrix.dtype)})"
+
+    def log(self, selection: Selection) -> None:
+        """Log the selection for calls of this class at level INFO, on rank 0, as for all ranks."""
+        if self.world.rank == 0 and _log.isEnabledFor(logging.INFO):
+            _log.info(
+                "%s and calls of its class: %s: %s",
+                self.description,
+                self.cut(selection.variant),
+                selection.reason,
+            )
 
     def check_algorithm(self, algorithm: str) -> None:
         """Raise `ValueError` for an algorithm that is not possible here."""

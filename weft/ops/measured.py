@@ -15,6 +15,7 @@ that was measured while other processes occupied the cores.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,6 +31,8 @@ from weft.ops import agreement
 from weft.plan import Plan
 from weft.world import World
 from weft.world.placement import waited_for_core
+
+_log = logging.getLogger("weft")
 
 Plans = Mapping[str, Callable[[], Plan]]
 """The plans of a call that can be the fastest, by names of `NAMES`; the first serves calls that are
@@ -164,6 +167,12 @@ class Choices:
         self.periods[key] = self.periods.get(key, _MEASURED_AGAIN // 10) * 10
         self.left[key] = CallsLeft(self.periods[key])
         if self.world.rank == 0:
+            _log.info(
+                "%s of up to %d bytes: the plan %r was the fastest in the first calls",
+                key.operator,
+                1 << key.bits,
+                choice.name,
+            )
             _store(_setting(self.world), key, choice)
 
     def expected(self, key: Class, plans: Plans) -> Plan:

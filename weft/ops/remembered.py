@@ -41,6 +41,7 @@ def select(call: Call) -> Selection:
     selections = engine(call.world).selections
     if key not in selections:
         selections[key] = _agreed(call, key)
+        call.log(_selection(call, selections[key]))
     return _selection(call, selections[key])
 
 

@@ -339,10 +339,16 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return self.store
 
     def _set_group_name(self, name: str) -> None:
-        self.group_name = self.world.group_name = name
+        self.group_name = name
+        self._name_world()
 
     def _set_group_desc(self, text: str) -> None:
         self.group_desc = text
+        self._name_world()
+
+    def _name_world(self) -> None:
+        text = "" if self.group_desc == "undefined" else self.group_desc
+        self.world.group_name = f"{self.group_name} {text}".strip()
 
     def getBackendName(self) -> str:
         return "weft"

@@ -2,7 +2,8 @@
 written to a file when a world fails. ``weft doctor --flight`` reads it.
 
 The folder is that of the variable WEFT_FLIGHT, by default ``flight`` in the cache directory, where
-only the files of the newest worlds are kept; with WEFT_FLIGHT=0 nothing is written.
+only the files of the newest worlds are kept; with WEFT_FLIGHT=0 nothing is written. Where the
+variable names a folder, a rank that SIGTERM ends writes its file, too.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 VARIABLE = "WEFT_FLIGHT"
 FILES = "*-rank*.json"
 """The pattern of their names."""
+STOPPED = "stopped by SIGTERM"
+"""The error of a rank that SIGTERM has ended."""
 _OFF = "0"
 _PEER_CALLS = 4
 """Calls of each peer in a file: a peer that cannot write one has usually ended within these."""
@@ -69,6 +74,30 @@ def write(world: Peers, error: BaseException, culprit: int | None) -> Path | Non
             _prune(into)
         return file
     return None
+
+
+def write_at_sigterm(open_worlds: Callable[[], Iterable[Peers]]) -> None:
+    """Let SIGTERM write the files of the open worlds before it ends this process, if the variable
+    names a folder and the program has no handler of its own.
+    """
+    if (
+        not os.environ.get(VARIABLE)
+        or folder() is None
+        or threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    ):
+        return
+    own = os.getpid()
+
+    def end(number: int, frame: object) -> None:
+        if os.getpid() == own:  # not in a forked child
+            for world in open_worlds():
+                write(world, SystemExit(STOPPED), None)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, end)
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def _record(world: Peers, error: BaseException, culprit: int | None) -> dict[str, Any]:

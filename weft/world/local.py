@@ -28,7 +28,7 @@ from weft.world.peer_memory import probe
 from weft.world.peers import Backend
 from weft.world.placement import threads_per_rank, thresholds
 from weft.world.rendezvous import RankInfo, host_identity
-from weft.world.world import World, default_here
+from weft.world.world import World, default_here, log_made
 
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 # of a rank on a GPU: the compute lane, the caller's, and that of one-sided transfers; and one for
@@ -74,6 +74,7 @@ class LocalWorld:
             )
             world.maker = "weft.local_world(...)"
             default_here(world)
+            log_made(world)
             if device.type == "cuda":
                 # each rank computes gradients on its own thread; on a shared one ranks would wait
                 # for each other

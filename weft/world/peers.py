@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from weft.world import flight, peer_memory
 from weft.world.relay import Relay
 from weft.world.rendezvous import RankInfo
 
+_log = logging.getLogger("weft")
 _SPINS = 200  # tests of a counter before a wait yields: some microseconds
 
 
@@ -265,6 +267,7 @@ class Peers:
             if self.relay is not None:
                 self.relay.close()  # no message may arrive in memory that is returned to the caller
             self.recorded = flight.write(self, error, culprit)
+            _log.info("world %s has failed: %s", self.identity, self.closed)
         if self.recorded is not None and isinstance(error, WeftError):
             error.name_record(str(self.recorded))
         return error  # type: ignore[return-value]

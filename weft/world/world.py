@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import threading
 import weakref
@@ -16,11 +17,12 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import Store
 
 import weft._native as _native
+import weft.log
 from weft.checks import check_tensor, limited
 from weft.errors import WeftError
 from weft.plan import Plan
 from weft.schedules.device_options import DEFAULT, DeviceOptions
-from weft.world import device_memory, memory, peer_memory, placement, topology
+from weft.world import device_memory, flight, memory, peer_memory, placement, topology
 from weft.world.forked import keep
 from weft.world.listener import Listener, listen_to_hosts
 from weft.world.peers import Backend, Peers
@@ -50,6 +52,7 @@ class Recorder(Protocol):
 _TIMEOUT = 30.0  # default seconds of every wait of a world
 
 _default: World | None = None
+_log = logging.getLogger("weft")
 
 
 class _Thread(threading.local):
@@ -251,6 +254,7 @@ class World(Peers):
                 self.relay.finish()
             self.mesh.leave()
             self.closed = "it was closed"
+            _log.info("closed world %s after call %d", self.identity, self.executor.calls)
             if self.engine is not None:
                 self.engine.abandon()
         if self.relay is not None:
@@ -416,7 +420,41 @@ def _connect(
             end.detach()
         world = World(rank, infos, mesh, timeout, backend, relay)
         unless_made.pop_all()
+        log_made(world)
+        flight.write_at_sigterm(lambda: [each for each in _alive.values() if not each.closed])
         return world
+
+
+def log_made(world: World) -> None:
+    """Log a new world, at level INFO."""
+    if not _log.isEnabledFor(logging.INFO):
+        return
+    hosts = f", on {len({*world.hosts})} hosts" if world.multi_host else ""
+    cores = ",".join(map(str, sorted(world.cores[world.rank])))
+    _log.info(
+        "made world %s: rank %d of %d%s, pid %d on cores %s; plans run on %s %s",
+        world.identity,
+        world.rank,
+        world.ranks,
+        hosts,
+        world.pids[world.rank],
+        cores,
+        world.device,
+        "streams" if world.stream_ordered else "threads",
+    )
+
+
+def _rank_here() -> int | None:
+    """The rank of this thread in its job, for the log."""
+    if _thread.world is not None:
+        return _thread.world.rank
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    world = _default or next(iter(_alive.values()), None)
+    return None if world is None else world.rank
+
+
+weft.log.rank_here = _rank_here
 
 
 def default_here(world: World) -> None:
