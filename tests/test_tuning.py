@@ -133,6 +133,8 @@ EXCEPTIONS = {
         native/python/call_cache.hpp: CallCache::kMost
         weft/engines/engine.py: _CACHED
         weft/world/listener.py: _LISTEN_BACKLOG
+        weft/world/flight.py: _PEER_CALLS
+        weft/world/flight.py: _WORLDS
         weft/world/tcp.py: _BUFFERS
         weft/world/listener.py: _UNIDENTIFIED
     """,

@@ -99,21 +99,8 @@ def explanation(world: Recording, found: Difference) -> tuple[str, str]:
 
 
 def _mismatch(found: Difference) -> str:
-    """The sentence for ranks that made different calls, with the call that some have left out."""
-    (most, ranks), *others = found.by_call.items()
-    other, fewer = others[0]
     calls = [f"{ranks_of(each)} made {_shown(call, found)}" for call, each in found.by_call.items()]
-    text = f"the ranks made different calls: as call {found.number} {'; '.join(calls)}"
-    if _at(fewer, found.number) == _at(ranks, found.number + 1) != "":
-        return f"{text}; {ranks_of(fewer)} left out {most[0]}"
-    if _at(ranks, found.number) == _at(fewer, found.number + 1) != "":
-        return f"{text}; only {ranks_of(fewer)} made {other[0]}"
-    return text
-
-
-def _at(ranks: Sequence[Rank], number: int) -> str:
-    """The call of ranks with a number, or "" if they have made none."""
-    return next((rank.calls[number].call for rank in ranks if number in rank.calls), "")
+    return f"the ranks made different calls: as call {found.number} {'; '.join(calls)}"
 
 
 def _shown(call: tuple[str, str], found: Difference) -> str:

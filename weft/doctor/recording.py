@@ -69,11 +69,11 @@ def read(paths: Sequence[Path]) -> list[Recording]:
 
     Raises `ValueError` for a path that is no such file or folder.
     """
-    default = flight.folder()
-    places = [*paths] or ([default] if default else [])
+    places = [*paths] or [folder for folder in [flight.folder()] if folder and folder.is_dir()]
     files = dict.fromkeys(file for path in places for file in _files(path))
     if not files:
-        raise ValueError(f"no failure is recorded in {' '.join(map(str, places)) or 'any folder'}")
+        where = ", ".join(map(str, paths)) or flight.folder() or "any folder: WEFT_FLIGHT is off"
+        raise ValueError(f"no failure is recorded in {where}")
     found = sorted(_worlds(files), key=lambda each: each.failed)
     if any(path.is_dir() for path in places):
         return [each for each in found if each.pids & found[-1].pids]
