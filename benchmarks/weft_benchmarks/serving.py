@@ -32,8 +32,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import weft.nn
 from weft.bench import tables
 from weft.bench.alone import ALONE, all_cores
-from weft.bench.harness import environment, progress, verified, worst
+from weft.bench.harness import environment, verified, worst
 from weft.bench.neighbours import neighbours
+from weft.measure.progress import progress
 from weft.measure.timing import Stopwatch, largest, per_call, race, session
 from weft.measure.verification import RUNS, Check, compare
 from weft.pictures import COLOURS, picture

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 from io import StringIO
+from pathlib import Path
 
 import pytest
 import torch
@@ -189,7 +190,7 @@ def test_sigterm_writes_a_file_and_ends_the_rank(tmp_path, monkeypatch):
     message = str(outcomes[0].error)
     assert message.startswith("rank 1 (pid")
     file = re.search(r"--flight (\S+)", message)[1]
-    own = json.loads(open(file.replace("rank0", "rank1")).read())
+    own = json.loads(Path(file.replace("rank0", "rank1")).read_text())
     assert own["error"] == f"SystemExit: {flight.STOPPED}"
 
 

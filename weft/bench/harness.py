@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from datetime import datetime, timezone
-from time import monotonic
 from typing import Any, Protocol, TypeVar
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 import weft._native as _native
 import weft.cache as cache
 from weft.bench.values import Shape, parse_sizes
+from weft.measure.progress import progress
 from weft.measure.timing import Statistics, largest
 from weft.measure.verification import CPU, Check
 from weft.version import __version__
@@ -196,32 +193,6 @@ def singles(seconds: float) -> tuple[int, int]:
     """
     calls = max(1, min(_SINGLES, int(BATCHES / 3 / seconds)))
     return calls, max(3, int(BATCHES / (calls * seconds)))
-
-
-@contextmanager
-def progress(task: str, steps: int, *, shown: bool = True) -> Iterator[Callable[[], None]]:
-    """A progress bar on stderr, if `shown` and stderr is a terminal; the yielded function advances
-    it by one step.
-
-    That function draws it, since a thread would disturb the measurement.
-    """
-    console = Console(stderr=True)
-    if not (shown and console.is_terminal):
-        yield lambda: None
-        return
-    text = TextColumn("{task.description}")
-    columns = (text, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, auto_refresh=False, transient=True) as bar:
-        number, drawn = bar.add_task(task, total=steps), 0.0
-
-        def advance() -> None:
-            nonlocal drawn
-            bar.advance(number)
-            if monotonic() - drawn > 0.1:
-                drawn = monotonic()
-                bar.refresh()
-
-        yield advance
 
 
 def poison(*tensors: Tensor) -> None:

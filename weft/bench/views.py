@@ -11,9 +11,10 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from weft.bench.harness import poison, progress, verified, worst
+from weft.bench.harness import poison, verified, worst
 from weft.kernels.methods import on_device
 from weft.kernels.products import multiply
+from weft.measure.progress import progress
 from weft.measure.timing import Statistics, Stopwatch
 from weft.measure.verification import Check
 from weft.world import World

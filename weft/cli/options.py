@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_origin, get_t
 
 import typer
 from rich.console import Console
+from rich.progress import track
 
 import weft.cache as cache
 from weft.bench import conditions, repeat, repository
@@ -275,6 +276,12 @@ def failing(command: str, json_file: str | None = None) -> Iterator[None]:
                 name = signal.Signals(stopped.code - 128).name
                 typer.echo(f"{command}: stopped by {name}", err=True)
             raise
+
+
+def tracked(task: str, cases: Sequence[Settings]) -> Iterable[Settings]:
+    """The cases one by one, with a progress bar on stderr if that is a terminal."""
+    console = Console(stderr=True)
+    return track(cases, task, console=console, transient=True, disable=not console.is_terminal)
 
 
 def write_json(result: dict[str, Any], file: str | None) -> None:

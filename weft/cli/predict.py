@@ -344,7 +344,7 @@ def _sweep(question: Question, machine: Any, console: Console) -> dict[str, Any]
     assert question.sweep
     name, values = _parse_sweep(question.sweep)
     cases = [case for value in values for case in question.changed(name, value).cases(machine)]
-    results = [answers.answer(*case) for case in cases]
+    results = [answers.answer(*case) for case in options.tracked("predicting", cases)]
     predictions.show_sweep(name, results, values, console)
     if question.plot:
         predictions.draw_sweep(name, results, values, question.plot)
@@ -369,7 +369,7 @@ def _operators(
     from weft.cli import predictions
 
     cases = [*question.cases(machine)]
-    results = [answers.answer(*case) for case in cases]
+    results = [answers.answer(*case) for case in options.tracked("predicting", cases)]
     for result in results:
         predictions.show(result, console)
     if question.operator == "mlp":

@@ -32,6 +32,7 @@ from weft.engines.recording import clock_offsets
 from weft.errors import SymmetricMemoryError
 from weft.kernels.packed import pack
 from weft.kernels.products import multiply
+from weft.measure.progress import progress
 from weft.ops import measured
 from weft.ops.barrier import barrier
 from weft.predict import tuned
@@ -110,8 +111,10 @@ def diagnose(console: Console) -> bool:
         )
         return False
     with world:
-        everyone = _of_all_ranks(world, _report(world), RankReport)
-        links = _links(world)
+        with progress("examining ranks and links", 2, shown=world.rank == 0) as advance:
+            everyone = _of_all_ranks(world, _report(world), RankReport)
+            advance()
+            links = _links(world)
         # only rank 0 has all clock offsets
         problems = _of_all_ranks(
             world, [*_problems(everyone, links, clock_offsets(world, now=time.time_ns))], list[str]

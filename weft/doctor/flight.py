@@ -26,7 +26,7 @@ def diagnose(paths: Sequence[Path], console: Console) -> None:
     """Print the worlds that are recorded in files; `paths` and errors are those of `read`."""
     for world in read(paths):
         found = difference(world)
-        group = f", process group {world.group!r}" if world.group else ""
+        group = f", process group {world.group}" if world.group else ""
         console.print(
             f"World {world.name} of {len(world.ranks)} ranks{group}, failed at "
             f"{moment(world.failed)}",

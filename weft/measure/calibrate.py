@@ -29,6 +29,7 @@ from weft.kernels.matmul import matmul as matmul_of
 from weft.kernels.packed import pack
 from weft.kernels.products import multiply
 from weft.kernels.weights import Weight
+from weft.measure.progress import progress
 from weft.measure.timing import Stopwatch, largest, session
 from weft.plan import (
     Buffer,
@@ -148,12 +149,16 @@ def measure(threads: int) -> dict[str, Any]:
     }
     with session(threads) as world:
         bench = _Timings(world)
-        for _ in range(_PASSES):
-            for kind, (name, packed) in kinds.items():
-                _products(bench, kind, getattr(torch, name), packed)
-            _copies(bench)
-            _calls(bench)
-            _lanes(bench)
+        parts: list[Callable[[_Timings], None]] = [
+            partial(_products, kind=kind, dtype=getattr(torch, name), packed=packed)
+            for kind, (name, packed) in kinds.items()
+        ]
+        parts += [_copies, _calls, _lanes]
+        steps = _PASSES * len(parts)
+        with progress("calibrating", steps, shown=world.rank == 0) as advance:
+            for part in parts * _PASSES:
+                part(bench)
+                advance()
         found, spread = bench.summarize()
         slower = slowdown(found["products"], found["copies"], found["products and copies"])
         signal = _round(found, "signals")

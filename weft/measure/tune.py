@@ -13,6 +13,7 @@ from weft.engines import engine
 from weft.engines.device.options import hardware
 from weft.kernels.packed import pack
 from weft.measure import tune_device
+from weft.measure.progress import progress
 from weft.measure.timing import Stopwatch, session
 from weft.ops import fused
 from weft.ops.call import Call, Operands, Options
@@ -47,7 +48,11 @@ def measure(questions: list[Question], iterations: int, threads: int) -> list[li
     collective. The variants of a question are interleaved.
     """
     answers = []
-    with session(threads) as world:
+    steps = len(questions) * iterations
+    with (
+        session(threads) as world,
+        progress("tuning", steps, shown=world.rank == 0) as advance,
+    ):
         stopwatch = Stopwatch(world)
         for case, requested, link in questions:
             world.emulate_link(*link or (0.0, 0.0))
@@ -57,7 +62,7 @@ def measure(questions: list[Question], iterations: int, threads: int) -> list[li
                 str(number): partial(fused.execute, call, variant)
                 for number, variant in enumerate(variants)
             }
-            times = stopwatch.interleave(views, 1, iterations).values()
+            times = stopwatch.interleave(views, 1, iterations, advance).values()
             answers.append(
                 [
                     Answer(variant, time.median, time.min)
@@ -89,9 +94,11 @@ def measure_streams(
     """
     answers = []
     with session(None, **place) as world:
-        for case in cases:
-            found = tune_device.measure(_prepare(case, world), iterations)
-            answers.append([Answer(variant, time.median, time.min) for variant, time in found])
+        with progress("tuning", len(cases), shown=world.rank == 0) as advance:
+            for case in cases:
+                found = tune_device.measure(_prepare(case, world), iterations)
+                answers.append([Answer(variant, time.median, time.min) for variant, time in found])
+                advance()
         return answers, hardware(world)
 
 

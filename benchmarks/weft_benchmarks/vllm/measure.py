@@ -19,8 +19,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from weft.bench.harness import host, progress, utc, versions
+from weft.bench.harness import host, utc, versions
 from weft.bench.neighbours import busy
+from weft.measure.progress import progress
 from weft.measure.timing import summarize
 from weft_benchmarks.vllm import models
 from weft_benchmarks.vllm.engines import Answer, Engine
