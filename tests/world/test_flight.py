@@ -55,7 +55,7 @@ def fail(world, folder, how):
         (
             "raise",
             "rank 1 (pid {pid}) failed with KeyError: 'lost my keys' before call 4, all_reduce((4,)",
-            "its own output has the traceback",
+            "its own output says why",
         ),
         (
             "operator",
@@ -210,6 +210,15 @@ def call(number, text="all_reduce((4,) float32)", ended=True):
 @pytest.mark.parametrize(
     ("ranks", "number", "why"),
     [
+        # of ranks on other hosts it is unknown whether a call has ended
+        (
+            [
+                rank(0, [call(6), call(7), call(8, ended=False)]),
+                rank(1, [call(6, ended=None), call(7, ended=None)], error="", written=0),
+            ],
+            8,
+            "rank 1 has not made call 8",
+        ),
         # what Ctrl-C ends is no cause: rank 1 was missing
         (
             [

@@ -16,6 +16,9 @@ _OF_PEERS = ("PeerLost", "PeerTimeout", "MismatchError", "WeftError")
 _FROM_OUTSIDE = ("KeyboardInterrupt", STOPPED)
 """Words in the errors of ranks that a user or a launcher has ended, perhaps since they hung."""
 
+_FAILED = "its own output says why; the other ranks only waited for it"
+_DIED = "its own output, its exit status and the kernel's log (dmesg: was memory short?) say why"
+
 
 class Difference(NamedTuple):
     """The first call that not all ranks have made and ended alike: its `number`, 0 if there is
@@ -44,57 +47,55 @@ def difference(world: Recording) -> Difference:
         made = [rank for rank in world.ranks if number in rank.calls]
         missing = [rank for rank in world.ranks if rank.last < number]
         found = Difference(number, made, missing)
-        if missing or len(found.by_call) > 1 or not all(r.calls[number].ended for r in made):
+        if (
+            missing
+            or len(found.by_call) > 1
+            or any(rank.calls[number].ended is False for rank in made)
+        ):
             return found
     return Difference(0, [], [])
 
 
 def explanation(world: Recording, found: Difference) -> tuple[str, str]:
     """The likely cause of a failure, and advice."""
-    where = f"call {found.number}, {_words(found)}" if found.number else "its next call"
-    culprits = [rank for rank in world.ranks if _failed(rank)]
     if len(found.by_call) > 1:
         return _mismatch(found), (
             "compare what these ranks do before this call: a branch, a loop or a shape may depend "
             "on the rank, or on its data"
         )
-    if culprits:
-        rank = culprits[0]
-        own = rank.error or rank.lost
-        before = "before" if not found.number or rank in found.missing else "in"
-        cause = (
-            f"{_name(rank)} {own if rank.lost == own else f'failed with {own}'} {before} {where}"
-        )
-        if rank.error:
-            return cause, "its own output has the traceback; the other ranks only waited for it"
-        if rank.lost == "died":
-            return cause, (
-                "its own output, its exit status and the kernel's log (dmesg: was memory short?) "
-                "say why"
-            )
-        return cause, "its own output says why; the other ranks only waited for it"
+    if culprit := next(filter(_failed, world.ranks), None):
+        died = culprit.lost == "died" and not culprit.error
+        return _failure(culprit, found), _DIED if died else _FAILED
     if found.missing:
-        late, begun = found.missing, [rank for rank in found.made if rank.written]
-        since = max((waited(rank, found.number) for rank in begun), default=0.0)
-        have = "have" if len(late) > 1 else "has"
-        cause = (
-            f"{ranks_of(late)} {have} not made {where}, for which {ranks_of(found.made)} waited "
-            f"{since:.1f} s; {_state(late[0])}"
-        )
-        return cause, (
-            f"py-spy dump --pid {late[0].pid} shows where a live process is; look for a branch "
-            "without this call, or give a larger timeout= for work that takes longer"
+        return _late(found), (
+            f"py-spy dump --pid {found.missing[0].pid} shows where a live process is; look for a "
+            "branch without this call, or give a larger timeout= for work that takes longer"
         )
     if found.number:
-        slow = [rank for rank in found.made if not rank.calls[found.number].ended]
+        slow = [rank for rank in found.made if rank.calls[found.number].ended is False]
         return (
-            f"all ranks have made {where}, and {ranks_of(slow)} did not end it",
+            f"all ranks have made {_call(found)}, and {ranks_of(slow)} did not end it",
             "see the errors above: a rank may have been suspended or short of cores in the call; "
             "weft doctor, started as the job is, finds ranks that share a core",
         )
     return (
         "all ranks have made and ended the same calls of this world: it failed outside of them",
         "see the errors above, and the output of the first rank that failed",
+    )
+
+
+def _failure(rank: Rank, found: Difference) -> str:
+    how = f"failed with {rank.error}" if rank.error else rank.lost.rstrip(",")
+    before = "in" if rank in found.made else "before"
+    return f"{_name(rank)} {how} {before} {_call(found)}"
+
+
+def _late(found: Difference) -> str:
+    since = max((waited(rank, found.number) for rank in found.made if rank.written), default=0.0)
+    have = "have" if len(found.missing) > 1 else "has"
+    return (
+        f"{ranks_of(found.missing)} {have} not made {_call(found)}, for which "
+        f"{ranks_of(found.made)} waited {since:.1f} s; {_latest(found.missing[0])}"
     )
 
 
@@ -110,8 +111,12 @@ def _shown(call: tuple[str, str], found: Difference) -> str:
     return f"{words} by {plan}" if same else words
 
 
-def _words(found: Difference) -> str:
-    return next(iter(found.by_call))[0]
+def _call(found: Difference) -> str:
+    """The call of a difference in which all ranks that have made it agree."""
+    if not found.number:
+        return "its next call"
+    words, _ = next(iter(found.by_call))
+    return f"call {found.number}, {words}"
 
 
 def _failed(rank: Rank) -> bool:
@@ -121,15 +126,13 @@ def _failed(rank: Rank) -> bool:
     return bool(rank.lost or (rank.error and not rank.error.startswith(_OF_PEERS)))
 
 
-def _state(rank: Rank) -> str:
+def _latest(rank: Rank) -> str:
     """The latest call of a late rank."""
     if not rank.calls:
         return "it has made no call"
     last = rank.calls[rank.last]
-    return (
-        f"its latest, call {last.number}, {last.call}, began at {moment(last.began)} and "
-        f"{'ended' if last.ended else 'has not ended'}"
-    )
+    ended = {True: " and ended", False: " and has not ended", None: ""}[last.ended]
+    return f"its latest, call {last.number}, {last.call}, began at {moment(last.began)}{ended}"
 
 
 def waited(rank: Rank, number: int) -> float:

@@ -83,7 +83,7 @@ def _state(found: Difference, rank: Rank, call: Call) -> str:
     if call.ended:
         return "ended"
     if rank.lost or not rank.written:
-        return rank.lost or "not ended"
+        return rank.lost or ("made" if call.ended is None else "not ended")
     whom = (
         f" for {ranks_of(found.missing)}" if call.number == found.number and found.missing else ""
     )

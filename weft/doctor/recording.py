@@ -12,14 +12,14 @@ from weft.world import flight
 
 class Call(NamedTuple):
     """A call of a rank: the user's call and its plan, the date of its beginning in nanoseconds, and
-    whether it has ended.
+    whether it has ended, None if that is unknown.
     """
 
     number: int
     call: str
     plan: str
     began: int
-    ended: bool
+    ended: bool | None
 
 
 class Rank(NamedTuple):
@@ -112,7 +112,7 @@ def _rank(number: int, records: Mapping[int, Any]) -> Rank:
         views[0]["global_rank"],
         views[0]["pid"],
         own["host"] if own else "",
-        {call.number: call for call in sorted(calls, key=lambda call: call.ended)},
+        {call.number: call for call in sorted(calls, key=lambda call: call.ended is True)},
         own["error"] if own else "",
         own["written"] if own else 0,
         next((each["how"] for each in lost if each["rank"] == number), ""),

@@ -87,17 +87,19 @@ def write_at_sigterm(open_worlds: Callable[[], Iterable[Peers]]) -> None:
         or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     ):
         return
-    own = os.getpid()
 
     def end(number: int, frame: object) -> None:
-        if os.getpid() == own:  # not in a forked child
-            for world in open_worlds():
-                write(world, SystemExit(STOPPED), None)
+        for world in open_worlds():
+            write(world, SystemExit(STOPPED), None)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
+    def leave_to_system() -> None:
+        if signal.getsignal(signal.SIGTERM) is end:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
     signal.signal(signal.SIGTERM, end)
-    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    os.register_at_fork(after_in_child=leave_to_system)
 
 
 def _record(world: Peers, error: BaseException, culprit: int | None) -> dict[str, Any]:
@@ -123,11 +125,20 @@ def _record(world: Peers, error: BaseException, culprit: int | None) -> dict[str
 
 
 def _calls(world: Peers, rank: int) -> Iterator[dict[str, Any]]:
-    """The latest calls of a rank, the earliest first."""
+    """The latest calls of a rank, the earliest first. Whether those of a rank on another host have
+    ended is unknown.
+    """
+    here = world.same_host(rank)
     made = world.executor.made_calls(rank)
     for number, began, ended, text in made[0 if rank == world.rank else -_PEER_CALLS :]:
         call, _, plan = text.partition("\n")
-        yield {"number": number, "call": call, "plan": plan, "began": began, "ended": ended}
+        yield {
+            "number": number,
+            "call": call,
+            "plan": plan,
+            "began": began,
+            "ended": ended if here else None,
+        }
 
 
 def _prune(into: Path) -> None:
