@@ -6,9 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 
 @contextmanager
 def progress(task: str, steps: int, *, shown: bool = True) -> Iterator[Callable[[], None]]:
@@ -17,6 +14,16 @@ def progress(task: str, steps: int, *, shown: bool = True) -> Iterator[Callable[
 
     That function draws it, since a thread would disturb the measurement.
     """
+    # of the extra weft[cli], which the library does not need
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
     console = Console(stderr=True)
     if not (shown and console.is_terminal):
         yield lambda: None
