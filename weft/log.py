@@ -35,8 +35,7 @@ def configure() -> None:
 
 
 def _with_rank(record: logging.LogRecord) -> bool:
-    """Add the rank to a record: that of the thread that logs, unless the record names one."""
-    if not hasattr(record, "rank"):
-        rank = rank_here()
-        record.rank = os.environ.get("RANK", "?") if rank is None else rank
+    """Add the rank of the thread that logs to a record."""
+    rank = rank_here()
+    record.rank = os.environ.get("RANK", "?") if rank is None else rank
     return True
