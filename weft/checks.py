@@ -79,5 +79,9 @@ def limited(timeout: float) -> float:
 
 def check_timeout(timeout: float | None) -> None:
     """Raise `ValueError` unless `timeout` is None or a positive number of seconds."""
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"timeout must be a positive number of seconds; got {timeout}")
+    try:
+        if timeout is None or timeout > 0:
+            return
+    except TypeError:  # no number
+        pass
+    raise ValueError(f"timeout must be a positive number of seconds; got {timeout!r}")

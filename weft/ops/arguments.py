@@ -45,6 +45,8 @@ def check_input(
     """Raise an error unless `tensor` passes `check_place` and has a supported dtype."""
     check_place(tensor, argument, world)
     if tensor.dtype not in dtypes:
+        if len(dtypes) == 1:
+            raise TypeError(f"{argument} must have dtype {name(*dtypes)}; got {name(tensor.dtype)}")
         raise TypeError(
             f"{argument} has dtype {name(tensor.dtype)}; supported are "
             f"{', '.join(map(name, dtypes))}"
@@ -257,9 +259,11 @@ def check_recorded(
             if bias is not None:
                 check_input(bias, "bias", world)
     if out is not None:
+        if torch.compiler.is_compiling():
+            raise ValueError("out= cannot be recorded under torch.compile: leave it out")
         raise ValueError(
-            "out= cannot be recorded: leave it out, or call under torch.no_grad() and outside "
-            "torch.compile"
+            "out= cannot be recorded for a gradient, which a tensor of this call requires: leave "
+            "it out, or call under torch.no_grad()"
         )
     for b in weights:
         source(b)

@@ -50,8 +50,12 @@ def verify(*plans: Plan, ended: Callable[[], object] = lambda: None) -> None:
     Raises `PlanError` naming every deadlock, every unordered pair of accesses to overlapping rows,
     every counter with two writers, every output row that is not written exactly once with the value
     that `Plan.result` promises, every access to a workspace that an earlier plan may still be
-    using, and every rank that ends a synchronizing plan before another has begun it.
+    using, and every rank that ends a synchronizing plan before another has begun it. `TypeError`
+    without plans.
     """
+    if not plans or not all(isinstance(plan, Plan) for plan in plans):
+        given = ", ".join(type(plan).__name__ for plan in plans) or "none"
+        raise TypeError(f"verify takes one or more objects of weft.Plan; got {given}")
     found = problems(*plans, ended=ended)
     if found:
         name = " then ".join(

@@ -31,7 +31,11 @@ _parts: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 
 def check_device(device: torch.device | str) -> torch.device:
     """The device with its index. Raises `WeftError` for a device that is missing or unsupported."""
-    place = torch.device(device)
+    unsupported = f"weft supports the devices cpu and cuda; got {device}"
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise WeftError(unsupported) from None
     if place.type == "cuda":
         if not torch.cuda.is_available():
             raise WeftError('no GPU that torch can use was found; use device="cpu"')
@@ -40,7 +44,7 @@ def check_device(device: torch.device | str) -> torch.device:
             "cuda", torch.cuda.current_device() if place.index is None else place.index
         )
     if place.type != "cpu":
-        raise WeftError(f"weft supports the devices cpu and cuda; got {place}")
+        raise WeftError(unsupported)
     return place
 
 

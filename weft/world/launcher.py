@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +48,7 @@ def launch(
             file=sys.stderr,
         )
         raise SystemExit(1)
+    _check_picklable(fn)
     multiprocessing.set_forkserver_preload(["torch", "weft.world"])
     config = LaunchConfig(
         min_nodes=1,
@@ -74,6 +76,17 @@ def launch(
             raise KeyboardInterrupt from None
         raise SystemExit(128 + error.sigval) from None
     return [results[rank] for rank in range(ranks)]
+
+
+def _check_picklable(fn: Callable[..., Any]) -> None:
+    """Raise `TypeError` unless new processes can import `fn`."""
+    try:
+        pickle.dumps(fn)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"ranks are new processes that import fn, so define it at the top level of a module; "
+            f"got {fn!r}: {error}"
+        ) from None
 
 
 @contextmanager

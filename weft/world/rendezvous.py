@@ -111,7 +111,9 @@ def _store(rank: int, ranks: int, address: str, port: int, timeout: float) -> St
     # else torchrun serves the store
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        if not serves:
+        if serves:
+            _resolve(address, deadline)
+        else:
             _reach(address, port, deadline)
         tcp = TCPStore(
             address,
@@ -127,11 +129,11 @@ def _store(rank: int, ranks: int, address: str, port: int, timeout: float) -> St
             raise WeftError(
                 f"rank 0 cannot listen on port {port} for the ranks of {ours}: {error}; another "
                 "job may use the port: set MASTER_PORT to a free one on all ranks"
-            ) from error
+            ) from None
         raise PeerTimeout(
             f"rank {rank} waited {timeout:g} s for rank 0 of {ours} to listen at {where}: {advice} "
             f"({error})"
-        ) from error
+        ) from None
     # The prefix separates jobs that use one port by chance, and a restarted job from its past.
     store: Store = PrefixStore(
         f"weft {job()} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}", tcp
@@ -163,6 +165,26 @@ def _store(rank: int, ranks: int, address: str, port: int, timeout: float) -> St
                 "rank %d waits for %s of %d to join %s at %s", rank, missing, ranks, ours, where
             )
             warned = True
+
+
+def _resolve(address: str, deadline: float) -> None:
+    """Return once the address of rank 0 has been resolved: names of containers may be late."""
+    warned = False
+    while True:
+        try:
+            socket.getaddrinfo(address, None)
+            return
+        except OSError as error:
+            why = (
+                f"MASTER_ADDR is {address!r}, which cannot be resolved ({error.strerror}): set it "
+                "to the name or address of rank 0's host"
+            )
+        if time.monotonic() >= deadline:
+            raise WeftError(why)
+        if not warned:
+            _log.warning("%s", why)
+            warned = True
+        time.sleep(_RETRY)
 
 
 def _reach(address: str, port: int, deadline: float) -> None:
@@ -251,6 +273,8 @@ def launcher_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
     first host of a SLURM step and this host otherwise; unless ``MASTER_PORT`` is set the port is a
     hash of the job's name, which all its ranks have. MPICH names no job: if it has started ranks on
     several hosts the port is torch's default, 29500.
+
+    Raises `WeftError` for variables that no launcher sets.
     """
     sources = {
         "RANK": ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"),
@@ -269,7 +293,14 @@ def launcher_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
     }
     variables = {name: values[0] for name, values in found.items() if values}
     if not {"RANK", "WORLD_SIZE"} <= {*variables}:
+        for name, other in ("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK"):
+            if name in environment:
+                raise WeftError(
+                    f"{name} is set, but {other} is not: set both on every rank, as torchrun and "
+                    "weft run do, or neither"
+                )
         return None
+    _check_ranks(variables)
     mpich = "PMI_RANK" in environment  # it names no job, but its ranks on a host have one parent
     if mpich and _several_hosts(variables):
         name, port = "", 29500
@@ -281,8 +312,23 @@ def launcher_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
     nodes = environment.get("SLURM_STEP_NODELIST", "localhost")
     first = re.findall(r"([^,\[]*)\[?(\d*)", nodes)[0]  # node01 of node[01-03]
     variables["MASTER_ADDR"] = environment.get("MASTER_ADDR", "".join(first))
-    variables["MASTER_PORT"] = environment.get("MASTER_PORT", str(port))
+    variables["MASTER_PORT"] = given = environment.get("MASTER_PORT", str(port))
+    if not (given.isdecimal() and int(given) < 1 << 16):
+        raise WeftError(f"MASTER_PORT must be a port from 0 to 65535; got {given!r}")
     return variables
+
+
+def _check_ranks(variables: Mapping[str, str]) -> None:
+    """Raise `WeftError` unless RANK and WORLD_SIZE are numbers, and the rank one of the job's."""
+    for name in ("RANK", "WORLD_SIZE"):
+        if not variables[name].isdecimal():
+            raise WeftError(f"{name} must be a number; got {variables[name]!r}")
+    rank, ranks = int(variables["RANK"]), int(variables["WORLD_SIZE"])
+    if rank >= ranks:
+        raise WeftError(
+            f"RANK is {rank}, but WORLD_SIZE is {ranks}: ranks are counted from 0, so the last is "
+            f"{ranks - 1}"
+        )
 
 
 def _job_of_launcher(environment: Mapping[str, str], mpich: bool) -> str:
@@ -409,12 +455,23 @@ class StoreRendezvous:
         return number
 
 
+def member(group: object) -> dist.ProcessGroup:
+    """The group, of which this process must be a member."""
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "this process is not a member of the group: only members call weft.init(group)"
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group must be a process group of torch.distributed; got {type(group).__name__}"
+        )
+    return group
+
+
 def rendezvous_of(group: dist.ProcessGroup) -> GroupRendezvous | StoreRendezvous:
     """The rendezvous of a group's ranks: by gloo, which notices deaths meanwhile, or else by the
     group's store.
     """
-    if dist.get_rank(group) < 0:
-        raise ValueError("this process is not a member of the group")
     cpu = torch.device("cpu")
     if cpu in group._device_types and group._get_backend(cpu).name() == "gloo":
         return GroupRendezvous(group)

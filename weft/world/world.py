@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import operator
 import os
 import threading
 import weakref
@@ -34,6 +35,7 @@ from weft.world.rendezvous import (
     StoreRendezvous,
     default_group,
     host_identity,
+    member,
     rendezvous_of,
 )
 from weft.world.signals import DeviceSignals, Signals
@@ -114,7 +116,10 @@ class World(Peers):
         """
         self.check()
         dims = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
-        sizes = [int(n) for n in dims]  # type: ignore[arg-type]
+        try:
+            sizes = [operator.index(n) for n in dims]  # type: ignore[arg-type]
+        except TypeError:
+            raise TypeError(f"sizes must be integers; got {shape}") from None
         if any(n < 0 for n in sizes):
             raise ValueError(f"sizes must not be negative; got {tuple(sizes)}")
         self._drain()
@@ -311,8 +316,10 @@ def init(
     `comm_threads`; ranks may differ in it. More than one pays where ``torch.set_num_threads``
     leaves cores for them. On a rank of a `local_world` the result is its world there.
 
-    Raises `ValueError` for a `timeout` or `comm_threads` that is not positive, and for
-    `device_options` that this world cannot honour; `WeftError` if there is no GPU, ranks with GPUs
+    Raises `ValueError` for a `timeout` or `comm_threads` that is not positive, for a `group` that
+    this process is not a member of, and for `device_options` that this world cannot honour;
+    `TypeError` for a `group` that is none; `WeftError` if there is no GPU, the launcher's variables
+    are incomplete or contradict each other, ranks with GPUs
     are on several hosts, this host has no address for ranks on others, or ranks run other versions
     of weft, as other users, or belong to another job; `PeerTimeout` if some ranks do not appear or
     cannot be reached; `PeerLost` if one dies or gives up meanwhile. After any of these the group
@@ -329,7 +336,7 @@ def init(
     if place.type == "cuda":
         torch.cuda.set_device(place)
     limit, starting = (_TIMEOUT, STARTING) if timeout is None else (limited(timeout),) * 2
-    members = default_group(timeout=starting) if group is None else group
+    members = default_group(timeout=starting) if group is None else member(group)
     streams = streams or place.type == "cuda" or products == "triton"
     ranks = members.size() if members else 1
     device_memory.check_options(device_options, streams, products, place, ranks)

@@ -166,7 +166,7 @@ def bad_arguments(world):
         ),
         (
             TypeError,
-            "out has dtype float64; supported are float32",
+            "out must have dtype float32; got float64",
             (a, b),
             {"out": torch.empty(8, 5).double()},
         ),

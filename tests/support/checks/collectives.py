@@ -174,7 +174,7 @@ def the_same_tensors_again(world):
     with pytest.raises(ValueError, match="timeout must be a positive"):
         weft.all_gather(a, out=out, timeout=-1.0)
     a.data = a.data.view(torch.int32)  # at the same address, and of equal size
-    with pytest.raises(TypeError, match="out has dtype float32; supported are int32"):
+    with pytest.raises(TypeError, match="out must have dtype int32; got float32"):
         weft.all_gather(a, out=out)
     a.data = a.data.view(torch.float32)
     out.unsqueeze_(1)

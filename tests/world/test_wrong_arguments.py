@@ -1,0 +1,107 @@
+"""Arguments and variables of the wrong kind: each is refused at once by a message that states it."""
+
+from __future__ import annotations
+
+import os
+import re
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.world import rendezvous
+from weft.world.rendezvous import launcher_variables
+
+TWO_RANKS = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "call"),
+    [
+        (
+            ValueError,
+            "timeout must be a positive number of seconds; got datetime.timedelta(seconds=5)",
+            lambda: weft.init(timeout=timedelta(seconds=5)),
+        ),
+        (
+            weft.WeftError,
+            "weft supports the devices cpu and cuda; got tpu",
+            lambda: weft.init(device="tpu"),
+        ),
+        (
+            weft.WeftError,
+            "weft supports the devices cpu and cuda; got meta",
+            lambda: weft.local_world(2, "meta"),
+        ),
+        (
+            TypeError,
+            "group must be a process group of torch.distributed; got int",
+            lambda: weft.init(4),
+        ),
+        (
+            ValueError,
+            "this process is not a member of the group: only members call weft.init(group)",
+            lambda: weft.init(dist.GroupMember.NON_GROUP_MEMBER),
+        ),
+        (
+            TypeError,
+            "verify takes one or more objects of weft.Plan; got int, str",
+            lambda: weft.verify(3, "plan"),
+        ),
+        (TypeError, "objects of weft.Plan; got none", lambda: weft.verify()),
+        (TypeError, "define it at the top level of a module", lambda: weft.launch(lambda: 1, 2)),
+    ],
+)
+def test_arguments_of_the_wrong_kind(kind, message, call):
+    with pytest.raises(kind, match=re.escape(message)):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "call"),
+    [
+        (
+            TypeError,
+            "sizes must be integers; got ('four',)",
+            lambda: weft.init().empty("four"),
+        ),
+        (TypeError, "sizes must be integers; got (4.5, 2)", lambda: weft.init().empty(4.5, 2)),
+        (
+            TypeError,
+            "out must have dtype float32; got float64",
+            lambda: weft.all_reduce(torch.ones(2), out=torch.ones(2).double()),
+        ),
+    ],
+)
+def test_arguments_of_a_world(kind, message, call):
+    with weft.local_world(1) as local, pytest.raises(kind, match=re.escape(message)):
+        local.run(call)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "0"}, "RANK is set, but WORLD_SIZE is not: set both on every rank"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set, but RANK is not: set both on every rank"),
+        ({**TWO_RANKS, "RANK": "first"}, "RANK must be a number; got 'first'"),
+        ({**TWO_RANKS, "RANK": "0", "WORLD_SIZE": ""}, "WORLD_SIZE must be a number; got ''"),
+        ({**TWO_RANKS, "RANK": "2"}, "RANK is 2, but WORLD_SIZE is 2: ranks are counted from 0"),
+        (
+            {**TWO_RANKS, "RANK": "0", "MASTER_PORT": "80000"},
+            "MASTER_PORT must be a port from 0 to 65535; got '80000'",
+        ),
+    ],
+)
+def test_variables_that_no_launcher_sets(variables, message):
+    with pytest.raises(weft.WeftError, match=re.escape(message)):
+        launcher_variables(variables)
+
+
+def test_an_address_that_cannot_be_resolved(monkeypatch, caplog):
+    for name, value in {**TWO_RANKS, "RANK": "0", "MASTER_ADDR": "nowhere.invalid"}.items():
+        monkeypatch.setitem(os.environ, name, value)
+    with pytest.raises(weft.WeftError, match=r"MASTER_ADDR is 'nowhere.invalid', which cannot be"):
+        rendezvous.launched(0.3)
+    assert len(caplog.messages) == 1, "a warning at once, as the name may come later"
