@@ -18,6 +18,14 @@ class WeftError(_Error):
 
     Where torch is loaded it is a `torch.distributed.DistBackendError`, so that handlers of torch's
     errors catch weft's. `record` is the file that ``weft doctor --flight`` reads, or "".
+
+    Examples:
+        >>> local = weft.local_world(2)
+        >>> local.close()
+        >>> local.run(weft.barrier)
+        Traceback (most recent call last):
+            ...
+        weft.errors.WeftError: this local world is closed; make a new one with weft.local_world(...)
     """
 
     record = ""
@@ -53,6 +61,16 @@ class PeerLost(WeftError):
     """A peer died, closed its world or failed with an exception while this rank needed it.
 
     `how` is the phrase for it in the message, `pid` its process if that is on this host, else 0.
+
+    Examples:
+        >>> def rank_1_leaves():
+        ...     world = weft.init()
+        ...     world.close() if world.rank == 1 else weft.barrier()
+        >>> with weft.local_world(2) as local:
+        ...     local.run(rank_1_leaves)
+        Traceback (most recent call last):
+            ...
+        weft.errors.PeerLost: rank 1 (pid ...) closed its world while rank 0 waited ...
     """
 
     def __init__(self, message: str, how: str = "died", pid: int = 0) -> None:
@@ -61,7 +79,18 @@ class PeerLost(WeftError):
 
 
 class PeerTimeout(WeftError, TimeoutError):
-    """A wait reached its time limit."""
+    """A wait reached its time limit.
+
+    Examples:
+        >>> def rank_1_is_late():
+        ...     if weft.init().rank == 0:
+        ...         weft.barrier(timeout=0.1)
+        >>> with weft.local_world(2) as local:
+        ...     local.run(rank_1_is_late)
+        Traceback (most recent call last):
+            ...
+        weft.errors.PeerTimeout: rank 0 waited 0.1 s ...: rank 1 (pid ...) has not made ...
+    """
 
 
 class MismatchError(WeftError):
@@ -69,6 +98,15 @@ class MismatchError(WeftError):
 
     Algorithms and plans are logged at level DEBUG of the logger ``weft``, and shown in the message
     if nothing else differs. `ranks` are the two ranks shown.
+
+    Examples:
+        >>> with weft.local_world(2) as local:
+        ...     local.run(lambda: weft.all_reduce(torch.ones(4 + weft.init().rank)))
+        Traceback (most recent call last):
+            ...
+        weft.errors.MismatchError: the ranks do not make the same call: shapes differ
+          rank 0: all_reduce((4,) float32, op=sum)
+          rank 1: all_reduce((5,) float32, op=sum)
     """
 
     ranks: tuple[int, ...] = ()
@@ -133,8 +171,26 @@ def _algorithm(plan: str) -> str:
 
 
 class PlanError(WeftError, ValueError):
-    """A plan that cannot be proved right; the message lists the defects."""
+    """A plan that cannot be proved right; the message lists the defects.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> from weft.schedules.all_gather import all_gather
+        >>> plan = all_gather(ranks=2, pieces=1)
+        >>> weft.verify(replace(plan, lanes=[{}, {}]))  # no rank does anything
+        Traceback (most recent call last):
+            ...
+        weft.errors.PlanError: all_gather/pull on 2 ranks: ...
+    """
 
 
 class SymmetricMemoryError(WeftError, MemoryError):
-    """A rank lacks memory for a symmetric tensor."""
+    """A rank lacks memory for a symmetric tensor.
+
+    Examples:
+        >>> with weft.local_world(2) as local:
+        ...     local.run(lambda: weft.init().empty(1 << 45))
+        Traceback (most recent call last):
+            ...
+        weft.errors.SymmetricMemoryError: empty((35184372088832,), float32): rank 0: ...
+    """

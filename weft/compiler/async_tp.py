@@ -52,6 +52,10 @@ def enable_async_tp(group: dist.ProcessGroup | None = None, *, enable: bool = Tr
 
     Raises:
         PeerLost, PeerTimeout, SymmetricMemoryError, WeftError: as `weft.init`, if a world is made.
+
+    Examples:
+        >>> weft.enable_async_tp()  # then compile: model = torch.compile(model)
+        >>> weft.enable_async_tp(enable=False)
     """
     if group is not None and enable and worlds.find(group) is None:
         worlds.make(group)

@@ -57,9 +57,15 @@ def weight(
     There is no gradient: a call that is recorded is a `ValueError`. Raises `ValueError` or
     `TypeError` for invalid arguments.
 
-        >>> linear = weft.weight(lambda rows, out: out.copy_(layer(rows)), (512, 256),
-        torch.bfloat16)
-        >>> y = weft.all_gather_matmul(x, linear)
+    Examples:
+        >>> layer = torch.nn.Linear(8, 4, bias=False)
+        >>> def product(rows, out):
+        ...     out.copy_(layer(rows))
+        >>> linear = weft.weight(product, (8, 4), torch.float32)
+        >>> with torch.no_grad(), weft.local_world(1) as local:
+        ...     [y] = local.run(lambda: weft.all_gather_matmul(torch.ones(2, 8), linear))
+        >>> y.shape
+        torch.Size([2, 4])
     """
     if not callable(product):
         raise TypeError(

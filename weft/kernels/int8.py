@@ -78,6 +78,13 @@ def quantize(b: Tensor) -> Int8Weight:
     to `b` have no effect.
 
     Raises `ValueError` or `TypeError` if b is no matrix on the CPU of a floating dtype.
+
+    Examples:
+        >>> weight = weft.quantize(torch.eye(16))
+        >>> with weft.local_world(1) as local:
+        ...     [y] = local.run(lambda: weft.all_gather_matmul(torch.ones(2, 16), weight))
+        >>> torch.allclose(y, torch.ones(2, 16), rtol=0.01)
+        True
     """
     check_matrix(b, "quantize")
     numbers, scales = quantized(b.detach().t())

@@ -17,6 +17,11 @@ class PackedWeight(PreparedWeight):
 
     Attributes beside those of every `PreparedWeight`: `plain`, the source without its gradient, and
     `watched`, whether the caller checks for changes before each use, so that operators need not.
+
+    Examples:
+        >>> packed = weft.pack(torch.randn(8, 4))
+        >>> packed.shape, packed.dtype
+        (torch.Size([8, 4]), torch.float32)
     """
 
     source: Tensor
@@ -81,6 +86,13 @@ def pack(b: Tensor) -> PackedWeight:
     64 elements spread over `b`. Not detected are smaller writes of that kind, nor that a module has
     another parameter in the place of `b`, as by ``load_state_dict(assign=True)``: products continue
     to use `b`.
+
+    Examples:
+        >>> packed = weft.pack(torch.eye(4))
+        >>> with weft.local_world(2) as local:
+        ...     local.run(lambda: weft.all_gather_matmul(torch.ones(1, 4), packed))[0]
+        tensor([[1., 1., 1., 1.],
+                [1., 1., 1., 1.]])
     """
     check_matrix(b, "pack")
     return PackedWeight(b)

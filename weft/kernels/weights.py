@@ -39,6 +39,10 @@ class PreparedWeight(ABC):
     is stored, without laying it out anew; `rows_multiple`, the number of rows of which its product
     prefers multiples; `kernel`, which plans run with it, or None for that of the matrix product;
     `words`, its kind for `weft.explain`.
+
+    Examples:
+        >>> isinstance(weft.pack(torch.eye(4)), weft.PreparedWeight)
+        True
     """
 
     source: Tensor | None = None

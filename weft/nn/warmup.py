@@ -31,6 +31,15 @@ def warmup(model: nn.Module, tokens: int | Sequence[int]) -> None:
     Raises `ValueError` if the model is in training mode, whose weights are not packed, has no layer
     of `weft.nn`, or a number is below 1, before anything is sent; and the errors of the layers'
     operators.
+
+    Examples:
+        >>> def model():
+        ...     layer = weft.nn.ColumnParallelLinear(8, 4).eval()
+        ...     weft.warmup(layer, [1, 16])
+        ...     return layer(torch.ones(16, 8)).shape
+        >>> with torch.no_grad(), weft.local_world(2) as local:
+        ...     local.run(model)
+        [torch.Size([16, 2]), torch.Size([16, 2])]
     """
     counts = [tokens] if isinstance(tokens, int) else [*tokens]
     if not counts or min(counts) < 1:

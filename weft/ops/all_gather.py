@@ -61,6 +61,11 @@ def all_gather(
     elsewhere it is refused.
 
     There is no gradient: an `a` that requires one is a `ValueError` outside ``torch.no_grad()``.
+
+    Examples:
+        >>> with weft.local_world(2) as local:
+        ...     local.run(lambda: weft.all_gather(torch.tensor([weft.init().rank])))
+        [tensor([0, 1]), tensor([0, 1])]
     """
     shards = None if shard_rows is None else tuple(shard_rows)
     options = dim, shards, algorithm, chunk_rows, comm_sms, tile_bytes, warps, gluon
@@ -82,7 +87,17 @@ def all_gather_async(
     world: World | None = None,
     timeout: float | None = None,
 ) -> Handle:
-    """Begin `all_gather`, with the same arguments, and return at once."""
+    """Begin `all_gather`, with the same arguments, and return at once.
+
+    Examples:
+        >>> def overlapped():
+        ...     handle = weft.all_gather_async(torch.tensor([weft.init().rank]))
+        ...     busy = torch.randn(64, 64) @ torch.randn(64, 64)  # meanwhile
+        ...     return handle.wait()
+        >>> with weft.local_world(2) as local:
+        ...     local.run(overlapped)
+        [tensor([0, 1]), tensor([0, 1])]
+    """
     shards = None if shard_rows is None else tuple(shard_rows)
     options = dim, shards, algorithm, chunk_rows, comm_sms, tile_bytes, warps, gluon
     return collective.start(_check, a, out, options, world, timeout)

@@ -95,6 +95,15 @@ def all_gather_matmul(
         ValueError, TypeError: bad arguments, before anything is sent.
         MismatchError, PeerLost, PeerTimeout: the ranks do not make the same call, or one is lost or
             late; the world is closed.
+
+    Examples:
+        >>> def rows_of_all_ranks_times_b():
+        ...     a = torch.full((1, 2), float(weft.init().rank))
+        ...     return weft.all_gather_matmul(a, torch.eye(2))
+        >>> with weft.local_world(2) as local:
+        ...     local.run(rows_of_all_ranks_times_b)[0]
+        tensor([[0., 0.],
+                [1., 1.]])
     """
     world = current(world)
     several = isinstance(b, (list, tuple))  # no union: the compiler of torch 2.9 does not know them

@@ -34,6 +34,11 @@ def all_reduce(
     itself.
 
     There is no gradient: an `a` that requires one is a `ValueError` outside ``torch.no_grad()``.
+
+    Examples:
+        >>> with weft.local_world(2) as local:
+        ...     local.run(lambda: weft.all_reduce(torch.tensor([1, weft.init().rank])))
+        [tensor([2, 1]), tensor([2, 1])]
     """
     return collective.run(_check, a, out, (op, algorithm), world, timeout)
 
@@ -47,7 +52,17 @@ def all_reduce_async(
     world: World | None = None,
     timeout: float | None = None,
 ) -> Handle:
-    """Begin `all_reduce`, with the same arguments, and return at once."""
+    """Begin `all_reduce`, with the same arguments, and return at once.
+
+    Examples:
+        >>> def overlapped():
+        ...     handle = weft.all_reduce_async(torch.tensor([1, weft.init().rank]))
+        ...     busy = torch.randn(64, 64) @ torch.randn(64, 64)  # meanwhile
+        ...     return handle.wait()
+        >>> with weft.local_world(2) as local:
+        ...     local.run(overlapped)
+        [tensor([2, 1]), tensor([2, 1])]
+    """
     return collective.start(_check, a, out, (op, algorithm), world, timeout)
 
 

@@ -36,6 +36,11 @@ def all_to_all(
     is a `ValueError` on all ranks.
 
     There is no gradient: an `a` that requires one is a `ValueError` outside ``torch.no_grad()``.
+
+    Examples:
+        >>> with weft.local_world(2) as local:
+        ...     local.run(lambda: weft.all_to_all(torch.tensor([1, 2]) + 10 * weft.init().rank))
+        [tensor([ 1, 11]), tensor([ 2, 12])]
     """
     sent = None if input_split_sizes is None else tuple(input_split_sizes)
     received = None if output_split_sizes is None else tuple(output_split_sizes)
@@ -51,7 +56,17 @@ def all_to_all_async(
     world: World | None = None,
     timeout: float | None = None,
 ) -> Handle:
-    """Begin `all_to_all`, with the same arguments, and return at once."""
+    """Begin `all_to_all`, with the same arguments, and return at once.
+
+    Examples:
+        >>> def overlapped():
+        ...     handle = weft.all_to_all_async(torch.tensor([1, 2]) + 10 * weft.init().rank)
+        ...     busy = torch.randn(64, 64) @ torch.randn(64, 64)  # meanwhile
+        ...     return handle.wait()
+        >>> with weft.local_world(2) as local:
+        ...     local.run(overlapped)
+        [tensor([ 1, 11]), tensor([ 2, 12])]
+    """
     sent = None if input_split_sizes is None else tuple(input_split_sizes)
     received = None if output_split_sizes is None else tuple(output_split_sizes)
     return collective.start(_check, a, out, (sent, received), world, timeout)

@@ -16,6 +16,16 @@ def barrier(world: World | None = None, timeout: float | None = None) -> None:
     default the world's. As in every collective call, a timeout or an interrupt closes the world on
     all ranks. Raises `PeerTimeout`, `PeerLost`, `MismatchError` (a peer makes another collective
     call).
+
+    Examples:
+        >>> arrived = []
+        >>> def together():
+        ...     arrived.append(weft.init().rank)
+        ...     weft.barrier()
+        ...     return len(arrived)
+        >>> with weft.local_world(2) as local:
+        ...     local.run(together)
+        [2, 2]
     """
     check_timeout(timeout)
     world = current(world)

@@ -37,6 +37,11 @@ def broadcast(
     There is no gradient: a parameter, or another leaf, is overwritten as under
     ``torch.no_grad()``; any other tensor that requires a gradient is a `ValueError` outside
     ``torch.no_grad()``.
+
+    Examples:
+        >>> with weft.local_world(2) as local:
+        ...     local.run(lambda: weft.broadcast(torch.tensor([weft.init().rank]), 1))
+        [tensor([1]), tensor([1])]
     """
     return collective.run(_check, tensor, tensor, (source, algorithm), world, timeout)
 
@@ -49,7 +54,17 @@ def broadcast_async(
     world: World | None = None,
     timeout: float | None = None,
 ) -> Handle:
-    """Begin `broadcast`, with the same arguments, and return at once."""
+    """Begin `broadcast`, with the same arguments, and return at once.
+
+    Examples:
+        >>> def overlapped():
+        ...     handle = weft.broadcast_async(torch.tensor([weft.init().rank]), 1)
+        ...     busy = torch.randn(64, 64) @ torch.randn(64, 64)  # meanwhile
+        ...     return handle.wait()
+        >>> with weft.local_world(2) as local:
+        ...     local.run(overlapped)
+        [tensor([1]), tensor([1])]
+    """
     return collective.start(_check, tensor, tensor, (source, algorithm), world, timeout)
 
 

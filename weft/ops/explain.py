@@ -46,6 +46,12 @@ def explain(
 
     `operator` is the name of a fused operator, such as ``matmul_all_reduce``; other arguments are
     the operator's. Raises the `ValueError` or `TypeError` that the operator would raise.
+
+    Examples:
+        >>> a, b = torch.randn(64, 32), weft.pack(torch.randn(32, 16))
+        >>> with weft.local_world(2) as local:
+        ...     print(local.run(lambda: weft.explain(a, b, algorithm="ring"))[0])
+        all_gather_matmul over 2 ranks: ring, at most 64 rows per transfer: as asked for; ...
     """
     world = current(world)
     if operator not in OPERATORS:

@@ -70,6 +70,14 @@ def matmul_all_reduce(
 
     Returns:
         (…, N) of `out_dtype`.
+
+    Examples:
+        >>> def all_rows_of_the_sum():
+        ...     return weft.matmul_all_reduce(torch.ones(2, 4), torch.ones(4, 3))
+        >>> with weft.local_world(2) as local:
+        ...     local.run(all_rows_of_the_sum)[0]
+        tensor([[8., 8., 8.],
+                [8., 8., 8.]])
     """
     world = current(world)
     key: fused.Key | None = None

@@ -99,6 +99,13 @@ def matmul_reduce_scatter(
         ValueError, TypeError: bad arguments, before anything is sent.
         MismatchError, PeerLost, PeerTimeout: the ranks do not make the same call, or one is lost or
             late; the world is closed.
+
+    Examples:
+        >>> def one_row_of_the_sum():
+        ...     return weft.matmul_reduce_scatter(torch.ones(2, 4), torch.ones(4, 3))
+        >>> with weft.local_world(2) as local:
+        ...     local.run(one_row_of_the_sum)
+        [tensor([[8., 8., 8.]]), tensor([[8., 8., 8.]])]
     """
     world = current(world)
     shards = None if shard_rows is None else tuple(shard_rows)

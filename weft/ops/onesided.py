@@ -74,6 +74,17 @@ class Transfer:
     calls, so a later one to the same peer sees the data of an earlier one, and ends after it.
     Dropping a transfer does not end it, and its tensors live until it is done. `World.close`
     completes outstanding transfers.
+
+    Examples:
+        >>> def rotate():
+        ...     world = weft.init()
+        ...     part, own = world.empty(2), torch.full((2,), float(world.rank))
+        ...     weft.put_async(part, own, (world.rank + 1) % world.ranks).wait()
+        ...     weft.barrier()
+        ...     return part.tolist()
+        >>> with weft.local_world(2) as local:
+        ...     local.run(rotate)
+        [[1.0, 1.0], [0.0, 0.0]]
     """
 
     def __init__(self, world: World, number: int, copy: object) -> None:
@@ -174,6 +185,19 @@ def put(
     Raises `ValueError` (not symmetric, of another world, invalid peer, shapes or devices differ,
     not plain, an algorithm that cannot copy this), `TypeError` (dtypes differ, a subclass),
     `PeerLost`.
+
+    Examples:
+        >>> def rank_0_writes_to_rank_1():
+        ...     world = weft.init()
+        ...     part = world.empty(2).zero_()
+        ...     weft.barrier()  # all parts are zero
+        ...     if world.rank == 0:
+        ...         weft.put(part, torch.tensor([1.0, 2.0]), peer=1)
+        ...     weft.barrier()  # the put is visible
+        ...     return part.tolist()
+        >>> with weft.local_world(2) as local:
+        ...     local.run(rank_0_writes_to_rank_1)
+        [[0.0, 0.0], [1.0, 2.0]]
     """
     _copy(dst, src, peer, world, True, algorithm, comm_sms)
 
@@ -192,6 +216,18 @@ def get(
     `src` is this rank's part of a symmetric tensor or any view of it, `dst` any tensor of that
     dtype, shape and device; all else, and errors, are as in `put`. The data is defined only if the
     peer has notified this rank that it is written, and does not write it meanwhile.
+
+    Examples:
+        >>> def read_the_peer():
+        ...     world = weft.init()
+        ...     part, out = world.empty(2).fill_(world.rank), torch.empty(2)
+        ...     weft.barrier()  # all parts are written
+        ...     weft.get(out, part, peer=1 - world.rank)
+        ...     weft.barrier()  # nobody reads any more
+        ...     return out.tolist()
+        >>> with weft.local_world(2) as local:
+        ...     local.run(read_the_peer)
+        [[1.0, 1.0], [0.0, 0.0]]
     """
     _copy(src, dst, peer, world, False, algorithm, comm_sms)
 
@@ -211,6 +247,18 @@ def put_async(
     A world on a CPU has at most 1024 outstanding transfers; with more, this call blocks until one
     ends. On a GPU the transfer follows the work that is on the current stream now, and its `wait`
     orders it before later work of the stream that is current then.
+
+    Examples:
+        >>> def exchange():
+        ...     world = weft.init()
+        ...     part = world.empty(2)
+        ...     transfer = weft.put_async(part, torch.full((2,), float(world.rank)), 1 - world.rank)
+        ...     transfer.wait()  # the source may change, and a notify would publish the rows
+        ...     weft.barrier()
+        ...     return part.tolist()
+        >>> with weft.local_world(2) as local:
+        ...     local.run(exchange)
+        [[1.0, 1.0], [0.0, 0.0]]
     """
     return _begin(dst, src, peer, world, True, algorithm, comm_sms)
 
@@ -226,6 +274,18 @@ def get_async(
 ) -> Transfer:
     """Begin a `get` as `put_async` begins a put; `dst` is undefined until the returned `Transfer`
     is done.
+
+    Examples:
+        >>> def read_the_peer():
+        ...     world = weft.init()
+        ...     part, out = world.empty(2).fill_(world.rank), torch.empty(2)
+        ...     weft.barrier()  # all parts are written
+        ...     weft.get_async(out, part, peer=1 - world.rank).wait()
+        ...     weft.barrier()  # nobody reads any more
+        ...     return out.tolist()
+        >>> with weft.local_world(2) as local:
+        ...     local.run(read_the_peer)
+        [[1.0, 1.0], [0.0, 0.0]]
     """
     return _begin(src, dst, peer, world, False, algorithm, comm_sms)
 
@@ -244,6 +304,18 @@ def put_notify(
 ) -> None:
     """`put`, then `notify` the same peer: a thread that sees the counter sees the data. Arguments
     are checked before anything is moved.
+
+    Examples:
+        >>> def send_right():
+        ...     world = weft.init()
+        ...     part, arrived = world.empty(2), world.signals(1)
+        ...     own = torch.full((2,), float(world.rank))
+        ...     weft.put_notify(part, own, arrived, 0, peer=1 - world.rank)
+        ...     weft.wait(arrived, 0, ">=", 1)  # the peer's rows are here
+        ...     return part.tolist()
+        >>> with weft.local_world(2) as local:
+        ...     local.run(send_right)
+        [[1.0, 1.0], [0.0, 0.0]]
     """
     own, copy = _prepared(dst, src, peer, signals.world, True, algorithm, comm_sms)
     raising = notification(signals, index, peer, op, value)

@@ -44,6 +44,11 @@ def reduce_scatter(
     rounded to a's dtype at every step).
 
     There is no gradient: an `a` that requires one is a `ValueError` outside ``torch.no_grad()``.
+
+    Examples:
+        >>> with weft.local_world(2) as local:
+        ...     local.run(lambda: weft.reduce_scatter(torch.tensor([1, 2])))
+        [tensor([2]), tensor([4])]
     """
     shards = None if shard_rows is None else tuple(shard_rows)
     return collective.run(_check, a, out, (op, dim, shards, algorithm), world, timeout)
@@ -60,7 +65,17 @@ def reduce_scatter_async(
     world: World | None = None,
     timeout: float | None = None,
 ) -> Handle:
-    """Begin `reduce_scatter`, with the same arguments, and return at once."""
+    """Begin `reduce_scatter`, with the same arguments, and return at once.
+
+    Examples:
+        >>> def overlapped():
+        ...     handle = weft.reduce_scatter_async(torch.tensor([1, 2]))
+        ...     busy = torch.randn(64, 64) @ torch.randn(64, 64)  # meanwhile
+        ...     return handle.wait()
+        >>> with weft.local_world(2) as local:
+        ...     local.run(overlapped)
+        [tensor([2]), tensor([4])]
+    """
     shards = None if shard_rows is None else tuple(shard_rows)
     return collective.start(_check, a, out, (op, dim, shards, algorithm), world, timeout)
 

@@ -42,6 +42,17 @@ def notify(
     from 0 to 2**64 - 1. Counters must not overflow: sums of 2**64 wrap to zero. `peer` may be this
     rank. Asynchronous transfers are published only if they were done before. Raises `ValueError`
     for an invalid peer, counter, op or value.
+
+    Examples:
+        >>> def raise_the_peers_counter():
+        ...     world = weft.init()
+        ...     signals = world.signals(1)
+        ...     weft.notify(signals, 0, peer=1 - world.rank, value=5)
+        ...     weft.wait(signals, 0, ">=", 5)
+        ...     return signals[0]
+        >>> with weft.local_world(2) as local:
+        ...     local.run(raise_the_peers_counter)
+        [5, 5]
     """
     if not notification(signals, index, peer, op, value)():
         raise signals.world.failure(f"to notify rank {peer}")
@@ -66,6 +77,18 @@ def wait(
 
     On a GPU the current stream waits, for up to twice `timeout`, and these errors are raised by the
     next call. A wait that was captured in a CUDA graph waits for the same `value` in each replay.
+
+    Examples:
+        >>> def wait_for_all():
+        ...     world = weft.init()
+        ...     came = world.signals(1)
+        ...     for peer in range(world.ranks):
+        ...         weft.notify(came, 0, peer)
+        ...     weft.wait(came, 0, "==", world.ranks)
+        ...     return came[0]
+        >>> with weft.local_world(3) as local:
+        ...     local.run(wait_for_all)
+        [3, 3, 3]
     """
     world = signals.world
     world.check()
@@ -95,6 +118,17 @@ def test(signals: Signals, index: int | slice, cmp: str, value: int) -> bool:
 
     Raises `PeerLost` if not and a peer has died or failed, so that a polling loop ends. On a GPU it
     first waits for the current stream.
+
+    Examples:
+        >>> def poll():
+        ...     world = weft.init()
+        ...     signals = world.signals(1)
+        ...     before = weft.test(signals, 0, ">=", 1)
+        ...     weft.notify(signals, 0, peer=world.rank)
+        ...     return before, weft.test(signals, 0, ">=", 1)
+        >>> with weft.local_world(2) as local:
+        ...     local.run(poll)
+        [(False, True), (False, True)]
     """
     signals.world.check()
     selection, compare, number = signals.select(index), _comparison(cmp), _value(value)

@@ -211,6 +211,15 @@ class Plan:
     engines without kernels refuse such a plan.
 
     `lanes` and `result` may be computed when they are read (`weft.plan.lazy`).
+
+    Examples:
+        >>> from weft.schedules.all_gather import all_gather
+        >>> plan = all_gather(ranks=2, pieces=1)
+        >>> plan.operator, plan.algorithm, plan.ranks
+        ('all_gather', 'pull', 2)
+        >>> print(plan)
+        all_gather / pull on 2 ranks
+        ...
     """
 
     operator: str

@@ -52,6 +52,10 @@ def verify(*plans: Plan, ended: Callable[[], object] = lambda: None) -> None:
     that `Plan.result` promises, every access to a workspace that an earlier plan may still be
     using, and every rank that ends a synchronizing plan before another has begun it. `TypeError`
     without plans.
+
+    Examples:
+        >>> from weft.schedules.all_gather import all_gather
+        >>> weft.verify(all_gather(ranks=3, pieces=2, algorithm="ring"))  # no error: it is correct
     """
     if not plans or not all(isinstance(plan, Plan) for plan in plans):
         given = ", ".join(type(plan).__name__ for plan in plans) or "none"

@@ -46,6 +46,12 @@ class DeviceOptions:
     ``algorithm="auto"`` selects an algorithm that they serve; others are refused.
 
     Raises `ValueError` for a tile that is not one of `TILES` and for numbers that are too small.
+
+    Examples:
+        >>> options = weft.DeviceOptions(links=2)
+        >>> with weft.local_world(3, streams=True, device_options=options) as local:
+        ...     local.run(lambda: weft.init().device_options.links)
+        [2, 2, 2]
     """
 
     tile: Tile | None = None

@@ -38,6 +38,11 @@ def launch(
     bound to their shares if the cores divide evenly, unless `bind` is false. If a rank fails the
     others are stopped, and `RuntimeError` names the first failed rank and its error. Ctrl-C is a
     `KeyboardInterrupt` once all have stopped.
+
+    Examples:
+        >>> import math
+        >>> weft.launch(math.factorial, 2, 5)  # factorial(5) in two new processes
+        [120, 120]
     """
     if ranks < 1:
         raise ValueError(f"at least one rank is needed; got {ranks}")

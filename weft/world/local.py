@@ -41,6 +41,12 @@ class LocalWorld:
 
     Attributes: `ranks` (their number), `worlds` (each rank's, for use on its own thread), `closed`
     (whether `close` was called).
+
+    Examples:
+        >>> local = weft.local_world(3)
+        >>> local.run(lambda: weft.init().rank)
+        [0, 1, 2]
+        >>> local.close()
     """
 
     def __init__(self, ranks: int, timeout: float, backend: Backend) -> None:
@@ -162,6 +168,11 @@ def local_world(
     Raises `ValueError` for fewer than one rank, or more than a GPU has concurrent streams for, and
     for options that this world cannot honour;
     `WeftError` without a GPU, or without Triton for its products.
+
+    Examples:
+        >>> with weft.local_world(2) as local:
+        ...     local.run(lambda: weft.all_reduce(torch.ones(3)))
+        [tensor([2., 2., 2.]), tensor([2., 2., 2.])]
     """
     if ranks < 1:
         raise ValueError(f"at least one rank is needed; got {ranks}")

@@ -36,6 +36,11 @@ class Signals:
 
     Attributes: `world`, `name`, used in errors, and `memory`, the number of the call that made
     them, equal on all ranks.
+
+    Examples:
+        >>> with weft.local_world(2) as local:
+        ...     local.run(lambda: weft.init().signals(3)[0:3])
+        [[0, 0, 0], [0, 0, 0]]
     """
 
     def __init__(self, world: Peers, count: int, name: str) -> None:

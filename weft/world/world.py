@@ -84,6 +84,11 @@ class World(Peers):
     the ranks on other hosts, or None), `comm_threads` (as in `init`), `thresholds` (the sizes at
     which its collectives change algorithms, equal on all ranks), `engine` (the executor of plans,
     or None before the first).
+
+    Examples:
+        >>> with weft.local_world(2) as local:
+        ...     local.run(weft.init)
+        [World(rank=0, ranks=2), World(rank=1, ranks=2)]
     """
 
     def __init__(
@@ -324,6 +329,11 @@ def init(
     of weft, as other users, or belong to another job; `PeerTimeout` if some ranks do not appear or
     cannot be reached; `PeerLost` if one dies or gives up meanwhile. After any of these the group
     cannot be used again. `SymmetricMemoryError` if this rank lacks memory.
+
+    Examples:
+        >>> with weft.init() as world:  # 1 rank here, n in a script that weft run -n starts
+        ...     world.rank, world.ranks
+        (0, 1)
     """
     global _default
     if group is None and (here := _thread.world) is not None:
