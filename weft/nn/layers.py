@@ -220,6 +220,7 @@ class ColumnParallelLinear(ShardedLinear):
     def forward(self, input: Tensor) -> Tensor:
         x, placement = self._input(input)
         if isinstance(placement, Shard):
+            self._check_sharded(input, x, placement.dim)
             sizes = (
                 chunk_sizes(input.shape[placement.dim], self.world.ranks)
                 if input.shape != x.shape
@@ -236,6 +237,23 @@ class ColumnParallelLinear(ShardedLinear):
         if self.layout.output.is_replicate() and not torch.compiler.is_compiling():
             return self._output(all_columns(y, self.out_features, self.world), self.layout.output)
         return self._output(y, _LAST, self.out_features)
+
+    def _check_sharded(self, input: Tensor, x: Tensor, dim: int) -> None:
+        """Raise `ValueError` unless an input sharded along `dim`, of which this rank has the part
+        `x`, has this layer's features.
+        """
+        given = x.shape[-1]
+        if dim == x.dim() - 1:
+            given = input.shape[-1] if input.shape != x.shape else given * self.world.ranks
+        if given == self.in_features or not 0 <= dim < x.dim():
+            return
+        why = f"input must have {self.in_features} features in its last dimension; got "
+        if dim < x.dim() - 1:
+            raise ValueError(f"{why}shape {tuple(x.shape)}")
+        raise ValueError(
+            f"{why}{given}, since input_layouts=Shard({dim}) makes the last dimension of shape "
+            f"{tuple(x.shape)} a part of the features: for inputs (tokens, features) use Shard(0)"
+        )
 
     def _accepts(self, placement: Placement, dims: int) -> bool:
         return placement.is_replicate() or isinstance(placement, Shard)
