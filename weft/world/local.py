@@ -51,12 +51,19 @@ class LocalWorld:
 
     def __init__(self, ranks: int, timeout: float, backend: Backend) -> None:
         self.ranks, self.device, self.closed = ranks, backend.device, False
-        device = self.device
         self.threads = [ThreadPoolExecutor(1, f"rank {rank}") for rank in range(ranks)]
-        cores, nowhere = (
-            frozenset(os.sched_getaffinity(0)),
-            Address("", 0, secrets.token_bytes(16)),
-        )
+        self._timeout, self._backend = timeout, backend
+        self.before = torch.get_num_threads()
+        self.worlds = self._new_worlds()
+        self.stream = [
+            torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+            for _ in range(ranks)
+        ]
+
+    def _new_worlds(self) -> list[World]:
+        """A world of all ranks, on each rank's thread."""
+        ranks = self.ranks
+        cores, nowhere = frozenset(os.sched_getaffinity(0)), Address("", 0, secrets.token_bytes(16))
         place = RankInfo(
             os.getpid(),
             host_identity(),
@@ -75,36 +82,36 @@ class LocalWorld:
                 rank,
                 [place] * ranks,
                 _native.Mesh(sockets[rank]),
-                timeout,
-                backend,
+                self._timeout,
+                self._backend,
             )
             world.maker = "weft.local_world(...)"
             default_here(world)
             log_made(world)
-            if device.type == "cuda":
+            if self.device.type == "cuda":
                 # each rank computes gradients on its own thread; on a shared one ranks would wait
                 # for each other
                 torch.autograd.set_multithreading_enabled(False)
             return world
 
-        self.before = torch.get_num_threads()
-        self.worlds: list[World] = self._on_all(make)
-        self.stream = [
-            torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(ranks)
-        ]
+        return self._on_all(make)
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Call ``fn(*args)`` on every rank and return the results in rank order.
 
         In `fn` a rank's world is the default of all operators, and the result of `weft.init()`. An
         exception on any rank closes the world on all, and is raised here once all have stopped:
-        that of the rank that failed first. Thread-local state persists between calls; on a GPU each
-        rank has a stream of its own, and all streams are synchronized on return. Raises `WeftError`
+        that of the rank that failed first. The next call then has a new world, in which tensors of
+        the old one are not symmetric. Thread-local state persists between calls; on a GPU each rank
+        has a stream of its own, and all streams are synchronized on return. Raises `WeftError`
         after `close`.
         """
 
         if self.closed:
             raise WeftError("this local world is closed; make a new one with weft.local_world(...)")
+        if any(world.closed is not None for world in self.worlds):
+            self._close_worlds()
+            self.worlds = self._new_worlds()
 
         def work(rank: int) -> Any:
             try:
@@ -125,11 +132,15 @@ class LocalWorld:
         if self.closed:
             return
         self.closed = True
+        self._close_worlds()
+        for thread in self.threads:
+            thread.shutdown()
+        torch.set_num_threads(self.before)
+
+    def _close_worlds(self) -> None:
         for world, thread in zip(self.worlds, self.threads, strict=True):
             thread.submit(world.close).result()
-            thread.shutdown()
             world.engine = None  # its programs keep memory
-        torch.set_num_threads(self.before)
 
     def __enter__(self) -> LocalWorld:
         return self
