@@ -227,7 +227,7 @@ def join(store: Store, rank: int, ranks: int, timeout: float) -> None:
     except RuntimeError as error:
         raise PeerTimeout(
             f"rank {rank} cannot connect to all {ranks} ranks by gloo: {error}; {INTERFACE} sets "
-            "the network interface, `weft doctor` finds the cause"
+            "the network interface, weft doctor finds the cause"
         ) from error
     _owned()
     c10d._set_pg_timeout(c10d.default_pg_timeout)  # for later uses of the group
