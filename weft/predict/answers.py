@@ -154,8 +154,9 @@ def beside(
 
 def words(result: dict[str, Any]) -> list[str]:
     """An answer as sentences: the gain of overlap, the bottleneck, and its remedies."""
-    best = variant(result)
-    sequential, pipelined = (ms(result["times_ms"][name]) for name in ("sequential", "pipelined"))
+    best, times = variant(result), result["times_ms"]
+    sequential, pipelined = (ms(times[name]) for name in ("sequential", "pipelined"))
+    alone = times["compute"] + times["communicate"]  # by the fastest transfers, without overlap
     if best.algorithm == baseline(result):
         line = (
             f"Overlap would not help: one after the other takes {sequential} ms, and no "
@@ -164,8 +165,16 @@ def words(result: dict[str, Any]) -> list[str]:
     elif result["speedup"] < 1 + _WORTH:
         line = f"Overlap would hardly help: {best} takes {pipelined} ms, sequential {sequential}."
     else:
-        gain = f"{result['speedup']:.2f} times as fast"
-        line = f"Overlap helps: {best} takes {pipelined} ms instead of {sequential}, {gain}."
+        gain = (
+            f"takes {pipelined} ms instead of {sequential}, {result['speedup']:.2f} times as fast"
+        )
+        line = f"Overlap helps: {best} {gain}."
+        transfers, hidden = times["sequential"] / alone, alone / times["pipelined"]
+        if transfers > hidden:
+            line = (
+                f"{str(best).capitalize()} {gain}: {transfers:.2f} times by faster transfers than "
+                f"those of sequential, {hidden:.2f} times by overlap."
+            )
     others = [entry for entry in result["ways"][1:] if entry["algorithm"] != baseline(result)]
     if others:
         name = str(variant(others[0]))
