@@ -370,6 +370,15 @@ def test_tables_mark_slower_wrong_and_emulated():
     )
 
 
+def test_no_speedup_is_stated_where_nothing_overlaps():
+    text = text_of(result(choice=Selection(Variant("sequential"), "few rows")))
+    assert "weft (sequential)" in text
+    assert "Nothing overlaps" in text
+    for figure in ("speedup ", "overlap ", "limit ratio"):
+        assert figure not in text, figure
+        assert figure in text_of(result()), figure
+
+
 def test_the_costs_of_cutting_and_of_waiting():
     """The second is that of the algorithm that streams, which is not the selected one here."""
     direct = {"direct": Statistics(13.0, 13.0, 12.0, 14.0, 14.0, 20)}
@@ -433,7 +442,9 @@ def test_times_are_drawn(tmp_path, suffix):
         (["--plot", "times.pdf"], ".png or .svg"),
         (["--trace", "/nowhere/at/all.json"], "make it first"),
         (["--iterations", "0"], "--iterations"),
-        (["--ranks", "0"], "--ranks"),
+        (["--ranks", "0"], "--ranks' / '-n': expected at least 1; got 0"),
+        (["--ranks", "two"], "--ranks' / '-n': expected an integer; got two"),
+        (["--dtype", "fp16"], "--dtype': 'fp16' is not one of 'float16'"),
     ],
 )
 def test_invalid_options_are_refused(arguments, advice):

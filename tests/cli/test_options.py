@@ -163,7 +163,7 @@ REFUSED = [
     (f"{AGM} -n 1 --algorithm push", "--algorithm", "a single rank exchanges no rows"),
     (f"{AGM} -n 1 --chunk-rows 4 --algorithm push", "--", "a single rank exchanges no rows"),
     (f"{AGM} --link-latency-us 0", "--link-latency-us", "add --link-gbps"),
-    (f"{AGM} --warmup 0", "--warmup", "greater than or equal to 1"),
+    (f"{AGM} --warmup 0", "--warmup", "expected at least 1; got 0"),
     (f"{AGM} --peers host --bias", "--bias", "has no effect with --peers host"),
     (f"{AGM} --peers host --algorithm auto", "--algorithm", "has no effect with --peers host"),
     (f"{AGM} --peers host --timeline t.svg", "--timeline", "has no effect with --peers host"),

@@ -14,6 +14,7 @@ import weft
 from weft.cli import bench, machine, mutants, options, plan, predict, report, show
 
 app = typer.Typer(
+    cls=options.PlainErrors,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

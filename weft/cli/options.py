@@ -32,6 +32,34 @@ Settings = TypeVar("Settings")
 SINGLE_RANK = "a single rank has no peer to exchange anything with: use 2 or more"
 
 
+class PlainErrors(typer.core.TyperGroup):
+    """The group of all commands, which refuses values in the words of users."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = plain(error.message, error.__cause__)
+            raise
+
+
+def plain(message: str, cause: BaseException | None) -> str:
+    """A message of the library that converts options, in the words of weft's own, with the value
+    that was given; other messages as they are.
+    """
+    for words, ours in (
+        (r"Input should be a valid integer.*", "expected an integer"),
+        (r"Input should be a valid number.*", "expected a number"),
+        (r"Input should be greater than or equal to (\S+)", r"expected at least \1"),
+        (r"Input should be less than or equal to (\S+)", r"expected at most \1"),
+        (r"Input should be greater than (\S+)", r"expected more than \1"),
+    ):
+        if re.fullmatch(words, message):
+            given = [each["input"] for each in getattr(cause, "errors", list)()]
+            return re.sub(words, ours, message) + (f"; got {given[0]}" if given else "")
+    return message.removeprefix("Value error, ")
+
+
 def command_from(kind: type[Settings], run: Callable[[Settings], None]) -> Callable[..., None]:
     """A command that calls `run` with a `kind`, a dataclass whose annotated fields are the options
     of the command and whose docstring is its help.
