@@ -62,6 +62,25 @@ def test_perfetto_structure():
     assert processes[1] == "made up: rank 1"
 
 
+def test_arrows_lead_from_notifies_to_the_waits_that_they_end():
+    spans = [
+        Span(0, "comm", "notify", "notify ready<0 on 1", 0, 100, 110),
+        Span(0, "comm", "notify", "notify ready<0 on 1", 0, 300, 310),
+        Span(0, "comm", "notify", "notify ready<0 on 2", 0, 320, 330),
+        Span(1, "compute", "wait", "wait   ready<0 >= 2", 0, 50, 320),
+        Span(1, "compute", "wait", "wait   free<0 >= 0", 0, 400, 410),
+    ]
+    assert Trace("once", tuple(spans)).arrows() == [(spans[1], spans[3])]
+    assert Trace("twice", (*spans, *spans)).arrows() == []
+    exported = to_perfetto(Trace("once", tuple(spans)), about="on a machine")
+    begin, end = [event for event in exported["traceEvents"] if event["ph"] in "sf"]
+    assert (begin["ph"], end["ph"], begin["id"] == end["id"]) == ("s", "f", True)
+    assert (begin["pid"], end["pid"], end["bp"]) == (0, 1, "e")
+    assert 0.25 == begin["ts"] < end["ts"] <= 0.27
+    assert exported["otherData"]["about"] == "on a machine"
+    assert exported["otherData"]["version"] == f"weft {weft.__version__}"
+
+
 def test_programs_of_a_kernel_have_lanes_of_their_own_but_in_timelines(tmp_path):
     lane = of_program("compute", 7)
     tile = Span(0, lane, "matmul", "matmul a -> out", 0, 1500, 2500)

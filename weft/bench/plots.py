@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from weft.bench import report, tables
 from weft.bench.values import POWERS, Shape
 from weft.pictures import COLOURS, DASHED, picture
 
@@ -36,29 +38,33 @@ def draw_times(result: dict[str, Any], path: Path) -> None:
     size = f"{Shape(**result['shape'])} {result['dtype']}"
     link = f", emulated link of {result['link']['gbps']:g} Gbit/s" if result["link"] else ""
     title = f"{result['benchmark']}: {result['ranks']} ranks, {size}, {result['algorithm']}{link}"
-    with picture(path, 9, 0.42 * len(times) + 1.6, title, verified=result["verified"]) as figure:
+    longest = max(time["max"] for time in times.values())
+    height, about = 0.42 * len(times) + 1.8, tables.about(result)
+    with picture(path, 9, height, title, verified=result["verified"], about=about) as figure:
         axes = figure.subplots()
         for row, (name, time) in enumerate(times.items()):
-            axes.barh(
-                row, time["median"], 0.66, color=COLOURS.get(name, COLOURS["other"]), zorder=2
-            )
+            colour = COLOURS.get(name, COLOURS["other"])
+            axes.barh(row, time["median"], 0.66, color=colour, zorder=2)
             spread = [[time["median"] - time["min"]], [time["max"] - time["median"]]]
             axes.errorbar(
                 time["median"],
-                row,
+                row + 0.21,  # below the number
                 xerr=spread,
                 color=COLOURS["text"],
                 linewidth=0.9,
                 capsize=2.5,
                 zorder=3,
             )
+            fits = time["median"] > 0.1 * longest
             axes.annotate(
                 f"{time['median']:.2f}",
-                (time["max"], row),
+                (0 if fits else time["max"], row - 0.08),
                 (6, 0),
                 textcoords="offset points",
                 va="center",
                 fontsize=9,
+                color="white" if fits and sum(to_rgb(colour)) < 1.6 else COLOURS["text"],
+                zorder=4,
             )
         limit = max(result["times_ms"][name]["median"] for name in ("compute", "communicate"))
         axes.axvline(limit, color=COLOURS["text"], linewidth=1, linestyle=DASHED, zorder=1)
@@ -72,10 +78,10 @@ def draw_times(result: dict[str, Any], path: Path) -> None:
             color=muted,
             va="center",
         )
-        axes.set_yticks(range(len(times)), list(times))
+        axes.set_yticks(range(len(times)), [report.called(result, name) for name in times])
         axes.set_ylim(len(times) - 0.4, -0.9)
-        axes.set_xlim(0, 1.1 * max(time["max"] for time in times.values()))
-        axes.set_xlabel("milliseconds: median, and range of all runs")
+        axes.set_xlim(0, 1.1 * longest)
+        axes.set_xlabel("milliseconds: median (number and bar), and range of all runs (line)")
         axes.grid(visible=False, axis="y")
 
 
@@ -90,9 +96,10 @@ def draw_sweep(result: dict[str, Any], path: Path) -> None:
     title = f"{result['benchmark']}: {result['ranks']} ranks, {result['dtype']}"
     title += ", in place" if in_place else ""
     if any("comm_sms" in row for row in rows):
-        _draw_over_sms(rows, title, result["verified"], path)
+        _draw_over_sms(rows, title, result, path)
         return
-    with picture(path, 11, 4.4, title, verified=result["verified"]) as figure:
+    about = tables.about(result)
+    with picture(path, 11, 4.6, title, verified=result["verified"], about=about) as figure:
         times, widths = figure.subplots(1, 2)
         for name in dict.fromkeys(row["implementation"] for row in rows):
             own, colour = [row for row in rows if row["implementation"] == name], COLOURS.get(name)
@@ -122,10 +129,13 @@ def draw_sweep(result: dict[str, Any], path: Path) -> None:
         figure.legend(loc="outside lower center", ncols=5)
 
 
-def _draw_over_sms(rows: Sequence[dict[str, Any]], title: str, verified: bool, path: Path) -> None:
+def _draw_over_sms(
+    rows: Sequence[dict[str, Any]], title: str, result: dict[str, Any], path: Path
+) -> None:
     """Draw bus bandwidth over SMs: a line for each compiler, tile and number of warps."""
     sizes = sorted({row["size_bytes"] for row in rows})
-    with picture(path, max(9, 3.6 * len(sizes)), 4.4, title, verified=verified) as figure:
+    width, about = max(9, 3.6 * len(sizes)), tables.about(result)
+    with picture(path, width, 4.6, title, verified=result["verified"], about=about) as figure:
         panels = figure.subplots(1, len(sizes), squeeze=False)[0]
         for axes, size in zip(panels, sizes, strict=True):
             lines = dict[str, list[tuple[int, float]]]()

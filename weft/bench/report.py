@@ -129,7 +129,7 @@ def _table(report: dict[str, Any], rows: Times, compared: Times) -> Table:
             Text() if incomparable else tables.ratio(baseline["median"] / times["median"])
             for baseline in compared.values()
         ]
-        label = tables.named(_called(report, name), report["wrong"].get(name, 0))
+        label = tables.named(called(report, name), report["wrong"].get(name, 0))
         numbers = tables.milliseconds(times)
         table.add_row(label, *numbers, str(times["runs"]), *ratios)
     return table
@@ -140,8 +140,8 @@ def _overlaps(report: dict[str, Any]) -> bool:
     return bool(report["algorithm"] != "sequential")
 
 
-def _called(report: dict[str, Any], name: str) -> str:
-    """The name of a measured call in the tables: that of weft's call has its algorithm."""
+def called(report: dict[str, Any], name: str) -> str:
+    """The name of a measured call for readers: that of weft's call has its algorithm."""
     if name != "pipelined":
         return name
     return f"{name if _overlaps(report) else 'weft'} ({_variant(report)})"

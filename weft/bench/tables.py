@@ -118,6 +118,11 @@ def machine(result: dict[str, Any]) -> Text:
     )
 
 
+def about(result: dict[str, Any]) -> str:
+    """The date, the machine and the versions of a result, the line below its pictures."""
+    return f"{result['date']}; {machine(result)}"
+
+
 def verdict(result: dict[str, Any], sentence: str) -> Text:
     """A sentence on the verification, or a warning of wrong results."""
     if result["verified"]:

@@ -79,9 +79,10 @@ def _check_fused(settings: FusedSettings) -> None:
 
 
 def _write_traces(result: Result) -> None:
-    from weft.bench import report
+    from weft.bench import report, tables
 
-    options.write_traces(result.settings, result.traces, report.title(report.to_json(result)))
+    found = report.to_json(result)
+    options.write_traces(result.settings, result.traces, report.title(found), tables.about(found))
 
 
 def _sweep(settings: SweepSettings) -> None:

@@ -321,15 +321,15 @@ def write_json(result: dict[str, Any], file: str | None) -> None:
         Path(file).write_text(text)
 
 
-def write_traces(settings: Any, traces: Sequence[Trace], title: str) -> None:
-    """Write traces to the files of ``--trace`` and ``--timeline``."""
+def write_traces(settings: Any, traces: Sequence[Trace], title: str, about: str) -> None:
+    """Write traces to the files of ``--trace`` and ``--timeline``; `about` is a line on the run."""
     from weft.pictures.timeline import draw
     from weft.plan.trace import to_perfetto
 
     if settings.trace:
-        settings.trace.write_text(json.dumps(to_perfetto(*traces)))
+        settings.trace.write_text(json.dumps(to_perfetto(*traces, about=about)))
     if settings.timeline:
-        draw(traces, settings.timeline, title)
+        draw(traces, settings.timeline, title, about)
 
 
 def run_benchmark(

@@ -22,6 +22,7 @@ from weft.predict import COLLECTIVES, answers, candidates, copies, trace, worklo
 from weft.predict import machine as profiles
 from weft.predict import overlap as concurrent
 from weft.schedules.operators import OPERATORS
+from weft.version import __version__
 
 COLLECTIVE, COPY, OVERLAP = Also({"a collective"}), Also({"copy"}), Also({"overlap"})
 COMPARE, SWEEP = Also({"--compare"}), Also({"--sweep"})
@@ -392,4 +393,5 @@ def _draw(question: Question, cases: list[tuple[Any, ...]], results: list[dict[s
             traces.append(trace(case, variant, on, title))
     title = f"{question.operator} on {results[0]['machine']}"
     ranks = f"{question.ranks} ranks, equal ones shown once"
-    options.write_traces(question, traces, f"{title}: {ranks}")
+    about = f"predicted, not measured; weft {__version__}"
+    options.write_traces(question, traces, f"{title}: {ranks}", about)

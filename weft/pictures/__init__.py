@@ -33,14 +33,25 @@ DASHED = (0, (4, 3))
 
 @contextmanager
 def picture(
-    path: Path, width: float, height: float, title: str = "", *, verified: bool = True
+    path: Path,
+    width: float,
+    height: float,
+    title: str = "",
+    *,
+    verified: bool = True,
+    about: str = "",
 ) -> Iterator[Figure]:
     """A figure in weft's style, of `width` by `height` inches, saved as PNG or SVG by the suffix of
-    `path`. The title has a mark unless the result is `verified`.
+    `path`. The title has a mark unless the result is `verified`; `about` is a line below it: the
+    date, the machine, versions.
     """
     with style.context(Path(__file__).with_name("weft.mplstyle")):
         figure = Figure(figsize=(width, height))
         yield figure
         if title:
-            figure.suptitle(title if verified else f"{title}  NOT VERIFIED", x=0.012, ha="left")
+            shown = title if verified else f"{title}  NOT VERIFIED"
+            # an empty second line, in which `about` is written in a smaller font
+            figure.suptitle(f"{shown}\n" if about else shown, x=0.012, ha="left")
+            second = 0.98 - 0.21 / height
+            figure.text(0.012, second, about, va="top", fontsize=7.5, color=COLOURS["muted"])
         figure.savefig(path)

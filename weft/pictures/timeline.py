@@ -18,19 +18,20 @@ from weft.plan.trace import KINDS, Span, Trace
 _BAR = 0.72  # of the height of a lane
 
 
-def draw(traces: Sequence[Trace], path: Path, title: str) -> None:
+def draw(traces: Sequence[Trace], path: Path, title: str, about: str = "") -> None:
     """Draw `traces` one below the other, each from its own start, as PNG or SVG by the suffix of
-    `path`.
+    `path`, with the speedup of each over the first, and `about`, a line on the run.
     """
     traces = [trace.without_programs() for trace in traces]
     lanes = [len(trace.lanes) for trace in traces]
-    with picture(path, 11, 0.36 * sum(lanes) + 0.75 * len(traces) + 1.1, title) as figure:
+    height = 0.36 * sum(lanes) + 0.75 * len(traces) + 1.1 + (0.2 if about else 0)
+    with picture(path, 11, height, title, about=about) as figure:
         panels = figure.subplots(len(traces), 1, sharex=True, squeeze=False, height_ratios=lanes)[
             :, 0
         ]
         longest = max(trace.seconds for trace in traces)
         for panel, trace in zip(panels, traces, strict=True):
-            _draw_panel(panel, trace, longest)
+            _draw_panel(panel, trace, longest, traces[0])
         panels[0].set_xlim(0, 1e3 * longest * 1.01)
         panels[-1].set_xlabel("milliseconds")
         found = dict.fromkeys(span.kind for trace in traces for span in trace.spans)
@@ -40,7 +41,7 @@ def draw(traces: Sequence[Trace], path: Path, title: str) -> None:
         )
 
 
-def _draw_panel(panel: Axes, trace: Trace, longest: float) -> None:
+def _draw_panel(panel: Axes, trace: Trace, longest: float, first: Trace) -> None:
     rows = {lane: row for row, lane in enumerate(trace.lanes)}
     for (rank, _), row in rows.items():
         panel.axhspan(
@@ -88,10 +89,29 @@ def _draw_panel(panel: Axes, trace: Trace, longest: float) -> None:
                 fontsize=7.5,
                 zorder=4,
             )
+    for notify, wait in trace.arrows():
+        if notify.stop < wait.start:  # nothing was waited for
+            continue
+        panel.annotate(
+            "",
+            (_milliseconds(wait, trace)[1], rows[wait.rank, wait.lane]),
+            (_milliseconds(notify, trace)[0], rows[notify.rank, notify.lane]),
+            arrowprops={
+                "arrowstyle": "->",
+                "color": COLOURS["notify"],
+                "linewidth": 0.5,
+                "alpha": 0.5,
+                "shrinkA": 0,
+                "shrinkB": 0,
+                "mutation_scale": 7,
+            },
+            zorder=3,
+        )
     end = 1e3 * trace.seconds
     panel.axvline(end, color=COLOURS["text"], linewidth=1, linestyle=DASHED, zorder=1)
+    faster = "" if trace is first else f", {first.seconds / trace.seconds:.2f}x in this run"
     panel.set_title(
-        f"{trace.title}  {end:.2f} ms",
+        f"{trace.title}  {end:.2f} ms{faster}",
         loc="left",
         fontsize=10.5,
         fontweight="bold",

@@ -6,11 +6,13 @@ Every engine reports the same spans, so figures, pictures and exports are made o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from weft.plan import Compute, Instruction, writes
+from weft.version import __version__
 
 KINDS = ("copy", "reduce", "wait", "notify")
 """The kinds of spans, next to the names of kernels: the kind of a Compute is its kernel."""
@@ -85,6 +87,30 @@ class Trace:
         """The trace with the lanes of plans only."""
         return Trace(self.title, tuple(s for s in self.spans if s.lane == lane_of(s.lane)))
 
+    def arrows(self) -> list[tuple[Span, Span]]:
+        """Each wait with the notify that ended it: that of the awaited number. Empty for traces of
+        several executions, in which numbers repeat.
+        """
+        notifies, found = dict[tuple[str, ...], list[Span]](), []
+        for span in sorted(self.spans, key=lambda span: span.stop):
+            if told := re.fullmatch(r"notify (.+)<(\d+) on (\d+)", span.text):
+                notifies.setdefault(told.groups(), []).append(span)
+        waits = [
+            ((told[1], told[2], str(span.rank)), int(told[3]), span)
+            for span in self.spans
+            if (told := re.fullmatch(r"wait +(.+)<(\d+) >= (\d+)", span.text))
+        ]
+        most = dict[tuple[str, ...], int]()
+        for signal, count, _ in waits:
+            most[signal] = max(count, most.get(signal, 0))
+        for signal, count, span in waits:
+            raised = notifies.get(signal, [])
+            if most[signal] < len(raised) and most[signal] and len(raised) % most[signal] == 0:
+                return []
+            if 0 < count <= len(raised):
+                found.append((raised[count - 1], span))
+        return found
+
     def hidden_copies(self) -> float | None:
         """The part (0 to 1) of the time ranks spend copying in which the same rank computes too;
         None if nothing is copied.
@@ -121,13 +147,14 @@ def joined(
     )
 
 
-def to_perfetto(*traces: Trace) -> dict[str, Any]:
+def to_perfetto(*traces: Trace, about: str = "") -> dict[str, Any]:
     """The traces in Chrome's trace event format, which https://ui.perfetto.dev opens if it is
     written as JSON.
 
     Ranks appear as processes and lanes as threads, with times in microseconds. Each trace starts at
-    0, so that several are compared one below the other. The format is that of the "Trace Event
-    Format" document of the Chromium project.
+    0, so that several are compared one below the other. An arrow leads from each notify to the wait
+    that it ends. ``otherData`` has the version of weft, and `about`, a line on the run. The format
+    is that of the "Trace Event Format" document of the Chromium project.
     """
     events: list[dict[str, Any]] = []
     ranks = 1 + max((span.rank for trace in traces for span in trace.spans), default=0)
@@ -158,7 +185,29 @@ def to_perfetto(*traces: Trace) -> dict[str, Any]:
                     "args": {"instruction": span.text, "rows": span.rows},
                 }
             )
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+        for notify, wait in trace.arrows():
+            identity = len(events)
+            for span, at, end in (
+                (notify, notify.start, {"ph": "s"}),
+                (
+                    wait,
+                    max(wait.start, wait.stop - 1),
+                    {"ph": "f", "bp": "e"},
+                ),
+            ):
+                events.append(
+                    {
+                        **end,
+                        "id": identity,
+                        "name": "signal",
+                        "cat": "signal",
+                        "pid": number * ranks + span.rank,
+                        "tid": threads[span.rank, span.lane],
+                        "ts": (at - trace.start) / 1e3,
+                    }
+                )
+    other = {"version": f"weft {__version__}", "about": about}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
 
 def from_perfetto(file: object) -> list[Trace]:
