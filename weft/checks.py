@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 
 import torch
@@ -63,6 +64,14 @@ def _of_another_type(value: object, argument: str) -> str:
     else:
         remedy = "a plain tensor of its elements"
     return f"{argument} must be a plain torch.Tensor; got the subclass {kind}: pass {remedy}"
+
+
+def switched_on(variable: str) -> bool:
+    """Whether an environment variable is not 0. Raises `ValueError` unless it is 0, 1 or unset."""
+    value = os.environ.get(variable) or "1"
+    if value not in ("0", "1"):
+        raise ValueError(f"{variable} is 0 or 1; got {value!r}")
+    return value == "1"
 
 
 LONGEST = 1e6

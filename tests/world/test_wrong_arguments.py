@@ -99,6 +99,13 @@ def test_variables_that_no_launcher_sets(variables, message):
         launcher_variables(variables)
 
 
+@pytest.mark.parametrize("variable", ["WEFT_BIND", "WEFT_READ_PEERS"])
+def test_a_switch_is_0_or_1(variable, monkeypatch):
+    monkeypatch.setenv(variable, "off")
+    with pytest.raises(ValueError, match=f"{variable} is 0 or 1; got 'off'"):
+        weft.init()
+
+
 def test_an_address_that_cannot_be_resolved(monkeypatch, caplog):
     for name, value in {**TWO_RANKS, "RANK": "0", "MASTER_ADDR": "nowhere.invalid"}.items():
         monkeypatch.setitem(os.environ, name, value)

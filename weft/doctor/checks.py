@@ -25,6 +25,7 @@ from rich.table import Table
 from torch.distributed.distributed_c10d import PrefixStore
 
 import weft._native as _native
+from weft.bench.harness import versions
 from weft.checks import name as dtype_name
 from weft.doctor import cores
 from weft.doctor.cores import RankReport
@@ -36,6 +37,7 @@ from weft.measure.progress import progress
 from weft.ops import measured
 from weft.ops.barrier import barrier
 from weft.predict import tuned
+from weft.predict.machine import calibrated
 from weft.schedules.levels import OVERSUBSCRIBED_SIGNAL_LATENCY, SIGNAL_LATENCY
 from weft.schedules.thresholds import Thresholds
 from weft.world import World, init, placement
@@ -128,21 +130,34 @@ def diagnose(console: Console) -> bool:
                 why = next(filter(None, staged), "")
                 how = f"are staged, since {why}" if why else "can be read in place"
                 console.print(f"Peers' ordinary tensors {how}.", soft_wrap=True)
+            console.print(_setup(), soft_wrap=True)
             console.print(_stores(stores), soft_wrap=True)
             console.print(_new_memory(), soft_wrap=True)
             console.print(_measurements(), soft_wrap=True)
             _print_problems(problems, console)
             if not problems:
-                hosts = len(set(world.hosts))
                 console.print(
-                    f"Nothing is wrong: {len(everyone)} rank(s) on {hosts} host(s).", style="green"
+                    f"Nothing is wrong: {_number(len(everyone), 'rank')} on "
+                    f"{_number(len(set(world.hosts)), 'host')}.",
+                    style="green",
                 )
         return not problems
+
+
+def _setup() -> str:
+    """The versions, and whether this machine is calibrated."""
+    found = ", ".join(f"{name} {version}" for name, version in versions().items())
+    how = "" if calibrated() else "not "
+    return f"{found}. This machine is {how}calibrated for predictions (weft calibrate)."
 
 
 def _stores(kinds: Sequence[str]) -> str:
     """The kinds of stores that ranks have selected by WEFT_STORES, usually one."""
     return f"Stores to memory: {', '.join(dict.fromkeys(kinds))} (WEFT_STORES)."
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count > 1 else ''}"
 
 
 def _reach(rendezvous: StoreRendezvous) -> list[str]:
