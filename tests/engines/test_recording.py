@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 
+import matplotlib
 import pytest
 import torch
 from support.ranks import on_ranks
@@ -79,6 +80,21 @@ def test_arrows_lead_from_notifies_to_the_waits_that_they_end():
     assert 0.25 == begin["ts"] < end["ts"] <= 0.27
     assert exported["otherData"]["about"] == "on a machine"
     assert exported["otherData"]["version"] == f"weft {weft.__version__}"
+
+
+def test_a_timeline_states_the_speedup_over_sequential_and_the_run(tmp_path):
+    whole = made_trace()
+    half = Trace(
+        "pipelined", tuple(s._replace(start=s.start // 2, stop=s.stop // 2) for s in whole.spans)
+    )
+    path = tmp_path / "timeline.svg"
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        draw([Trace("sequential", whole.spans), half], path, "a title", "on a machine")
+        drawn = path.read_text()
+        draw([whole, half], path, "a title")
+    assert "2.00x in this run" in drawn
+    assert "on a machine" in drawn
+    assert "in this run" not in path.read_text(), "of other operators, there is none"
 
 
 def test_programs_of_a_kernel_have_lanes_of_their_own_but_in_timelines(tmp_path):

@@ -20,7 +20,8 @@ _BAR = 0.72  # of the height of a lane
 
 def draw(traces: Sequence[Trace], path: Path, title: str, about: str = "") -> None:
     """Draw `traces` one below the other, each from its own start, as PNG or SVG by the suffix of
-    `path`, with the speedup of each over the first, and `about`, a line on the run.
+    `path`, with the speedup of each over the first if that is sequential, and `about`, a line on
+    the run.
     """
     traces = [trace.without_programs() for trace in traces]
     lanes = [len(trace.lanes) for trace in traces]
@@ -109,7 +110,8 @@ def _draw_panel(panel: Axes, trace: Trace, longest: float, first: Trace) -> None
         )
     end = 1e3 * trace.seconds
     panel.axvline(end, color=COLOURS["text"], linewidth=1, linestyle=DASHED, zorder=1)
-    faster = "" if trace is first else f", {first.seconds / trace.seconds:.2f}x in this run"
+    compared = trace is not first and first.title == "sequential"
+    faster = f", {first.seconds / trace.seconds:.2f}x in this run" if compared else ""
     panel.set_title(
         f"{trace.title}  {end:.2f} ms{faster}",
         loc="left",
