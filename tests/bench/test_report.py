@@ -12,7 +12,7 @@ from weft.bench.captured import Grid, Words, captured, number
 from weft.bench.harness import options_of
 from weft.bench.limit import limit_of
 from weft.cli import app, options
-from weft.pictures.page.lanes import arrows, timeline
+from weft.pictures.page.lanes import timeline
 from weft.plan.trace import Span, Trace, from_perfetto, to_perfetto
 
 
@@ -214,12 +214,6 @@ def test_the_timeline_has_every_span_and_its_arrows():
     assert numbers == [4, 0, 250]
     assert trace["arrows"] == [[0, 1, 1, 0]]
     assert trace["ms"] == pytest.approx(800e-6)
-
-
-def test_arrows_need_counters_that_only_grow():
-    again = [each._replace(start=each.start + 1000, stop=each.stop + 1000) for each in TRACE.spans]
-    assert [*arrows(TRACE.spans)] == [(2, 1)]
-    assert [*arrows([*TRACE.spans, *again])] == []
 
 
 def test_names_in_a_result_cannot_become_part_of_the_page(run):

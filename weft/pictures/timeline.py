@@ -90,7 +90,7 @@ def _draw_panel(panel: Axes, trace: Trace, longest: float, first: Trace) -> None
                 fontsize=7.5,
                 zorder=4,
             )
-    for notify, wait in trace.arrows():
+    for notify, wait in (map(trace.spans.__getitem__, pair) for pair in trace.arrows()):
         if notify.stop < wait.start:  # nothing was waited for
             continue
         panel.annotate(

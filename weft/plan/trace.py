@@ -7,7 +7,7 @@ Every engine reports the same spans, so figures, pictures and exports are made o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -87,29 +87,24 @@ class Trace:
         """The trace with the lanes of plans only."""
         return Trace(self.title, tuple(s for s in self.spans if s.lane == lane_of(s.lane)))
 
-    def arrows(self) -> list[tuple[Span, Span]]:
-        """Each wait with the notify that ended it: that of the awaited number. Empty for traces of
-        several executions, in which numbers repeat.
+    def arrows(self) -> Iterator[tuple[int, int]]:
+        """The numbers, in `spans`, of each notify and of the wait that it ended.
+
+        A wait for a counter to reach n is ended by the n-th notify of that counter. Counters that
+        count again from the beginning have none, since several executions cannot be told apart.
         """
-        notifies, found = dict[tuple[str, ...], list[Span]](), []
-        for span in sorted(self.spans, key=lambda span: span.stop):
-            if told := re.fullmatch(r"notify (.+)<(\d+) on (\d+)", span.text):
-                notifies.setdefault(told.groups(), []).append(span)
-        waits = [
-            ((told[1], told[2], str(span.rank)), int(told[3]), span)
-            for span in self.spans
-            if (told := re.fullmatch(r"wait +(.+)<(\d+) >= (\d+)", span.text))
-        ]
-        most = dict[tuple[str, ...], int]()
-        for signal, count, _ in waits:
-            most[signal] = max(count, most.get(signal, 0))
-        for signal, count, span in waits:
-            raised = notifies.get(signal, [])
-            if most[signal] < len(raised) and most[signal] and len(raised) % most[signal] == 0:
-                return []
-            if 0 < count <= len(raised):
-                found.append((raised[count - 1], span))
-        return found
+        raised, awaited = dict[tuple[int, str], list[int]](), dict[tuple[int, str], list[Any]]()
+        for number, span in sorted(enumerate(self.spans), key=lambda found: found[1].stop):
+            if notify := re.fullmatch(r"notify (.+) on (\d+)", span.text):
+                raised.setdefault((int(notify[2]), notify[1]), []).append(number)
+            elif wait := re.fullmatch(r"wait +(.+) >= (\d+)", span.text):
+                awaited.setdefault((span.rank, wait[1]), []).append((int(wait[2]), number))
+        for counter, waits in awaited.items():
+            counts, notifies = [count for count, _ in waits], raised.get(counter, [])
+            if counts == sorted({*counts}):
+                for count, number in waits:
+                    if 0 < count <= len(notifies):
+                        yield notifies[count - 1], number
 
     def hidden_copies(self) -> float | None:
         """The part (0 to 1) of the time ranks spend copying in which the same rank computes too;
@@ -185,16 +180,10 @@ def to_perfetto(*traces: Trace, about: str = "") -> dict[str, Any]:
                     "args": {"instruction": span.text, "rows": span.rows},
                 }
             )
-        for notify, wait in trace.arrows():
+        for notify, wait in (map(trace.spans.__getitem__, pair) for pair in trace.arrows()):
+            ends = (notify, notify.start, {"ph": "s"}), (wait, wait.stop, {"ph": "f", "bp": "e"})
             identity = len(events)
-            for span, at, end in (
-                (notify, notify.start, {"ph": "s"}),
-                (
-                    wait,
-                    max(wait.start, wait.stop - 1),
-                    {"ph": "f", "bp": "e"},
-                ),
-            ):
+            for span, at, end in ends:
                 events.append(
                     {
                         **end,
@@ -203,7 +192,7 @@ def to_perfetto(*traces: Trace, about: str = "") -> dict[str, Any]:
                         "cat": "signal",
                         "pid": number * ranks + span.rank,
                         "tid": threads[span.rank, span.lane],
-                        "ts": (at - trace.start) / 1e3,
+                        "ts": (max(at - 1, span.start) - begin) / 1e3,
                     }
                 )
     other = {"version": f"weft {__version__}", "about": about}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from weft.plan.trace import Span, Trace
+from weft.plan.trace import Trace
 
 
 def timeline(traces: Sequence[Trace]) -> dict[str, Any]:
@@ -43,25 +42,5 @@ def _trace(trace: Trace, texts: dict[str, int], kinds: dict[str, int]) -> dict[s
         "lanes": [
             {"rank": rank, "name": name, "spans": spans} for (rank, name), spans in lanes.items()
         ],
-        "arrows": [[*places[notify], *places[wait]] for notify, wait in arrows(trace.spans)],
+        "arrows": [[*places[notify], *places[wait]] for notify, wait in trace.arrows()],
     }
-
-
-def arrows(spans: Sequence[Span]) -> Iterator[tuple[int, int]]:
-    """The numbers of each notify and of the wait that it ended, in a trace of one execution.
-
-    A wait for a counter to reach n is ended by the n-th notify of that counter. Counters that count
-    again from the beginning have none, since several executions cannot be told apart.
-    """
-    raised, awaited = dict[tuple[int, str], list[int]](), dict[tuple[int, str], list[Any]]()
-    for number, span in sorted(enumerate(spans), key=lambda found: found[1].stop):
-        if notify := re.fullmatch(r"notify (.+) on (\d+)", span.text):
-            raised.setdefault((int(notify[2]), notify[1]), []).append(number)
-        elif wait := re.fullmatch(r"wait +(.+) >= (\d+)", span.text):
-            awaited.setdefault((span.rank, wait[1]), []).append((int(wait[2]), number))
-    for counter, waits in awaited.items():
-        counts, notifies = [count for count, _ in waits], raised.get(counter, [])
-        if counts == sorted({*counts}):
-            for count, number in waits:
-                if 0 < count <= len(notifies):
-                    yield notifies[count - 1], number
