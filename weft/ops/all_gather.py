@@ -41,7 +41,9 @@ def all_gather(
     world: World | None = None,
     timeout: float | None = None,
 ) -> Tensor:
-    """The tensors `a` of all ranks joined along `dim`, in rank order; any dtype of `ANY`.
+    """The tensors `a` of all ranks joined along `dim`, in rank order.
+
+    `a` is float16, bfloat16, float32, float64, int8 to int64, uint8 or bool.
 
     `shard_rows` are the sizes of that dimension on all ranks if they differ (zero is allowed).
     `algorithm` is ``pull`` (every rank reads its peers' rows), ``push`` (every rank writes to its

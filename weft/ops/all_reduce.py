@@ -24,8 +24,10 @@ def all_reduce(
     world: World | None = None,
     timeout: float | None = None,
 ) -> Tensor:
-    """The element-wise reduction of all ranks' `a`, with equal bits on all ranks; a dtype of
-    `NUMBERS`.
+    """The element-wise reduction of all ranks' `a`, with equal bits on all ranks.
+
+    `a` is float16, bfloat16, float32, float64, int8 to int64 or uint8; averages are of floating
+    dtypes.
 
     `op` as in `reduce_scatter`. `algorithm` is ``one_shot`` (every rank reduces everything; auto's
     choice for few bytes), ``two_shot`` (every rank reduces a part and copies the others') or

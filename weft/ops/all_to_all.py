@@ -28,7 +28,9 @@ def all_to_all(
     timeout: float | None = None,
 ) -> Tensor:
     """Part p of a's first dimension goes to rank p; the result has the parts for this rank in rank
-    order. Any dtype of `ANY`.
+    order.
+
+    `a` is float16, bfloat16, float32, float64, int8 to int64, uint8 or bool.
 
     Every row is sent directly to its rank, also between hosts: in a ring it would be sent several
     times. The parts are equal, or have the sizes `input_split_sizes` and `output_split_sizes`. All

@@ -27,7 +27,9 @@ def broadcast(
     timeout: float | None = None,
 ) -> Tensor:
     """Overwrite `tensor`, which must be contiguous, with the tensor of rank `source`, and return
-    it; any dtype of `ANY`.
+    it.
+
+    `tensor` is float16, bfloat16, float32, float64, int8 to int64, uint8 or bool.
 
     `algorithm` is ``pull`` (ranks read from the source; auto's choice on one host), ``push`` (the
     source puts its rows to each other host, or on one host to each other rank; auto's choice on

@@ -27,8 +27,10 @@ def reduce_scatter(
     world: World | None = None,
     timeout: float | None = None,
 ) -> Tensor:
-    """This rank's part along `dim` of the element-wise reduction of all ranks' `a`; a dtype of
-    `NUMBERS`.
+    """This rank's part along `dim` of the element-wise reduction of all ranks' `a`.
+
+    `a` is float16, bfloat16, float32, float64, int8 to int64 or uint8; averages are of floating
+    dtypes.
 
     `op` is ``sum``, ``avg``, ``max`` or ``min``; sums are accumulated in rank order in float32
     (float64 in float64, integers exactly) and rounded once. Several hosts are summed in the order
