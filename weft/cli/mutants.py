@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from weft.bench.settings import Json
+from weft.bench.tables import table
 from weft.cli import options
 from weft.cli.plan import Name
 from weft.errors import PlanError
@@ -91,9 +92,8 @@ def _counts(text: str) -> list[int]:
 
 
 def _table(scores: Mapping[str, Mapping[str, Any]], total: Any) -> Table:
-    table = Table("operator", "instruction")
-    for title in ("mutants", "rejected", "equivalent", "missed"):
-        table.add_column(title, justify="right")
+    words = "operator", "instruction"
+    made = table((*words, "mutants", "rejected", "equivalent", "missed"), left=words)
     rows = [
         (name.replace("_", "-"), mutation, score)
         for name, found in scores.items()
@@ -101,8 +101,8 @@ def _table(scores: Mapping[str, Mapping[str, Any]], total: Any) -> Table:
     ]
     for name, mutation, score in [*rows, ("total", "", total)]:
         numbers = score.mutants, score.rejected, score.equivalent, len(score.missed)
-        table.add_row(name, mutation, *map(str, numbers))
-    return table
+        made.add_row(name, mutation, *map(str, numbers))
+    return made
 
 
 def _json(scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -418,18 +418,16 @@ def _thresholds(everyone: Sequence[RankReport], agreed: Thresholds, oversubscrib
         for level, size in (("first", agreed.first_level), ("second", agreed.second_level))
     )
     table = Table("threshold", "here", "from")
-    table.add_row("sent eagerly, up to", f"{agreed.eager_bytes >> 10} KiB", first)
-    table.add_row("staged at once, up to", f"{agreed.staged_bytes >> 10} KiB", second)
-    table.add_row("else by each thread", f"{agreed.slot_bytes >> 10} KiB", second)
-    table.add_row(
-        "pushed though it could be read, from", f"{agreed.pushed_bytes >> 10} KiB", second
-    )
+    table.add_row("largest message sent eagerly", f"{agreed.eager_bytes >> 10} KiB", first)
+    table.add_row("most bytes staged at once", f"{agreed.staged_bytes >> 10} KiB", second)
+    table.add_row("a thread's bytes of larger ones", f"{agreed.slot_bytes >> 10} KiB", second)
+    table.add_row("smallest part put, not read", f"{agreed.pushed_bytes >> 10} KiB", second)
     latency, reason = (
         (OVERSUBSCRIBED_SIGNAL_LATENCY, "default, as ranks share cores")
         if oversubscribed
         else (SIGNAL_LATENCY, "default")
     )
-    table.add_row("another level of ranks, if it saves", f"{latency:.1f} notifies", reason)
+    table.add_row("what a level of ranks must save", f"{latency:.1f} notifies", reason)
     return table
 
 
