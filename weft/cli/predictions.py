@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from weft.bench import tables
 from weft.pictures import COLOURS, DASHED, picture
 from weft.predict import figures
 from weft.predict.answers import RESOURCES, baseline, ms, variant, words
+from weft.version import __version__
 
 
 def show(result: dict[str, Any], console: Console) -> None:
@@ -135,7 +137,8 @@ def draw_sweep(
     shape = {**first["shape"], **({swept: swept.upper()} if swept in first["shape"] else {})}
     ranks = "" if swept == "ranks" else f"{first['ranks']} ranks, "
     title = f"{first['predicted']} on {first['machine']}: {ranks}{_size(shape)} {first['dtype']}"
-    with picture(path, 11, 4.4, title) as figure:
+    about = f"simulated by weft {__version__} on {date.today()}"
+    with picture(path, 11, 4.4, title, about=about) as figure:
         times, gains = figure.subplots(1, 2)
         for name in figures.VIEWS:
             limit = name in ("compute", "communicate")
