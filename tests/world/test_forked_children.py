@@ -22,20 +22,24 @@ def end():
     ctypes.pythonapi.Py_Exit(0)
 
 
-def forked(work):
-    """The text of `work` in a forked child, which then ends as programs do, and its exit code."""
+def forked(*works):
+    """The text of each of `works` in a forked child, which then ends as programs do, and its exit
+    code.
+    """
     ours, theirs = os.pipe()
     child = os.fork()
     if not child:
-        try:
-            os.write(theirs, str(work()).encode())
-        except weft.WeftError as error:
-            os.write(theirs, f"{type(error).__name__}: {error}".encode())
+        for work in works:
+            try:
+                text = str(work())
+            except weft.WeftError as error:
+                text = f"{type(error).__name__}: {error}"
+            os.write(theirs, f"{text}\n".encode())
         end()
     os.close(theirs)
     with open(ours) as output:
-        text = output.read()
-    return text, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        texts = output.read().splitlines()
+    return texts, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def forks(world):
@@ -51,14 +55,13 @@ def forks(world):
         "put": lambda: weft.put(symmetric, out, 1 - world.rank),
         "notify": lambda: weft.notify(counted, 0, 1 - world.rank),
         "wait": lambda: weft.wait(counted, 0, ">=", 1),
+        **({} if handle is None else {"a handle": handle.wait}),
         "close": world.close,
     }
-    if handle is not None:
-        calls["a handle"] = handle.wait
     own = f"WeftError: this world belongs to process {os.getpid()}: a forked child makes a world of its own, or none"
-    for name, call in calls.items():
-        text, code = forked(call)
-        assert (text, code) == ("None" if name == "close" else own, 0), name
+    texts, code = forked(*calls.values())
+    assert dict(zip(calls, texts, strict=True)) == dict.fromkeys(calls, own) | {"close": "None"}
+    assert code == 0
     handle = handle or weft.all_reduce_async(torch.ones(1 << 16))
     assert torch.equal(handle.wait(), torch.full((1 << 16,), 2.0))
     for again in range(3):
@@ -122,8 +125,9 @@ def forks_with_a_group(_):
         "destroy": dist.destroy_process_group,
     }
     own = f"WeftError: this world belongs to process {os.getpid()}: a forked child makes a world of its own, or none"
-    for name, call in calls.items():
-        assert forked(call) == ("None" if name == "destroy" else own, 0), name
+    texts, code = forked(*calls.values())
+    assert dict(zip(calls, texts, strict=True)) == dict.fromkeys(calls, own) | {"destroy": "None"}
+    assert code == 0
     work.wait()
     dist.all_reduce(mine := torch.full((4,), dist.get_rank() + 1.0))
     assert mine.tolist() == [3.0] * 4
