@@ -107,6 +107,7 @@ class MismatchError(WeftError):
         weft.errors.MismatchError: the ranks do not make the same call: shapes differ
           rank 0: all_reduce((4,) float32, op=sum)
           rank 1: all_reduce((5,) float32, op=sum)
+          weft doctor --flight ... shows the calls of all ranks
     """
 
     ranks: tuple[int, ...] = ()

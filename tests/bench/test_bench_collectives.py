@@ -102,6 +102,7 @@ def result(*rows):
         "algorithm": "auto",
         "neighbours": None,
         "rows": [*rows],
+        "date": "2026-11-25 12:00:00 UTC",
         "verified": not any(row["wrong"] for row in rows),
         "machine": {"cpu": "a processor", "cores": 2, "threads_per_rank": 1},
         "versions": {"weft": "0"},

@@ -75,7 +75,7 @@ def test_it_is_public_and_ranks_compute_it(findings):
     [
         ("plan", ["matmul_all_to_all / streamed on 3 ranks", "verified: no race, no deadlock"]),
         ("predict", ["matmul-all-to-all on cpu, PREDICTED: 4 ranks", "streamed", "sequential"]),
-        ("bench", ["matmul-all-to-all: 2 ranks, 256x32x16", "pipelined", "Verified on every rank"]),
+        ("bench", ["matmul-all-to-all: 2 ranks, 256x32x16", "compute", "Verified on every rank"]),
         ("tune", ["matmul-all-to-all 256x32x16", "streamed", "Stored: "]),
     ],
 )
