@@ -416,6 +416,7 @@ def test_faster_transfers_are_told_from_overlap():
         "order": "peer",
         "times_ms": {"compute": 1.0, "communicate": 20.0, "sequential": 50.0, "pipelined": 20.0},
         "speedup": 2.5,
+        "limit_ratio": 1.0,
         "ways": [{}],
         "saved_percent": {},
         "measured_on": 0,
@@ -426,3 +427,4 @@ def test_faster_transfers_are_told_from_overlap():
     assert line.endswith("1.05 times by overlap.")
     [line] = answering.words(result | {"times_ms": result["times_ms"] | {"communicate": 49.0}})
     assert line.startswith("Overlap helps: ring takes")
+    assert "measure it again by weft calibrate" in answering.words(result | {"limit_ratio": 0.8})[1]

@@ -119,7 +119,7 @@ class Question:
     ] = SHAPE
     dtype: Annotated[
         Dtype | None,
-        typer.Option(help="Dtype of the inputs; default: the first of the profile."),
+        typer.Option(help="Dtype of the inputs; default: float32, or the profile's first."),
         OVERLAP,
         SWEEP,
     ] = None
@@ -248,7 +248,7 @@ class Question:
         if self.dtype and self.dtype not in dtypes:
             rates = f"{machine.name} has product rates for {', '.join(dict.fromkeys(dtypes))}"
             refuse("--dtype", f"{rates}; got {self.dtype}")
-        return self.dtype or dtypes[0]
+        return self.dtype or ("float32" if "float32" in dtypes else dtypes[0])
 
     def sizes(self, default: str) -> list[int]:
         """The numbers of bytes."""

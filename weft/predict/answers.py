@@ -189,6 +189,11 @@ def words(result: dict[str, Any]) -> list[str]:
         lines.append(
             f"The bottleneck is {RESOURCES[next(iter(saved))]}: {', '.join(saved.values())}."
         )
+    if result["limit_ratio"] < 1 - _WORTH:
+        lines.append(
+            "The times contradict each other: less than the product alone. So the profile was "
+            "measured while other programs used the cores; measure it again by weft calibrate."
+        )
     if result["measured_on"] and result["ranks"] > result["measured_on"]:
         lines.append(
             f"The profile was fitted on {result['measured_on']} ranks; beyond them its second link "
