@@ -19,7 +19,9 @@ def show(
         bool, typer.Option("--csv", help="Print a line for each row, for other programs.")
     ] = False,
 ) -> None:
-    """Show a saved result again: the tables that weft bench printed, or the picture."""
+    """Show a saved result again: the tables that weft bench printed; with --plot the picture, with
+    --csv a line for each row.
+    """
     options.check_files(None, None, plot)
     from weft.bench import saved
 
