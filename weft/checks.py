@@ -1,9 +1,11 @@
-"""Checks of arguments that need no world: plain tensors and time limits."""
+"""Checks of arguments that need no world: plain tensors, dtypes, numbers and time limits."""
 
 from __future__ import annotations
 
+import operator
 import os
 from functools import cache
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -49,12 +51,7 @@ def check_tensor(tensor: object, argument: str) -> None:
 def _of_another_type(value: object, argument: str) -> str:
     kind = type(value).__name__
     if not isinstance(value, Tensor):
-        hint = (
-            f": pass torch.as_tensor({argument})"
-            if isinstance(value, list | tuple) or hasattr(value, "__array__")
-            else ""
-        )
-        return f"{argument} must be a tensor; got {kind}{hint}"
+        return f"{argument} must be a tensor; got {kind}{_instead(value, argument)}"
     if kind in _REMEDIES:
         remedy = f"{argument}.{_REMEDIES[kind]}"
     elif type(
@@ -64,6 +61,67 @@ def _of_another_type(value: object, argument: str) -> str:
     else:
         remedy = "a plain tensor of its elements"
     return f"{argument} must be a plain torch.Tensor; got the subclass {kind}: pass {remedy}"
+
+
+def _instead(value: object, argument: str) -> str:
+    """What to pass instead of a value that is no tensor."""
+    if isinstance(value, torch.nn.Linear) and argument == "b":
+        return ": pass b.weight.t()"
+    if isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in value):
+        return f": make one call for each tensor, or pass torch.stack({argument})"
+    if isinstance(value, list | tuple) or hasattr(value, "__array__"):
+        return f": pass torch.as_tensor({argument})"
+    return ""
+
+
+def check_dtype(dtype: object, argument: str) -> None:
+    """Raise `TypeError` unless `dtype` is one of torch."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{argument} must be a torch.dtype, such as torch.float32; got {dtype!r}")
+
+
+def check_module(module: object, argument: str) -> None:
+    """Raise `TypeError` unless `module` is one of torch."""
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"{argument} must be a torch.nn.Module; got {type(module).__name__}")
+
+
+def integer(number: object, expected: str) -> int:
+    """An integer. Raises `TypeError` with the text `expected` for anything else."""
+    try:
+        return operator.index(number)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{expected}; got {type(number).__name__}") from None
+
+
+def integers(numbers: object, argument: str) -> list[int]:
+    """A list of integers. Raises `TypeError` for anything else."""
+    try:
+        return [operator.index(number) for number in numbers]  # type: ignore[attr-defined]
+    except TypeError:
+        raise TypeError(
+            f"{argument} must be a list of integers, one per rank; got {numbers!r}"
+        ) from None
+
+
+def check_number(number: object, argument: str) -> None:
+    """Raise `TypeError` unless `number` is a real number."""
+    if not isinstance(number, Real):
+        raise TypeError(f"{argument} must be a number; got {number!r}")
+
+
+def check_rank(rank: object, argument: str, ranks: int) -> int:
+    """The number of one of `ranks` ranks. Raises `ValueError` or `TypeError` if it is none."""
+    number = integer(rank, f"{argument} must be the number of a rank")
+    if not 0 <= number < ranks:
+        raise ValueError(f"there is no rank {number} in a world of {ranks}")
+    return number
+
+
+def check_ranks(ranks: object) -> None:
+    """Raise `ValueError` or `TypeError` unless `ranks` is a number of ranks for a new world."""
+    if integer(ranks, "ranks must be an integer") < 1:
+        raise ValueError(f"at least one rank is needed; got {ranks}")
 
 
 def switched_on(variable: str) -> bool:

@@ -41,3 +41,30 @@ def test_the_features_of_a_sharded_input(shape, sequence_dim, message):
         pytest.raises(ValueError, match=re.escape(message)),
     ):
         local.run(lambda: layer(sequence_dim)(torch.ones(shape)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "style"),
+    [
+        (weft.nn.ColumnParallelLinear, "ColwiseParallel"),
+        (weft.nn.RowParallelLinear, "RowwiseParallel"),
+    ],
+)
+def test_a_layer_in_place_of_its_features(kind, style):
+    message = f"{kind.__name__} takes in_features and out_features; got a layer: .*weft.nn.{style}$"
+    with pytest.raises(TypeError, match=message):
+        kind(torch.nn.Linear(32, 64))
+
+
+def test_models_without_a_layer_of_weft():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    sentence = "Sequential has no layer of weft.nn; apply a style first"
+    assert weft.nn.explain(model) == sentence
+    with pytest.raises(ValueError, match=sentence):
+        weft.warmup(model, 1)
+
+
+def test_a_tensor_in_place_of_a_model():
+    for call in (weft.nn.explain, lambda model: weft.warmup(model, 1)):
+        with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module; got Tensor"):
+            call(torch.ones(2))

@@ -127,7 +127,7 @@ def bad_arguments(world):
         (ValueError, r"dst has shape \(4, 4\) and src \(16,\)", lambda: weft.put_async(memory, plain.view(-1), 1)),
         (ValueError, "no rank 2 in a world of 2", lambda: weft.put(memory, plain, 2)),
         (ValueError, "no rank -1 in a world of 2", lambda: weft.get(plain, memory, -1)),
-        (TypeError, "peer is the number of a rank; got float", lambda: weft.put(memory, plain, 1.0)),
+        (TypeError, "peer must be the number of a rank; got float", lambda: weft.put(memory, plain, 1.0)),
         (TypeError, "src must be a tensor; got list", lambda: weft.put(memory, [1.0], 1)),
         (ValueError, "src is on meta", lambda: weft.put(memory, torch.empty(4, 4, device="meta"), 1)),
         (ValueError, "src has the layout torch.sparse_coo: pass src.to_dense", lambda: weft.put(memory, plain.to_sparse(), 1)),

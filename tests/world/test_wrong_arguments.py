@@ -6,6 +6,7 @@ import os
 import re
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -51,6 +52,13 @@ TWO_RANKS = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "2950
             lambda: weft.verify(3, "plan"),
         ),
         (TypeError, "objects of weft.Plan; got none", lambda: weft.verify()),
+        (
+            TypeError,
+            "group must be a process group of torch.distributed; got str",
+            lambda: weft.enable_async_tp("tp"),
+        ),
+        (TypeError, "ranks must be an integer; got str", lambda: weft.local_world("2")),
+        (TypeError, "ranks must be an integer; got str", lambda: weft.launch(len, "2")),
         (TypeError, "define it at the top level of a module", lambda: weft.launch(lambda: 1, 2)),
     ],
 )
@@ -70,14 +78,55 @@ def test_arguments_of_the_wrong_kind(kind, message, call):
         (TypeError, "sizes must be integers; got (4.5, 2)", lambda: weft.init().empty(4.5, 2)),
         (
             TypeError,
+            "dtype must be a torch.dtype, such as torch.float32; got <class 'numpy.float32'>",
+            lambda: weft.init().empty(8, dtype=np.float32),
+        ),
+        (
+            TypeError,
+            "dtype must be a torch.dtype, such as torch.float32; got 'float32'",
+            lambda: weft.init().empty(8, dtype="float32"),
+        ),
+        (TypeError, "gbps must be a number; got '10'", lambda: weft.init().emulate_link("10")),
+        (
+            TypeError,
+            "latency_us must be a number; got '5'",
+            lambda: weft.init().emulate_link(10, "5"),
+        ),
+        (
+            TypeError,
+            "rank must be the number of a rank; got str",
+            lambda: weft.init().peer(weft.init().empty(1), "0"),
+        ),
+        (
+            TypeError,
+            "world must be a weft.World, as weft.init(group) makes it; got int",
+            lambda: weft.barrier(5),
+        ),
+        (
+            AttributeError,
+            "'World' object has no attribute 'size'; use world.ranks",
+            lambda: weft.init().size(),
+        ),
+        (
+            AttributeError,
+            "'World' object has no attribute 'world_size'; use world.ranks",
+            lambda: weft.init().world_size,
+        ),
+        (
+            TypeError,
             "out must have dtype float32; got float64",
             lambda: weft.all_reduce(torch.ones(2), out=torch.ones(2).double()),
         ),
     ],
 )
 def test_arguments_of_a_world(kind, message, call):
-    with weft.local_world(1) as local, pytest.raises(kind, match=re.escape(message)):
-        local.run(call)
+    def refused():
+        with pytest.raises(kind, match=re.escape(message)):
+            call()
+        return weft.all_reduce(torch.ones(1)).item()
+
+    with weft.local_world(1) as local:
+        assert local.run(refused) == [1]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from weft.compiler import operators, patterns, rewrite
 from weft.ops import operator
 from weft.process_group import worlds
 from weft.schedules.operators import OPERATORS
+from weft.world.rendezvous import member
 
 _log = logging.getLogger("weft")
 _Pass: Any = getattr(
@@ -51,13 +52,14 @@ def enable_async_tp(group: dist.ProcessGroup | None = None, *, enable: bool = Tr
         enable: False removes the pass, and restores the pass that was set before it.
 
     Raises:
+        TypeError: `group` is no process group; before anything is sent.
         PeerLost, PeerTimeout, SymmetricMemoryError, WeftError: as `weft.init`, if a world is made.
 
     Examples:
         >>> weft.enable_async_tp()  # then compile: model = torch.compile(model)
         >>> weft.enable_async_tp(enable=False)
     """
-    if group is not None and enable and worlds.find(group) is None:
+    if group is not None and enable and worlds.find(member(group)) is None:
         worlds.make(group)
     now = config.post_grad_custom_post_pass
     if enable and not isinstance(now, AsyncTensorParallel):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from weft.checks import check_module
 from weft.kernels.packed import PackedWeight, pack
 from weft.kernels.weights import DTYPES, Weight
 from weft.nn.layout import Layout, as_dtensor, chunk_sizes, local, normal, part
@@ -46,11 +47,21 @@ class ShardedLinear(nn.Linear):
     layout: Layout
     _fallback: Placement
     """The placement to which inputs of unsupported placements are redistributed."""
+    _made_by: ClassVar[str]
+    """The style that makes such a layer of an `nn.Linear`."""
     _sharded: ClassVar[Mapping[str, int]]
     """The dimension along which each sharded parameter is sharded."""
     _packed: _Packed | None
     _accepted: dict[int, Placement]
     """The placement of plain inputs that need no redistribution, by their number of dimensions."""
+
+    def __new__(cls, *arguments: Any, **keywords: Any) -> ShardedLinear:
+        if any(isinstance(each, nn.Module) for each in arguments):
+            raise TypeError(
+                f"{cls.__name__} takes in_features and out_features; got a layer: shard it by "
+                f"torch's parallelize_module with the style weft.nn.{cls._made_by}"
+            )
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -208,6 +219,7 @@ class ColumnParallelLinear(ShardedLinear):
 
     gather: Gather
     _fallback = Replicate()
+    _made_by = "ColwiseParallel"
     _sharded: ClassVar = {"weight": 0, "bias": 0}
 
     def _connect(self, world: World, layout: Layout) -> None:
@@ -351,6 +363,7 @@ class RowParallelLinear(ShardedLinear):
     """
 
     _fallback = Shard(-1)
+    _made_by = "RowwiseParallel"
     _sharded: ClassVar = {"weight": 1}
 
     def _layout(self, sequence: Placement) -> Layout:
@@ -389,15 +402,26 @@ class RowParallelLinear(ShardedLinear):
 
 def explain(module: nn.Module) -> str:
     """One line for each layer of `module` that a style of `weft.nn` was applied to or that is a
-    layer of `weft.nn`: the operators that it runs, or the reason why torch runs it.
+    layer of `weft.nn`: the operators that it runs, or the reason why torch runs it. A sentence if
+    there is none.
+
+    Raises `TypeError` if `module` is no module.
     """
+    check_module(module, "module")
     notes = {
         name or type(part).__name__: note
         for name, part in module.named_modules()
         if (note := getattr(part, "_weft", None))
     }
-    width = max(map(len, notes), default=0)
+    if not notes:
+        return without_layer(module)
+    width = max(map(len, notes))
     return "\n".join(f"{name:<{width}}  {note}" for name, note in notes.items())
+
+
+def without_layer(module: nn.Module) -> str:
+    """The sentence about a module that no style was applied to."""
+    return f"{type(module).__name__} has no layer of weft.nn; apply a style first"
 
 
 def note(module: nn.Module, text: str) -> nn.Module:

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from weft.nn.layers import ColumnParallelLinear, ShardedLinear
+from weft.checks import check_module
+from weft.nn.layers import ColumnParallelLinear, ShardedLinear, without_layer
 from weft.nn.layout import chunk_sizes, local, normal
 
 
@@ -41,12 +42,13 @@ def warmup(model: nn.Module, tokens: int | Sequence[int]) -> None:
         ...     local.run(model)
         [torch.Size([16, 2]), torch.Size([16, 2])]
     """
+    check_module(model, "model")
     counts = [tokens] if isinstance(tokens, int) else [*tokens]
     if not counts or min(counts) < 1:
         raise ValueError(f"tokens must be one or more numbers, each at least 1; got {tokens}")
     layers = [layer for layer in model.modules() if isinstance(layer, ShardedLinear)]
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no layer of weft.nn; apply a style first")
+        raise ValueError(without_layer(model))
     if any(layer.training for layer in layers):
         raise ValueError("model is in training mode, which packs no weights: call model.eval()")
     with torch.no_grad():

@@ -69,7 +69,7 @@ def all_gather(
         ...     local.run(lambda: weft.all_gather(torch.tensor([weft.init().rank])))
         [tensor([0, 1]), tensor([0, 1])]
     """
-    shards = None if shard_rows is None else tuple(shard_rows)
+    shards = None if shard_rows is None else arguments.as_key(shard_rows)
     options = dim, shards, algorithm, chunk_rows, comm_sms, tile_bytes, warps, gluon
     return collective.run(_check, a, out, options, world, timeout)
 
@@ -100,7 +100,7 @@ def all_gather_async(
         ...     local.run(overlapped)
         [tensor([0, 1]), tensor([0, 1])]
     """
-    shards = None if shard_rows is None else tuple(shard_rows)
+    shards = None if shard_rows is None else arguments.as_key(shard_rows)
     options = dim, shards, algorithm, chunk_rows, comm_sms, tile_bytes, warps, gluon
     return collective.start(_check, a, out, options, world, timeout)
 

@@ -109,7 +109,7 @@ def all_gather_matmul(
     several = isinstance(b, (list, tuple))  # no union: the compiler of torch 2.9 does not know them
     weights: list[Weight] = [*b] if several else [b]  # type: ignore[list-item, misc]
     biases = arguments.listed(bias, weights, several, "bias")
-    shards = None if shard_rows is None else tuple(shard_rows)
+    shards = None if shard_rows is None else arguments.as_key(shard_rows)
     key: fused.Key | None = None
     plain = scale_a is None and scale_b is None and not return_gathered
     if plain and (out is None or isinstance(out, Tensor)):

@@ -9,6 +9,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from weft.checks import integers
 from weft.ops import arguments, collective, dims, granularity
 from weft.ops.all_gather import all_gather
 from weft.ops.collective import CollectiveCall, Handle, as_matrix, planned
@@ -44,8 +45,8 @@ def all_to_all(
         ...     local.run(lambda: weft.all_to_all(torch.tensor([1, 2]) + 10 * weft.init().rank))
         [tensor([ 1, 11]), tensor([ 2, 12])]
     """
-    sent = None if input_split_sizes is None else tuple(input_split_sizes)
-    received = None if output_split_sizes is None else tuple(output_split_sizes)
+    sent = None if input_split_sizes is None else arguments.as_key(input_split_sizes)
+    received = None if output_split_sizes is None else arguments.as_key(output_split_sizes)
     return collective.run(_check, a, out, (sent, received), world, timeout)
 
 
@@ -69,8 +70,8 @@ def all_to_all_async(
         ...     local.run(overlapped)
         [tensor([ 1, 11]), tensor([ 2, 12])]
     """
-    sent = None if input_split_sizes is None else tuple(input_split_sizes)
-    received = None if output_split_sizes is None else tuple(output_split_sizes)
+    sent = None if input_split_sizes is None else arguments.as_key(input_split_sizes)
+    received = None if output_split_sizes is None else arguments.as_key(output_split_sizes)
     return collective.start(_check, a, out, (sent, received), world, timeout)
 
 
@@ -125,7 +126,8 @@ def _splits(
                 f"{rows} rows do not divide evenly over {world.ranks} ranks: give the split sizes"
             )
         return ((rows // world.ranks,) * world.ranks,) * 2
-    ins, outs = tuple(sent or ()), tuple(received or ())
+    ins = tuple(integers(() if sent is None else sent, "input_split_sizes"))
+    outs = tuple(integers(() if received is None else received, "output_split_sizes"))
     if not len(ins) == len(outs) == world.ranks or min(ins + outs) < 0 or sum(ins) != rows:
         raise ValueError(
             f"input_split_sizes and output_split_sizes must be {world.ranks} sizes each, none "

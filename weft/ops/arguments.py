@@ -5,6 +5,7 @@ raised before anything is sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from weft.engines import engine
 from weft.kernels.weights import DTYPES, FLOAT8, PreparedWeight, Weight, source
 from weft.schedules.workload import ORDERS, Collective, Operator
 from weft.world import World, memory
+
+if TYPE_CHECKING:
+    from weft.ops.call import Options
 
 FACTORS = (*DTYPES, *FLOAT8)
 """The dtypes of factors of products."""
@@ -65,8 +69,10 @@ def check_weight(a: Tensor, b: Weight, world: World, k: int | None = None) -> No
     if len(b.shape) != 2:
         raise ValueError(f"b must be a matrix (K, N); got shape {tuple(b.shape)}")
     if k != b.shape[0]:
+        turned = "weft.pack(b.t())" if isinstance(b, PreparedWeight) else "b.t()"
         raise ValueError(
             f"a has {k} columns and b {b.shape[0]} rows; these inner dimensions must be equal"
+            + (f": pass {turned} if b is (N, K), as nn.Linear.weight is" if k == b.shape[1] else "")
         )
     if a.dtype != b.dtype:
         raise TypeError(f"a is {name(a.dtype)} and b {name(b.dtype)}; they must have one dtype")
@@ -74,6 +80,8 @@ def check_weight(a: Tensor, b: Weight, world: World, k: int | None = None) -> No
 
 def check_out_dtype(dtype: torch.dtype, out_dtype: torch.dtype | None) -> torch.dtype:
     """The dtype of the result: the input's, or float32; for float8 bfloat16, or any other."""
+    if out_dtype is not None:
+        checks.check_dtype(out_dtype, "out_dtype")
     if dtype in FLOAT8:
         if out_dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
             raise TypeError(
@@ -83,11 +91,19 @@ def check_out_dtype(dtype: torch.dtype, out_dtype: torch.dtype | None) -> torch.
     if out_dtype not in (None, dtype, torch.float32) or (
         dtype == torch.float64 and out_dtype == torch.float32
     ):
+        one = dtype in (torch.float32, torch.float64)
         raise TypeError(
-            f"out_dtype must be {name(dtype)}{'' if dtype == torch.float64 else ' or float32'}; "
-            f"got {out_dtype}"
+            f"out_dtype must be {name(dtype)}{'' if one else ' or float32'}; got {out_dtype}"
         )
     return out_dtype or dtype
+
+
+def as_key(sizes: Any) -> Any:
+    """A list of sizes as a tuple, which the call cache can keep; anything else as it is, which
+    `integers` refuses.
+    """
+    # a list first: the compiler may not know whether other types have a method
+    return tuple(sizes) if isinstance(sizes, (list, tuple)) or hasattr(sizes, "__iter__") else sizes
 
 
 def check_parts(rows: int, shard_rows: Sequence[int] | None, world: World) -> list[int]:
@@ -99,7 +115,7 @@ def check_parts(rows: int, shard_rows: Sequence[int] | None, world: World) -> li
                 "rows of each"
             )
         return [rows // world.ranks] * world.ranks
-    counts = [int(n) for n in shard_rows]
+    counts = checks.integers(shard_rows, "shard_rows")
     if len(counts) != world.ranks or min(counts) < 0 or sum(counts) != rows:
         raise ValueError(
             f"shard_rows must be {world.ranks} counts, none negative, of {rows} in all; got "
@@ -112,7 +128,7 @@ def check_shard_rows(rows: int, shard_rows: Sequence[int] | None, world: World) 
     """The number of rows of every rank."""
     if shard_rows is None:
         return [rows] * world.ranks
-    counts = [int(n) for n in shard_rows]
+    counts = checks.integers(shard_rows, "shard_rows")
     if len(counts) != world.ranks or min(counts) < 0:
         raise ValueError(
             f"shard_rows must be {world.ranks} counts, one per rank, none negative; got {counts}"
@@ -126,8 +142,10 @@ def check_shard_rows(rows: int, shard_rows: Sequence[int] | None, world: World) 
 
 
 def check_chunk_rows(chunk_rows: int | None) -> None:
-    """Raise `ValueError` for less than one row."""
-    if chunk_rows is not None and chunk_rows <= 0:
+    """Raise an error unless it is None or an integer of at least 1."""
+    if chunk_rows is None:
+        return
+    if checks.integer(chunk_rows, "chunk_rows must be an integer") <= 0:
         raise ValueError(f"chunk_rows must be at least 1; got {chunk_rows}")
 
 
@@ -147,17 +165,21 @@ def check_algorithm(algorithm: str, operator: Operator | Collective, world: Worl
     """Raise `ValueError` unless it is ``auto`` or an algorithm of the operator that the engine
     has.
     """
-    known, shared_memory_only = operator.algorithms, operator.shared_memory_only
-    if algorithm not in (*known, "auto"):
-        raise ValueError(
-            f"there is no algorithm {algorithm!r}; choose auto or one of {', '.join(known)}"
-        )
-    if algorithm in shared_memory_only and not engine(world).shared_memory:
-        others = ", ".join(name for name in known if name not in shared_memory_only)
-        raise ValueError(
-            f"{algorithm} is not possible in this world: {shared_memory_only[algorithm]}; choose "
-            f"{others}"
-        )
+    own = engine(world)
+    shared_memory_only = {} if own.shared_memory else operator.shared_memory_only
+    known = algorithm in (*operator.algorithms, "auto")
+    if known and algorithm not in shared_memory_only:
+        return
+    launched = () if own.launches or isinstance(operator, Operator) else operator.launched
+    others = ", ".join(
+        name for name in operator.algorithms if name not in (*shared_memory_only, *launched)
+    )
+    if not known:
+        raise ValueError(f"there is no algorithm {algorithm!r}; choose auto or one of {others}")
+    raise ValueError(
+        f"{algorithm} is not possible in this world: {shared_memory_only[algorithm]}; choose "
+        f"{others}"
+    )
 
 
 def check_matrix(a: Tensor, world: World, dtypes: Sequence[torch.dtype] = FACTORS) -> None:
@@ -247,10 +269,23 @@ def recorded(tensors: Sequence[object]) -> bool:
 
 
 def check_recorded(
-    a: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None], out: object, world: World
+    a: Tensor,
+    weights: Sequence[Weight],
+    biases: Sequence[Tensor | None],
+    out: object,
+    options: Options,
+    world: World,
 ) -> None:
-    """Check the operands of a call that torch records; its results are new tensors."""
+    """Check the operands of a call that torch records, and the types of its options; its results
+    are new tensors.
+    """
     if not torch.compiler.is_compiling():
+        checks.integer(options.dim, "dim must be an integer")
+        check_chunk_rows(options.chunk_rows)
+        if options.shard_rows is not None:
+            checks.integers(options.shard_rows, "shard_rows")
+        if options.out_dtype is not None:
+            checks.check_dtype(options.out_dtype, "out_dtype")
         check_input(a, "a", world, FACTORS)
         for b in weights:
             if not isinstance(b, PreparedWeight):

@@ -75,7 +75,7 @@ def call(
     world: World,
 ) -> list[Tensor]:
     """The results of a call that torch records, by a custom operator."""
-    arguments.check_recorded(a, weights, biases, out, world)
+    arguments.check_recorded(a, weights, biases, out, options, world)
     encoded = [a.new_empty(0) if x is None else x for x in biases]
     encoded = encoded if any(x is not None for x in biases) else []
     results: list[Tensor] = operator(a, [source(b) for b in weights], encoded, *options, world.name)

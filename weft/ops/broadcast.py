@@ -6,6 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
+from weft.checks import check_rank
 from weft.ops import arguments, collective, granularity
 from weft.ops.collective import ANY, CollectiveCall, Handle, planned
 from weft.schedules import broadcast as schedule
@@ -75,8 +76,7 @@ def _check(
 ) -> CollectiveCall:
     arguments.check_input(tensor, "tensor", world, ANY)
     arguments.check_algorithm(algorithm, schedule.COLLECTIVE, world)
-    if not 0 <= source < world.ranks:
-        raise ValueError(f"there is no rank {source} in a world of {world.ranks}")
+    source = check_rank(source, "source", world.ranks)
     if not tensor.is_contiguous():
         raise ValueError(
             f"tensor must be contiguous, since it is received in place; got strides "

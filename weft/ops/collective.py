@@ -111,6 +111,7 @@ class Handle:
         called again. Raises the errors of the collective itself.
         """
         if self._call is not None:
+            check_timeout(timeout)
             if not self._program.join(float("inf") if timeout is None else timeout):
                 raise PeerTimeout(f"{self._program.plan.operator} is not done after {timeout:g} s")
             self._call.finish()

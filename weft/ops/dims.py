@@ -9,11 +9,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from weft.checks import integer
+
 
 def normal(dim: int, dims: int) -> int:
     """`dim` counted from the front, of a tensor with `dims` dimensions; `ValueError` if it
-    has no such dimension.
+    has no such dimension, `TypeError` if `dim` is no integer.
     """
+    dim = integer(dim, "dim must be an integer")
     if not dims:
         raise ValueError(
             "a must have at least one dimension; got a tensor with none: pass a.view(1)"

@@ -108,7 +108,7 @@ def matmul_reduce_scatter(
         [tensor([[8., 8., 8.]]), tensor([[8., 8., 8.]])]
     """
     world = current(world)
-    shards = None if shard_rows is None else tuple(shard_rows)
+    shards = None if shard_rows is None else arguments.as_key(shard_rows)
     key: fused.Key | None = None
     if scale_a is None and scale_b is None:
         choices = op, dim, out_dtype, shards, algorithm, chunk_rows, order

@@ -37,13 +37,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 import weft._native as _native
-from weft.checks import check_tensor, name
+from weft.checks import check_rank, check_tensor, integer, name
 from weft.errors import PeerTimeout, WeftError
 from weft.ops.between_hosts import RemoteChange, RemoteCopy
-from weft.ops.signalling import check_rank, notification, on_streams, seconds_of
-from weft.world import World, by_number, memory
+from weft.ops.signalling import notification, on_streams, seconds_of
+from weft.world import World, by_number, check_world, memory
 from weft.world.peers import Peers
-from weft.world.signals import Signals, integer
+from weft.world.signals import Signals
 
 if TYPE_CHECKING:
     from weft.engines.device.lanes import Completion
@@ -400,7 +400,7 @@ def _prepared(
     """The world of `remote`, and the copy between `peer`'s counterpart of it and `local`, after all
     checks of arguments.
     """
-    rank = peer if type(peer) is int else integer(peer, "peer is the number of a rank")
+    rank = peer if type(peer) is int else integer(peer, "peer must be the number of a rank")
     found = _native.one_sided(put, remote, local, rank)  # None for the tensors of a GPU, too
     own = None if found is None else by_number(found[0])
     if found is None or own is None or (world is not None and world is not own):
@@ -445,6 +445,8 @@ def _checked(remote: Tensor, local: Tensor, peer: int, world: Peers | None, put:
     `peer`'s counterpart of `remote` and `local`.
     """
     there, here = ("dst", "src") if put else ("src", "dst")
+    if world is not None:
+        check_world(world)
     for tensor, argument in ((remote, there), (local, here)):
         check_tensor(tensor, argument)
         if not (tensor.is_cpu or tensor.is_cuda):
@@ -453,9 +455,12 @@ def _checked(remote: Tensor, local: Tensor, peer: int, world: Peers | None, put:
                 "GPU: pass one"
             )
     if (segment := memory.find(remote)) is None:
+        call = "put" if put else "get"
+        swapped = memory.find(local) is not None
         raise ValueError(
             f"{there} is not in symmetric memory, so peers have no counterpart of it; make it with "
             "world.empty(...)"
+            + (f"; {here} is symmetric: the order is {call}(dst, src, peer)" if swapped else "")
         )
     if remote.device != local.device:
         raise ValueError(
@@ -479,7 +484,7 @@ def _checked(remote: Tensor, local: Tensor, peer: int, world: Peers | None, put:
         )
     if (own := by_number(segment.world)) is not None:
         own.check()
-        check_rank(peer, own)
+        check_rank(peer, "peer", own.ranks)
     if own is None or (world is not None and world is not own):
         raise ValueError(
             f"{there} is symmetric in another world; use one made by this world's empty(...)"

@@ -52,7 +52,7 @@ def reduce_scatter(
         ...     local.run(lambda: weft.reduce_scatter(torch.tensor([1, 2])))
         [tensor([2]), tensor([4])]
     """
-    shards = None if shard_rows is None else tuple(shard_rows)
+    shards = None if shard_rows is None else arguments.as_key(shard_rows)
     return collective.run(_check, a, out, (op, dim, shards, algorithm), world, timeout)
 
 
@@ -78,7 +78,7 @@ def reduce_scatter_async(
         ...     local.run(overlapped)
         [tensor([2]), tensor([4])]
     """
-    shards = None if shard_rows is None else tuple(shard_rows)
+    shards = None if shard_rows is None else arguments.as_key(shard_rows)
     return collective.start(_check, a, out, (op, dim, shards, algorithm), world, timeout)
 
 

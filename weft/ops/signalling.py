@@ -10,13 +10,13 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import weft._native as _native
-from weft.checks import check_timeout
+from weft.checks import check_rank, check_timeout, integer
 from weft.engines import engine
 from weft.errors import PeerTimeout
 from weft.ops.between_hosts import RemoteChange
 from weft.world import World
 from weft.world.peers import Peers
-from weft.world.signals import LARGEST, DeviceSignals, Signals, integer
+from weft.world.signals import LARGEST, DeviceSignals, Signals
 
 if TYPE_CHECKING:
     from weft.engines.device.onesided import OneSided
@@ -155,22 +155,18 @@ def notification(
     if op not in ("add", "set"):
         raise ValueError(f"a notify can add or set; got op={op!r}")
     if isinstance(signals, DeviceSignals):
-        checked = signals.select(index), check_rank(peer, world), op, _value(value)
+        checked = signals.select(index), check_rank(peer, "peer", world.ranks), op, _value(value)
         on_streams(world).check()
         return partial(on_streams(world).notify, signals, *checked)
-    rank, selection, number = check_rank(peer, world), signals.select(index), _value(value)
+    rank, selection, number = (
+        check_rank(peer, "peer", world.ranks),
+        signals.select(index),
+        _value(value),
+    )
     if not world.same_host(rank):
         return RemoteChange(signals, op, rank, selection, number)
     raising = signals.array.add if op == "add" else signals.array.set
     return partial(raising, rank, *selection, number)
-
-
-def check_rank(peer: int, world: Peers) -> int:
-    """The number of a rank. Raises `ValueError` or `TypeError` if there is none."""
-    rank = integer(peer, "peer is the number of a rank")
-    if not 0 <= rank < world.ranks:
-        raise ValueError(f"there is no rank {rank} in a world of {world.ranks}")
-    return rank
 
 
 def _comparison(cmp: str) -> _native.Compare:

@@ -4,6 +4,7 @@ from weft.world.reports import report_as_launched
 from weft.world.world import Recorder as Recorder
 from weft.world.world import World as World
 from weft.world.world import by_number as by_number
+from weft.world.world import check_world as check_world
 from weft.world.world import current as current
 from weft.world.world import default_here as default_here
 from weft.world.world import init as init

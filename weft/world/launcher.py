@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from weft.checks import check_ranks
 from weft.world import placement, reports
 from weft.world.placement import threads_per_rank
 
@@ -44,8 +45,7 @@ def launch(
         >>> weft.launch(math.factorial, 2, 5)  # factorial(5) in two new processes
         [120, 120]
     """
-    if ranks < 1:
-        raise ValueError(f"at least one rank is needed; got {ranks}")
+    check_ranks(ranks)
     # a rank imports the script that launches it
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         print(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import weft._native as _native
-from weft.checks import limited
+from weft.checks import check_ranks, limited
 from weft.errors import PeerLost, WeftError
 from weft.schedules.device_options import DEFAULT, DeviceOptions
 from weft.world.device_memory import check_device, check_options, check_products
@@ -185,8 +185,7 @@ def local_world(
         ...     local.run(lambda: weft.all_reduce(torch.ones(3)))
         [tensor([2., 2., 2.]), tensor([2., 2., 2.])]
     """
-    if ranks < 1:
-        raise ValueError(f"at least one rank is needed; got {ranks}")
+    check_ranks(ranks)
     place = check_device(device)
     if place.type == "cuda":
         check_queues(ranks, device_options.links)

@@ -6,24 +6,15 @@ and wait for them.
 
 from __future__ import annotations
 
-import operator
-
 import torch
 
 import weft._native as _native
+from weft.checks import integer
 from weft.world import device_memory, memory
 from weft.world.peers import Peers
 
 COUNTER_BYTES = 64  # a cache line each, against false sharing
 LARGEST = 2**64 - 1
-
-
-def integer(number: object, expected: str) -> int:
-    """An integer. Raises `TypeError` with the text `expected` for anything else."""
-    try:
-        return operator.index(number)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"{expected}; got {type(number).__name__}") from None
 
 
 class Signals:

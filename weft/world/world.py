@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import Store
 
 import weft._native as _native
 import weft.log
-from weft.checks import check_tensor, limited
+from weft.checks import check_dtype, check_number, check_rank, check_tensor, limited
 from weft.errors import WeftError
 from weft.plan import Plan
 from weft.schedules.device_options import DEFAULT, DeviceOptions
@@ -50,6 +50,14 @@ class Recorder(Protocol):
         instruction, start, stop)`` in nanoseconds.
         """
 
+
+_OTHER_NAMES = {
+    "size": "ranks",
+    "world_size": "ranks",
+    "get_world_size": "ranks",
+    "get_rank": "rank",
+}
+"""What torch and MPI call the attributes of a world."""
 
 _TIMEOUT = 30.0  # default seconds of every wait of a world
 
@@ -127,6 +135,8 @@ class World(Peers):
             raise TypeError(f"sizes must be integers; got {shape}") from None
         if any(n < 0 for n in sizes):
             raise ValueError(f"sizes must not be negative; got {tuple(sizes)}")
+        if dtype is not None:
+            check_dtype(dtype, "dtype")
         self._drain()
         with self.exclusive:
             return self.allocate(sizes, dtype or torch.get_default_dtype())
@@ -175,8 +185,7 @@ class World(Peers):
 
         Reads and writes go straight to the peer; order them with signals or an operator.
         """
-        if not 0 <= rank < self.ranks:
-            raise ValueError(f"there is no rank {rank} in a world of {self.ranks}")
+        rank = check_rank(rank, "rank", self.ranks)
         check_tensor(tensor, "tensor")
         segment = memory.find(tensor)
         if segment is None or segment.world != self.number:
@@ -199,6 +208,8 @@ class World(Peers):
 
         Copies of a rank share one link, one after another. 0 Gbit/s ends the emulation.
         """
+        check_number(gbps, "gbps")
+        check_number(latency_us, "latency_us")
         if gbps < 0 or latency_us < 0:
             raise ValueError(
                 f"bandwidth and latency must not be negative; got {gbps} Gbit/s and {latency_us} us"
@@ -277,6 +288,14 @@ class World(Peers):
         if error is not None:
             self.fail(error)
         self.close()
+
+    if not TYPE_CHECKING:  # a type checker would accept every name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            hint = f"; use world.{_OTHER_NAMES[name]}" if name in _OTHER_NAMES else ""
+            raise AttributeError(
+                f"'World' object has no attribute {name!r}{hint}", name=name, obj=self
+            )
 
     def __repr__(self) -> str:
         return f"World(rank={self.rank}, ranks={self.ranks}{', closed' if self.closed else ''})"
@@ -481,12 +500,21 @@ def default_here(world: World) -> None:
 
 def current(world: World | None = None) -> World:
     """`world`, or the default world; it must be open."""
-    chosen = world or _thread.world or _default
-    if chosen is None:
+    if world is not None:
+        check_world(world)
+    elif (world := _thread.world or _default) is None:
         raise WeftError("there is no default world: call weft.init() first, or pass world=...")
-    if chosen.closed is not None:
-        chosen.check()
-    return chosen
+    if world.closed is not None:
+        world.check()
+    return world
+
+
+def check_world(world: object) -> None:
+    """Raise `TypeError` unless `world` is a `World`."""
+    if not isinstance(world, World):
+        raise TypeError(
+            f"world must be a weft.World, as weft.init(group) makes it; got {type(world).__name__}"
+        )
 
 
 def by_number(number: int) -> World | None:
