@@ -297,7 +297,7 @@ def _explained(world):
     assert_near(own(x), same(x))
     dropout = parallelize_module(nn.Dropout(), mesh, weft.nn.SequenceParallel())
     assert weft.nn.explain(dropout).startswith("Dropout  torch: ")
-    assert weft.nn.explain(nn.Linear(2, 2)) == ""
+    assert weft.nn.explain(nn.Linear(2, 2)) == "Linear has no layer of weft.nn; apply a style first"
 
 
 class Attention(nn.Module):

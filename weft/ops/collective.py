@@ -108,7 +108,8 @@ class Handle:
         """Wait for the result, and return it.
 
         Raises `PeerTimeout` after `timeout` seconds; the collective continues, and `wait` can be
-        called again. Raises the errors of the collective itself.
+        called again. Raises `ValueError` for a `timeout` that is not positive, and the errors of
+        the collective itself.
         """
         if self._call is not None:
             check_timeout(timeout)

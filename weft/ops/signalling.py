@@ -158,11 +158,8 @@ def notification(
         checked = signals.select(index), check_rank(peer, "peer", world.ranks), op, _value(value)
         on_streams(world).check()
         return partial(on_streams(world).notify, signals, *checked)
-    rank, selection, number = (
-        check_rank(peer, "peer", world.ranks),
-        signals.select(index),
-        _value(value),
-    )
+    rank = check_rank(peer, "peer", world.ranks)
+    selection, number = signals.select(index), _value(value)
     if not world.same_host(rank):
         return RemoteChange(signals, op, rank, selection, number)
     raising = signals.array.add if op == "add" else signals.array.set
