@@ -112,6 +112,55 @@ def test_the_next_cell_after_an_error_has_a_new_world():
             local.run(lambda: weft.all_reduce(kept[weft.init().rank]))
 
 
+def test_a_rank_of_a_local_world_cannot_call_run():
+    with (
+        weft.local_world(2) as local,
+        pytest.raises(weft.WeftError, match="would wait for itself"),
+    ):
+        local.run(lambda: local.run(lambda: 1))
+
+
+def test_a_call_outside_of_run_is_told_of_it():
+    with (
+        weft.local_world(2),
+        pytest.raises(weft.WeftError, match=r"no default world outside local\.run"),
+    ):
+        weft.barrier()
+
+
+def test_the_message_of_a_closed_world_names_the_next_run():
+    with weft.local_world(2) as local:
+        with pytest.raises(ZeroDivisionError):
+            local.run(lambda: 1 // 0)
+        with pytest.raises(weft.WeftError, match=r"make a new one with the next local\.run"):
+            weft.barrier(world=local.worlds[0])
+
+
+def test_a_rank_that_has_returned_is_named():
+    with (
+        weft.local_world(2, timeout=0.5) as local,
+        pytest.raises(weft.PeerTimeout, match=r"it has returned from local\.run") as raised,
+    ):
+        local.run(lambda: weft.init().rank or weft.barrier())
+    assert "py-spy" not in str(raised.value)
+
+
+def test_a_handle_that_outlives_its_world():
+    def outlives():
+        world, x = weft.init(), torch.ones(1_000_000)
+        weft.all_reduce_async(x).wait()
+        if world.rank == 0:
+            handle = weft.all_reduce_async(x)
+            world.close()
+            handle.wait()
+
+    with (
+        weft.local_world(2) as local,
+        pytest.raises(weft.WeftError, match="wait for asynchronous calls before the world is"),
+    ):
+        local.run(outlives)
+
+
 def test_ranks_that_call_different_things():
     with (
         weft.local_world(2) as local,

@@ -290,7 +290,10 @@ class Engine(ABC):
             case _native.WaitStatus.failed:
                 return world.failure(purpose)
             case _native.WaitStatus.lane:  # but no lane of this call has failed
-                return WeftError(f"rank {world.rank} closed its world while it waited {purpose}")
+                return WeftError(
+                    f"rank {world.rank} closed its world while it waited {purpose}: wait for "
+                    "asynchronous calls before the world is closed"
+                )
             case _:
                 return world.timed_out(purpose, *self._late_rank(source, compiled.call), timeout)
 

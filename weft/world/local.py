@@ -28,7 +28,7 @@ from weft.world.peer_memory import probe
 from weft.world.peers import Backend
 from weft.world.placement import threads_per_rank, thresholds
 from weft.world.rendezvous import RankInfo, host_identity
-from weft.world.world import World, default_here, log_made
+from weft.world.world import LOCAL_MAKER, World, default_here, log_made, of_thread
 
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 # of a rank on a GPU: the compute lane, the caller's, and that of one-sided transfers; and one for
@@ -53,6 +53,7 @@ class LocalWorld:
         self.ranks, self.device, self.closed = ranks, backend.device, False
         self.threads = [ThreadPoolExecutor(1, f"rank {rank}") for rank in range(ranks)]
         self._timeout, self._backend = timeout, backend
+        self._returned = set[int]()
         self.before = torch.get_num_threads()
         self.worlds = self._new_worlds()
         self.stream = [
@@ -85,7 +86,7 @@ class LocalWorld:
                 self._timeout,
                 self._backend,
             )
-            world.maker = "weft.local_world(...)"
+            world.maker, world.returned = LOCAL_MAKER, self._returned
             default_here(world)
             log_made(world)
             if self.device.type == "cuda":
@@ -104,11 +105,15 @@ class LocalWorld:
         that of the rank that failed first. The next call then has a new world, in which tensors of
         the old one are not symmetric. Thread-local state persists between calls; on a GPU each rank
         has a stream of its own, and all streams are synchronized on return. Raises `WeftError`
-        after `close`.
+        after `close`, and on a rank of this local world.
         """
-
         if self.closed:
             raise WeftError("this local world is closed; make a new one with weft.local_world(...)")
+        if (own := of_thread()) in self.worlds:
+            raise WeftError(
+                f"rank {own.rank} of this local world calls local.run and would wait for itself: "
+                "all ranks are in local.run already, so call the function"
+            )
         if any(world.closed is not None for world in self.worlds):
             self._close_worlds()
             self.worlds = self._new_worlds()
@@ -124,7 +129,10 @@ class LocalWorld:
             except BaseException as error:
                 self.worlds[rank].fail(error)
                 raise
+            finally:
+                self._returned.add(rank)
 
+        self._returned.clear()
         return self._on_all(work)
 
     def close(self) -> None:
@@ -132,6 +140,8 @@ class LocalWorld:
         if self.closed:
             return
         self.closed = True
+        for world in self.worlds:
+            world.maker = "weft.local_world(...)"
         self._close_worlds()
         for thread in self.threads:
             thread.shutdown()

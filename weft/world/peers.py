@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,7 +102,9 @@ class Peers:
     """
 
     maker = "weft.init()"
-    """The call that made this world, for errors."""
+    """The call that makes another such world, for errors."""
+    returned: Collection[int] = ()
+    """The ranks of a local world that have returned from its `run`."""
 
     def __init__(
         self,
@@ -242,10 +244,13 @@ class Peers:
         phrase `why`; closes the world.
         """
         seconds = timeout or self.timeout
-        advice = (
-            f"py-spy dump --pid {self.pids[late]} shows where it is; if it needs longer, give a "
-            "larger timeout="
-        )
+        longer = "if it needs longer, give a larger timeout="
+        if late in self.returned:
+            advice = "it has returned from local.run, in which all ranks must make the same calls"
+        elif self.pids[late] == self.pids[self.rank]:
+            advice = f"it is a thread of this process; {longer}"
+        else:
+            advice = f"py-spy dump --pid {self.pids[late]} shows where it is; {longer}"
         return self.fail(
             PeerTimeout(
                 f"rank {self.rank} waited {seconds:g} s {doing}: {self.name_of(late)} {why}; "

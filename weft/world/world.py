@@ -58,7 +58,8 @@ _OTHER_NAMES = {
     "get_rank": "rank",
 }
 """What torch and MPI call the attributes of a world."""
-
+LOCAL_MAKER = "the next local.run(...)"
+"""The call that makes the next world of the ranks of a local world."""
 _TIMEOUT = 30.0  # default seconds of every wait of a world
 
 _default: World | None = None
@@ -498,11 +499,21 @@ def default_here(world: World) -> None:
     _thread.world = world
 
 
+def of_thread() -> World | None:
+    """The world of which this thread is a rank, None if it is no thread of a local world."""
+    return _thread.world
+
+
 def current(world: World | None = None) -> World:
     """`world`, or the default world; it must be open."""
     if world is not None:
         check_world(world)
     elif (world := _thread.world or _default) is None:
+        if any(each.maker == LOCAL_MAKER for each in _alive.values()):
+            raise WeftError(
+                "there is no default world outside local.run, since the ranks of a local world are "
+                "threads of their own: call from a function that local.run(...) runs"
+            )
         raise WeftError("there is no default world: call weft.init() first, or pass world=...")
     if world.closed is not None:
         world.check()
