@@ -17,13 +17,12 @@ from support import plans
 from support.ranks import on_ranks, start, world
 
 from weft.engines import engine
-from weft.engines.engine import LANES
 from weft.engines.host import HostProgram
 from weft.engines.reference import run
 from weft.errors import PlanError
 from weft.plan import Buffer, Copy, Plan, Region
 from weft.plan.binding import bind, sizes, split
-from weft.plan.language import ANY_BLOCK
+from weft.plan.language import ANY_BLOCK, LANES
 from weft.plan.proof import problems, verify
 
 seeds = st.integers(0, 2**32 - 1)

@@ -116,3 +116,8 @@ def test_a_plan_without_instructions_can_be_shown():
         "  compute",
         "  -------",
     ]
+
+
+def test_a_buffer_refuses_an_unknown_role():
+    with pytest.raises(ValueError, match="input, output, workspace or eager; got 'scratch'"):
+        Buffer("scratch", (1, 1))

@@ -291,7 +291,7 @@ def test_right_plans_are_accepted(right):
         ),
         pytest.param(
             plan([KEEP[0], Notify(2, go(0))]),
-            "rank 0 compute: notify go<0 on 2: there is no such rank",
+            "rank 0 compute: notify go<0 on 2: the plan has no rank 2; its ranks are 0 to 1",
             id="no such rank",
         ),
         pytest.param(plan([]), "output out@0[0:2] is written 0 times", id="output not written"),
@@ -360,17 +360,22 @@ def test_right_plans_are_accepted(right):
         ),
         pytest.param(
             plan([Copy(rows(0, "a", 1, 3), rows(0, "out"))]),
-            "rank 0 compute: copy   a@0[1:3] -> out@0[0:2]: a@0[1:3] does not exist",
+            "rank 0 compute: copy   a@0[1:3] -> out@0[0:2]: a@0[1:3]: that buffer has 2 rows",
             id="out of bounds",
         ),
         pytest.param(
             plan([Copy(rows(0, "b"), rows(0, "out"))]),
-            "rank 0 compute: .*: b@0[0:2] does not exist",
+            "rank 0 compute: .*: b@0[0:2]: the plan has no buffer 'b'; it has a",
             id="no such buffer",
         ),
         pytest.param(
+            plan({"compute": [KEEP[0]], "com": []}),
+            "rank 0: there is no lane 'com': lanes are compute, comm, comm1, …",
+            id="no such lane",
+        ),
+        pytest.param(
             plan([Copy(rows(2, "a"), rows(0, "out"))]),
-            "rank 0 compute: .*: a@2[0:2] does not exist",
+            "rank 0 compute: .*: a@2[0:2]: the plan has no rank 2; its ranks are 0 to 1",
             id="a buffer of no rank",
         ),
         pytest.param(

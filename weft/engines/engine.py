@@ -24,13 +24,13 @@ from weft.plan import (
     Plan,
     Signal,
 )
+from weft.plan.language import LANES
 from weft.schedules.device_options import DeviceOptions
 from weft.world import World, memory
 
 if TYPE_CHECKING:
     from weft.engines.device.onesided import OneSided
 
-LANES = ("compute", "comm")
 _log = logging.getLogger("weft")
 # Concurrent calls of a rank. Ranks read descriptions of each other's latest 32 calls only, and may
 # differ by some calls.

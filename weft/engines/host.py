@@ -20,7 +20,7 @@ from torch import Tensor
 import weft._native as _native
 from weft.checks import name as dtype_name
 from weft.engines.computes import Computation, Computes, Operand, rows_of
-from weft.engines.engine import LANES, Engine
+from weft.engines.engine import Engine
 from weft.engines.program import Dtypes, Program, Tensors, Timed, Weights, kinds
 from weft.errors import PlanError, WeftError
 from weft.plan import (
@@ -35,6 +35,7 @@ from weft.plan import (
     accesses,
     reads,
 )
+from weft.plan.language import LANES
 from weft.schedules.device_options import DeviceOptions
 from weft.world import memory
 

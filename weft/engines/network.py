@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import weft._native as _native
-from weft.engines.engine import LANES
 from weft.engines.host import HostEngine, HostProgram, Place
 from weft.engines.program import Dtypes, Tensors, Timed
 from weft.engines.ranges import in_range
 from weft.errors import WeftError
 from weft.plan import Instruction, Notify, Plan, Region, Wait
+from weft.plan.language import LANES
 from weft.plan.messages import (
     Message,
     batches,

@@ -30,7 +30,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, zip_longest
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from weft.plan.kernel import Kernel
 from weft.plan.launch import Launch
@@ -161,8 +161,18 @@ class Wait:
 
 Instruction = Copy | Compute | Reduce | Notify | Wait
 
+LANES = ("compute", "comm")
+"""The lanes that every engine runs; engines of streams have one more for each further link,
+``comm1``, ``comm2``, ….
+"""
+
 Lanes = Mapping[str, tuple[Instruction, ...]]
 """The lanes of a rank by name."""
+
+
+def is_lane(name: str) -> bool:
+    """Whether some engine runs a lane of this name."""
+    return name in LANES or (name.startswith("comm") and name[4:].isdigit())
 
 
 @dataclass(frozen=True)
@@ -175,12 +185,19 @@ class Buffer:
     again.
 
     `rows` has the number of blocks on each rank, and `blocks` their numbers in the plan, or
-    `ANY_BLOCK`; without `blocks` each is one row.
+    `ANY_BLOCK`; without `blocks` each is one row. Raises `ValueError` for another role.
     """
 
     role: Role
     rows: tuple[int, ...]
     blocks: tuple[Sequence[int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.role not in get_args(Role):
+            *most, last = get_args(Role)
+            raise ValueError(
+                f"the role of a buffer is {', '.join(most)} or {last}; got {self.role!r}"
+            )
 
     @classmethod
     def of(cls, role: Role, blocks: Iterable[Sequence[int]]) -> Buffer:

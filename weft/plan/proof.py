@@ -36,7 +36,7 @@ from weft.plan import (
     reads,
 )
 from weft.plan.happens_before import Run
-from weft.plan.language import ANY_BLOCK
+from weft.plan.language import ANY_BLOCK, is_lane
 from weft.plan.values import REDUCTIONS, terms
 
 RUNS = 3
@@ -108,6 +108,8 @@ def _malformed(plan: Plan) -> Iterator[str]:
     notified = plan.notified
     for r in ranks:
         for name, lane in plan.lanes[r].items():
+            if not is_lane(name):
+                yield f"rank {r}: there is no lane {name!r}: lanes are compute, comm, comm1, …"
             for instruction in lane:
                 match instruction:
                     case Wait(signal, count):
@@ -119,7 +121,7 @@ def _malformed(plan: Plan) -> Iterator[str]:
                             )
                     case Notify(peer, _):
                         if peer not in ranks:
-                            yield f"rank {r} {name}: {instruction}: there is no such rank"
+                            yield f"rank {r} {name}: {instruction}: {_no_rank(plan, peer)}"
                     case Copy() | Compute() | Reduce():
                         if wrong := _wrong(plan, instruction):
                             yield f"rank {r} {name}: {instruction}: {wrong}"
@@ -165,7 +167,7 @@ def _wrong(plan: Plan, instruction: Copy | Compute | Reduce) -> str:
         return "there is no such reduction"
     for region in regions:
         if not plan.inside(region):
-            return f"{region} does not exist"
+            return f"{region}: {_outside(plan, region)}"
     if len({region.rows for region in regions}) > 1:
         return "the numbers of rows differ"
     exact = [numbers for region in regions if ANY_BLOCK not in (numbers := [*plan.numbers(region)])]
@@ -179,6 +181,20 @@ def _wrong(plan: Plan, instruction: Copy | Compute | Reduce) -> str:
     if any(src.overlaps(dst) and not (in_place and src == dst) for src in reads(instruction)):
         return "source and destination overlap"
     return ""
+
+
+def _outside(plan: Plan, region: Region) -> str:
+    """The reason why a region does not exist in a plan."""
+    if not 0 <= region.rank < plan.ranks:
+        return _no_rank(plan, region.rank)
+    if region.buffer not in plan.buffers:
+        return f"the plan has no buffer {region.buffer!r}; it has {', '.join(plan.buffers)}"
+    rows = plan.buffers[region.buffer].rows[region.rank]
+    return f"that buffer has {rows} rows or blocks there"
+
+
+def _no_rank(plan: Plan, rank: int) -> str:
+    return f"the plan has no rank {rank}; its ranks are 0 to {plan.ranks - 1}"
 
 
 def _torn(plan: Plan) -> Iterator[str]:

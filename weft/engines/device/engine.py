@@ -23,11 +23,12 @@ from weft.engines.device.lanes import Lane, lane
 from weft.engines.device.onesided import OneSided
 from weft.engines.device.options import check_options
 from weft.engines.device.program import DeviceProgram
-from weft.engines.engine import LANES, Engine
+from weft.engines.engine import Engine
 from weft.engines.program import Dtypes, Tensors
 from weft.errors import PeerTimeout, PlanError, WeftError
 from weft.kernels.weights import Weight, as_tensor
 from weft.plan import Launch, Plan
+from weft.plan.language import LANES, is_lane
 from weft.schedules.device_options import DeviceOptions
 from weft.world import World
 
@@ -92,12 +93,11 @@ class DeviceEngine(Engine):
 
     def lane_names(self, lanes: Collection[str]) -> tuple[str, ...]:
         """Those of any engine, and one for each link after the first."""
-        more = [name for name in lanes if name not in LANES]
-        if any(not name.removeprefix("comm").isdigit() for name in more):
+        if not all(map(is_lane, lanes)):
             raise PlanError(
                 f"streams have the lanes compute, comm, comm1, …; the plan has {', '.join(lanes)}"
             )
-        return *LANES, *more
+        return *LANES, *(name for name in lanes if name not in LANES)
 
     def check_options(self, options: DeviceOptions) -> None:
         """Raise `ValueError` for options that this rank's device cannot honour."""
