@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import Shard
 
 import weft
@@ -68,3 +69,33 @@ def test_a_tensor_in_place_of_a_model():
     for call in (weft.nn.explain, lambda model: weft.warmup(model, 1)):
         with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module; got Tensor"):
             call(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "features", "message"),
+    [
+        (
+            weft.nn.RowParallelLinear,
+            8,
+            "RowParallelLinear (style RowwiseParallel): input must have this rank's part of the "
+            "features in its last dimension, 4 of 8; got shape (3, 8): is the layer before it "
+            "column-parallel?",
+        ),
+        (
+            weft.nn.ColumnParallelLinear,
+            4,
+            "ColumnParallelLinear (style ColwiseParallel): input must have 8 features in its last "
+            "dimension; got shape (3, 4): the input is that of all ranks, as of a row-parallel layer",
+        ),
+    ],
+)
+def test_the_features_of_an_input_of_another_layer(kind, features, message):
+    with weft.local_world(2) as local, pytest.raises(ValueError, match=re.escape(message)):
+        local.run(lambda: kind(8, 8)(torch.ones(3, features)))
+
+
+@pytest.mark.parametrize("argument", ["input_layouts", "output_layouts"])
+@pytest.mark.parametrize("style", [weft.nn.ColwiseParallel, weft.nn.RowwiseParallel])
+def test_a_layout_that_is_no_placement(style, argument):
+    with pytest.raises(TypeError, match=r"such as Shard\(1\) or Replicate\(\); got 'shard'"):
+        style(**{argument: "shard"})._apply(nn.Linear(2, 2), None)

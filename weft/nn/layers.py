@@ -63,6 +63,11 @@ class ShardedLinear(nn.Linear):
             )
         return super().__new__(cls)
 
+    @property
+    def _title(self) -> str:
+        """The class and its style, for errors."""
+        return f"{type(self).__name__} (style {self._made_by})"
+
     def __init__(
         self,
         in_features: int,
@@ -241,8 +246,9 @@ class ColumnParallelLinear(ShardedLinear):
             y = self.gather.product(self, input, x, placement.dim, sizes)
         elif x.shape[-1] != self.in_features:
             raise ValueError(
-                f"input must have {self.in_features} features in its last dimension; got shape "
-                f"{tuple(x.shape)}"
+                f"{self._title}: input must have {self.in_features} features in its last "
+                f"dimension; got shape {tuple(x.shape)}: the input is that of all ranks, as of a "
+                "row-parallel layer"
             )
         else:
             y = column_product(*self._operands(x), self.world)
@@ -259,7 +265,10 @@ class ColumnParallelLinear(ShardedLinear):
             given = input.shape[-1] if input.shape != x.shape else given * self.world.ranks
         if given == self.in_features or not 0 <= dim < x.dim():
             return
-        why = f"input must have {self.in_features} features in its last dimension; got "
+        why = (
+            f"{self._title}: input must have {self.in_features} features in its last dimension; "
+            "got "
+        )
         if dim < x.dim() - 1:
             raise ValueError(f"{why}shape {tuple(x.shape)}")
         raise ValueError(
@@ -372,6 +381,12 @@ class RowParallelLinear(ShardedLinear):
     def forward(self, x: Tensor) -> Tensor:
         x, _ = self._input(x)
         x, weight, bias = self._operands(x)
+        if x.shape[-1] != weight.shape[0]:
+            raise ValueError(
+                f"{self._title}: input must have this rank's part of the features in its last "
+                f"dimension, {weight.shape[0]} of {self.in_features}; got shape {tuple(x.shape)}: "
+                "is the layer before it column-parallel?"
+            )
         output = self.layout.output
         if not isinstance(output, Shard):
             return self._output(matmul_all_reduce(x, weight, bias=bias, world=self.world), output)

@@ -135,7 +135,14 @@ def _shard(
     """Shard a linear layer's parameters and convert it to a layer of weft, or apply torch's
     style.
     """
-    layout = Layout(style.input_layouts[0], style.output_layouts[0], mesh, style.use_local_output)
+    placements = style.input_layouts[0], style.output_layouts[0]
+    for placement in placements:
+        if not isinstance(placement, Placement):
+            raise TypeError(
+                "input_layouts and output_layouts must be placements of torch.distributed.tensor, "
+                f"such as Shard(1) or Replicate(); got {placement!r}"
+            )
+    layout = Layout(*placements, mesh, style.use_local_output)
     if reason := obstacle(module, mesh, kind, layout):
         return note(by_torch(module, mesh), f"torch: {reason}")
     distribute_module(module, mesh, style._partition_linear_fn)
