@@ -170,3 +170,11 @@ def test_recordings_of_a_local_world_are_joined():
         trace = joined("push", local.run(traced))
     assert {rank for rank, _ in trace.lanes} == {0, 1}
     assert [*trace.spans] == sorted(trace.spans, key=lambda span: span.start)
+
+
+def test_a_recording_without_calls_is_told_of_layers(caplog):
+    with weft.init() as world:
+        with record(world) as recording:
+            pass
+        recording.own("nothing")
+    assert "record(layer.world)" in caplog.text

@@ -163,6 +163,19 @@ def test_the_cache_directory_has_the_newest_worlds_alone(tmp_path):
     assert messages[-1] in map(str, files)
 
 
+def test_1_is_as_without_the_variable(tmp_path):
+    [messages] = on_ranks(fail_alone, 1, tmp_path, "1")
+    assert messages[-1].startswith(str(tmp_path / "flight"))
+
+
+def test_a_file_that_cannot_be_written_is_logged(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(flight.VARIABLE, str(tmp_path / "file"))
+    with weft.local_world(2) as local, pytest.raises(ZeroDivisionError):
+        local.run(divide)
+    assert "the flight recorder cannot write the latest calls" in caplog.text
+
+
 def test_nothing_is_written_when_it_is_off(tmp_path):
     [messages] = on_ranks(fail_alone, 1, tmp_path, "0")
     assert {*messages} == {"None"}
@@ -265,8 +278,11 @@ def test_causes(ranks, number, why):
 def test_the_command_refuses_other_files(tmp_path):
     wrong = tmp_path / "notes.json"
     wrong.write_text("[]")
+    foreign = tmp_path / "foreign.json"
+    foreign.write_text("{}")
     for words, reason in (
         (["--flight", str(wrong)], "is no file of the"),
+        (["--flight", str(foreign)], "it has no world and rank"),
         (["--flight", str(tmp_path)], "no failure is recorded in"),
         ([str(wrong)], "they belong to --flight"),
     ):

@@ -93,7 +93,11 @@ def _worlds(files: Iterable[Path]) -> Iterator[Recording]:
         try:
             record = json.loads(file.read_text())
             by_world.setdefault(record["world"], {})[record["rank"]] = record
-        except (OSError, ValueError, LookupError, TypeError) as error:
+        except (LookupError, TypeError):
+            raise ValueError(
+                f"{file} is no file of the flight recorder: it has no world and rank"
+            ) from None
+        except (OSError, ValueError) as error:
             raise ValueError(f"{file} is no file of the flight recorder: {error}") from None
     for name, records in by_world.items():
         first = next(iter(records.values()))

@@ -9,6 +9,7 @@ if trace:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -23,6 +24,7 @@ from weft.plan.binding import bind
 from weft.plan.trace import Span, Trace, joined, lane_of
 from weft.world import World, wire
 
+_log = logging.getLogger("weft")
 _ROUNDS = 20  # questions for the time per host
 
 
@@ -76,6 +78,11 @@ class Recording:
         return None if self.world.rank else joined(title, parts, offsets)
 
     def _spans(self) -> Iterator[Span]:
+        if not self.executions:
+            _log.warning(
+                "no call was recorded in this world: layers on a device mesh have a world of their "
+                "own, to be recorded by record(layer.world)"
+            )
         for plan, sizes, spans in self.executions:
             bound = bind(plan, sizes)
             for name, index, start, stop in spans:

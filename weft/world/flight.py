@@ -2,7 +2,8 @@
 written to a file when a world fails. ``weft doctor --flight`` reads it.
 
 The folder is that of the variable WEFT_FLIGHT, by default ``flight`` in the cache directory, where
-only the files of the newest worlds are kept; with WEFT_FLIGHT=0 nothing is written. Where the
+only the files of the newest worlds are kept; with WEFT_FLIGHT=0 nothing is written, and
+WEFT_FLIGHT=1 is as without it. Where the
 variable names a folder, a rank that SIGTERM ends writes its file, too.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -28,11 +30,12 @@ if TYPE_CHECKING:
     from weft.world.peers import Peers
 
 VARIABLE = "WEFT_FLIGHT"
+_log = logging.getLogger("weft")
 FILES = "*-rank*.json"
 """The pattern of their names."""
 STOPPED = "stopped by SIGTERM"
 """The error of a rank that SIGTERM has ended."""
-_OFF = "0"
+_OFF, _ON = "0", "1"
 _PEER_CALLS = 4
 """Calls of each peer in a file: a peer that cannot write one has usually ended within these."""
 _WORLDS = 8
@@ -41,10 +44,16 @@ _WORLDS = 8
 
 def folder() -> Path | None:
     """The folder of the files; None if nothing is to be written."""
-    if chosen := os.environ.get(VARIABLE):
+    if chosen := _chosen():
         return None if chosen == _OFF else Path(chosen)
     stored = cache.directory()
     return stored and stored / "flight"
+
+
+def _chosen() -> str:
+    """The value of the variable, "" for the folder in the cache directory."""
+    chosen = os.environ.get(VARIABLE, "")
+    return "" if chosen == _ON else chosen
 
 
 def identity(secret: bytes) -> str:
@@ -63,17 +72,23 @@ def write(world: Peers, error: BaseException, culprit: int | None) -> Path | Non
 
     `error` closed the world, `culprit` is the rank that caused it, if that is another one.
     """
-    with contextlib.suppress(Exception):  # the error itself matters more
+    try:
         into, record = folder(), _record(world, error, culprit)
         if into is None or not any(rank["calls"] for rank in record["ranks"]):
             return None
         into.mkdir(parents=True, exist_ok=True)
         file = into / f"{world.identity}-rank{world.rank}.json"
         file.write_text(json.dumps(record, indent=1))
-        if not os.environ.get(VARIABLE):
+        if not _chosen():
             _prune(into)
         return file
-    return None
+    except Exception as reason:  # the error itself matters more
+        _log.warning(
+            "the flight recorder cannot write the latest calls of world %s: %s",
+            world.identity,
+            reason,
+        )
+        return None
 
 
 def write_at_sigterm(open_worlds: Callable[[], Iterable[Peers]]) -> None:
@@ -81,7 +96,7 @@ def write_at_sigterm(open_worlds: Callable[[], Iterable[Peers]]) -> None:
     names a folder and the program has no handler of its own.
     """
     if (
-        not os.environ.get(VARIABLE)
+        not _chosen()
         or folder() is None
         or threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
