@@ -338,3 +338,17 @@ def closed_during_calls(world):
 
 def test_closing_completes_outstanding_calls():
     on_ranks(closed_during_calls, 2)
+
+
+def test_the_sizes_of_all_to_all_are_named_in_a_mismatch():
+    def differ():
+        if weft.init().rank:
+            weft.all_reduce(torch.ones(4))
+        else:
+            weft.all_to_all(torch.ones(4), input_split_sizes=[2, 2], output_split_sizes=[2, 2])
+
+    with (
+        weft.local_world(2) as local,
+        pytest.raises(weft.MismatchError, match=r"rank 0: sizes of all_to_all"),
+    ):
+        local.run(differ)

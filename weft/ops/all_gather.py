@@ -71,7 +71,7 @@ def all_gather(
     """
     shards = None if shard_rows is None else arguments.as_key(shard_rows)
     options = dim, shards, algorithm, chunk_rows, comm_sms, tile_bytes, warps, gluon
-    return collective.run(_check, a, out, options, world, timeout)
+    return collective.run(check, a, out, options, world, timeout)
 
 
 def all_gather_async(
@@ -102,10 +102,10 @@ def all_gather_async(
     """
     shards = None if shard_rows is None else arguments.as_key(shard_rows)
     options = dim, shards, algorithm, chunk_rows, comm_sms, tile_bytes, warps, gluon
-    return collective.start(_check, a, out, options, world, timeout)
+    return collective.start(check, a, out, options, world, timeout)
 
 
-def _check(
+def check(
     world: World,
     a: Tensor,
     out: Tensor | None,
@@ -118,6 +118,7 @@ def _check(
     warps: int | None,
     gluon: bool | None,
 ) -> CollectiveCall:
+    """The checked call, of which another operator may be made, too."""
     collective.check_input(a, world)
     dim = dims.normal(dim, a.dim())
     arguments.check_algorithm(algorithm, schedule.COLLECTIVE, world)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.checks import integers
 from weft.ops import arguments, collective, dims, granularity
-from weft.ops.all_gather import all_gather
+from weft.ops.all_gather import check as check_all_gather
 from weft.ops.collective import CollectiveCall, Handle, as_matrix, planned
 from weft.schedules import all_to_all as schedule
 from weft.schedules.thresholds import EAGER_BUFFER_BYTES
@@ -137,15 +137,21 @@ def _splits(
     return ins, outs
 
 
+def _check_sizes(world: World, a: Tensor, out: Tensor | None) -> CollectiveCall:
+    """The all-gather of split sizes, under a name of its own."""
+    call = check_all_gather(world, a, out, 0, None, "auto", *(None,) * 5)
+    return call._replace(name="sizes of all_to_all")
+
+
 def _exchange_splits(
     world: World, ins: tuple[int, ...], outs: tuple[int, ...]
 ) -> tuple[tuple[int, ...], ...]:
     """The number of rows that every rank sends to every rank; collective. A difference between
     sender and receiver raises `ValueError` on all ranks.
     """
-    sizes = all_gather(torch.tensor([ins, outs]).view(1, -1), world=world).view(
-        world.ranks, 2, world.ranks
-    )
+    own = torch.tensor([ins, outs]).view(1, -1)
+    every = collective.run(_check_sizes, own, None, (), world, None)
+    sizes = every.view(world.ranks, 2, world.ranks)
     sent, expected = sizes[:, 0], sizes[:, 1].t()
     if not torch.equal(sent, expected):
         sender, receiver = [int(i) for i in (sent != expected).nonzero()[0]]

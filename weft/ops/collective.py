@@ -66,6 +66,7 @@ class CollectiveCall(NamedTuple):
     `sizes_exchanged`: ranks exchanged the sizes, which may differ in the next call with the same
     arguments. `plans`: the plans from which the fastest is chosen by measuring them, if there are
     several, for calls of about `size` bytes on each rank; `plan` is then the first of them.
+    `name`: what errors name in place of the plan's operator.
     """
 
     plan: Plan
@@ -76,6 +77,7 @@ class CollectiveCall(NamedTuple):
     sizes_exchanged: bool = False
     plans: Plans = MappingProxyType({})
     size: int = 0
+    name: str = ""
 
     @property
     def key(self) -> measured.Class:
@@ -199,7 +201,7 @@ def _description(
     check: Check, call: CollectiveCall, a: Tensor, options: tuple[Hashable, ...]
 ) -> str:
     """A call as errors of all ranks show it: operator, tensor and options that are not defaults."""
-    return _describe(call.plan.operator, a.shape, a.dtype, _options(check), options)
+    return _describe(call.name or call.plan.operator, a.shape, a.dtype, _options(check), options)
 
 
 @lru_cache
