@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import sys
 import threading
 
 import pytest
@@ -143,6 +144,17 @@ def test_a_rank_that_has_returned_is_named():
     ):
         local.run(lambda: weft.init().rank or weft.barrier())
     assert "py-spy" not in str(raised.value)
+
+
+def test_a_rank_that_sys_exit_ends_is_named():
+    def leaves():
+        if weft.init().rank:
+            sys.exit(0)
+        with pytest.raises(weft.PeerLost, match=r"was ended by sys\.exit\(0\), while rank 0"):
+            weft.barrier()
+
+    with weft.local_world(2) as local, pytest.raises(SystemExit):
+        local.run(leaves)
 
 
 def test_a_handle_that_outlives_its_world():

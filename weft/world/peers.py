@@ -221,9 +221,12 @@ class Peers:
             elif kind != "WeftError":
                 text = f"{kind}: {text}"
             return self.fail(WeftError(f"{text}, and waited {doing}"))
-        return self.lost(
-            culprit, text or "died" if kind == "PeerLost" else f"failed with {kind}: {text},", doing
-        )
+        how = f"failed with {kind}: {text},"
+        if kind == "PeerLost":
+            how = text or "died"
+        elif kind == "SystemExit":
+            how = f"was ended by sys.exit({text}),"
+        return self.lost(culprit, how, doing)
 
     def lost(self, peer: int, how: str, doing: str) -> WeftError:
         """The error for a lost peer that this rank waited for; closes the world."""
