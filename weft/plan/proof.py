@@ -14,6 +14,7 @@ any block, from its beginning on; and lanes wait only for signals, which empty b
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import chain, pairwise
@@ -108,7 +109,7 @@ def _malformed(plan: Plan) -> Iterator[str]:
     notified = plan.notified
     for r in ranks:
         for name, lane in plan.lanes[r].items():
-            if not is_lane(name):
+            if not is_lane(re.split("[<>]", name)[0]):  # the messages of a lane have lanes, too
                 yield f"rank {r}: there is no lane {name!r}: lanes are compute, comm, comm1, …"
             for instruction in lane:
                 match instruction:
