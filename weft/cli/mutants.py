@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from weft.bench.settings import Json
@@ -16,6 +15,7 @@ from weft.bench.tables import table
 from weft.cli import options
 from weft.cli.plan import Name
 from weft.errors import PlanError
+from weft.measure.progress import progress
 from weft.predict.planners import PLANNERS
 
 
@@ -46,17 +46,14 @@ def mutants(
     every = [(name, plan) for name in names for many in counts for plan in plans(name, many)]
     scores = {name: dict.fromkeys(MUTATIONS, Score()) for name in names}
     alarms = []
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    progress = Progress(
-        *columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True
-    )
-    with progress:
-        for name, plan in progress.track(every, description="plans"):
+    with progress("plans", len(every)) as advance:
+        for name, plan in every:
             try:
                 for mutation, more in score(plan, seed).items():
                     scores[name][mutation] += more
             except PlanError as alarm:
                 alarms.append(str(alarm))
+            advance()
     total = sum((each for found in scores.values() for each in found.values()), Score())
     console = Console(stderr=json_file == "-")
     console.print(_table(scores, total))

@@ -8,11 +8,10 @@ from enum import Enum
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
 from weft.cli.options import algorithms, refuse
 from weft.errors import PlanError
+from weft.measure.progress import progress
 from weft.plan import Plan
 from weft.plan.binding import bind
 from weft.plan.language import show as show_plan
@@ -112,9 +111,8 @@ def show(
         typer.echo(f"\nnot verified: proofs are of at most {PROVED} ranks")
         return
     try:
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            proof = progress.add_task("proof", total=RUNS * count)
-            verify(made, ended=lambda: progress.advance(proof))
+        with progress("proof", RUNS * count) as advance:
+            verify(made, ended=advance)
     except PlanError as error:
         typer.echo(f"\nNOT VERIFIED: {error}", err=True)
         raise typer.Exit(1) from None
