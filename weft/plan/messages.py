@@ -220,6 +220,11 @@ def target(lane: str) -> tuple[str, int]:
     return name, int(to)
 
 
+def origin(lane: str) -> str:
+    """The lane of the plan that a lane of the lowered plan serves, or is."""
+    return lane.partition(">")[0].partition("<")[0]
+
+
 def _redundant(
     lanes: Mapping[int, Mapping[str, Sequence[Instruction]]], hosts: Sequence[int]
 ) -> dict[tuple[int, Signal], str]:

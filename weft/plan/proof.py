@@ -14,7 +14,6 @@ any block, from its beginning on; and lanes wait only for signals, which empty b
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import chain, pairwise
@@ -38,6 +37,7 @@ from weft.plan import (
 )
 from weft.plan.happens_before import Run
 from weft.plan.language import ANY_BLOCK, is_lane
+from weft.plan.messages import origin
 from weft.plan.values import REDUCTIONS, terms
 
 RUNS = 3
@@ -109,7 +109,7 @@ def _malformed(plan: Plan) -> Iterator[str]:
     notified = plan.notified
     for r in ranks:
         for name, lane in plan.lanes[r].items():
-            if not is_lane(re.split("[<>]", name)[0]):  # the messages of a lane have lanes, too
+            if not is_lane(origin(name)):
                 yield f"rank {r}: there is no lane {name!r}: lanes are compute, comm, comm1, …"
             for instruction in lane:
                 match instruction:
