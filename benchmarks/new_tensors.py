@@ -8,17 +8,15 @@ call; the first line has it alone.
 """
 
 import sys
-import time
 from collections import deque
-from collections.abc import Callable
 from statistics import median
 
 import torch
 import torch.distributed as dist
+from few_rows import Call, seconds
 
 import weft
 
-Call = Callable[[], object]
 ROUNDS = 50
 SECONDS = 0.002  # of a round of one call, about
 ALIVE = 8  # tensors, so that the next one is at another address
@@ -54,15 +52,6 @@ def calls_of(world: weft.World, groups: dict[str, dist.ProcessGroup], kib: int) 
             new_input(), group=group
         )
     return calls
-
-
-def seconds(call: Call, calls: int) -> float:
-    """The time of a call, of several from a barrier on."""
-    weft.barrier()
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    return (time.perf_counter() - start) / calls
 
 
 def measure(sizes: list[int]) -> list[str]:
