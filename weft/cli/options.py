@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +18,11 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_origin, get_t
 
 import typer
 from rich.console import Console
-from rich.progress import track
 
 import weft.cache as cache
 from weft.bench import conditions, repeat, repository
 from weft.bench.settings import ENGINES
+from weft.measure.progress import progress
 from weft.plan.trace import Trace
 from weft.predict import machine
 from weft.predict.planners import PLANNERS
@@ -306,10 +306,12 @@ def failing(command: str, json_file: str | None = None) -> Iterator[None]:
             raise
 
 
-def tracked(task: str, cases: Sequence[Settings]) -> Iterable[Settings]:
-    """The cases one by one, with a progress bar on stderr if that is a terminal."""
-    console = Console(stderr=True)
-    return track(cases, task, console=console, transient=True, disable=not console.is_terminal)
+def tracked(task: str, cases: Sequence[Settings]) -> Iterator[Settings]:
+    """The cases one by one, with a progress bar."""
+    with progress(task, len(cases)) as advance:
+        for case in cases:
+            yield case
+            advance()
 
 
 def write_json(result: dict[str, Any], file: str | None) -> None:
