@@ -123,6 +123,16 @@ def test_the_times_of_independent_overlap_have_a_limit():
     assert "Overlapped takes 11.000 ms, 1.000 ms above it" in limit.sentences[0]
 
 
+def test_no_gain_is_stated_where_nothing_overlaps():
+    times = {
+        name: {"median": 2.0} for name in ("compute", "communicate", "sequential", "pipelined")
+    }
+    result = {"times_ms": times, "speedup": 1.0, "limit_ratio": 1.0, "overlap_percent": 100.0}
+    names = [found.name for found in page.figures(result | {"algorithm": "push"})]
+    assert names == ["speedup", "limit ratio", "overlap"]
+    assert [*page.figures(result | {"algorithm": "sequential"})] == []
+
+
 def test_weft_is_compared_with_those_that_do_the_same():
     def row(name, operation, size, time):
         case = {"operation": operation, "size_bytes": size, "implementation": name}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from weft.bench import repeat, saved, tables
 from weft.bench.captured import Grid, Words, captured
 from weft.bench.limit import Limit, limit_of, views_of
-from weft.bench.report import hidden
+from weft.bench.report import hidden, overlaps
 from weft.pictures.page.lanes import timeline
 from weft.plan.trace import Trace
 
@@ -85,7 +85,7 @@ def section(result: saved.Result, file: str, traces: Sequence[Trace] = ()) -> Se
 
 def figures(result: saved.Result) -> Iterator[Figure]:
     """The figures that answer how much weft gains in a result."""
-    if views := views_of(result):
+    if (views := views_of(result)) and overlaps(result):
         compute, communicate, sequential, own = views
         sides = f"{sequential} {views[sequential]:.3f} ms, {own} {views[own]:.3f} ms"
         yield Figure("speedup", tables.ratio(result["speedup"]).plain, sides)

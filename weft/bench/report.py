@@ -135,21 +135,21 @@ def _table(report: dict[str, Any], rows: Times, compared: Times) -> Table:
     return table
 
 
-def _overlaps(report: dict[str, Any]) -> bool:
+def overlaps(report: dict[str, Any]) -> bool:
     """Whether the measured algorithm is another than the sequential one beside it."""
-    return bool(report["algorithm"] != "sequential")
+    return report.get("algorithm") != "sequential"
 
 
 def called(report: dict[str, Any], name: str) -> str:
     """The name of a measured call for readers: that of weft's call has its algorithm."""
     if name != "pipelined":
         return name
-    return f"{name if _overlaps(report) else 'weft'} ({_variant(report)})"
+    return f"{name if overlaps(report) else 'weft'} ({_variant(report)})"
 
 
 def _figure_table(report: dict[str, Any]) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
-    if _overlaps(report):
+    if overlaps(report):
         table.add_row("speedup", tables.ratio(report["speedup"]), "sequential / pipelined")
         hidden = f"{report['overlap_percent']:.0f} %"
         table.add_row("overlap", hidden, "of communicate is hidden behind compute")
@@ -189,7 +189,7 @@ def _notes(report: dict[str, Any]) -> Iterator[Text]:
         )
     chunk = f"at most {report['chunk_rows']} rows per transfer"
     yield Text(f"{_variant(report)}, {chunk}: {report['reason']}.")
-    if not _overlaps(report):
+    if not overlaps(report):
         yield Text(
             "Nothing overlaps: weft and sequential are the same calls, so their times differ by "
             "noise. Overlap gains where communicate takes long: try --link-gbps auto."
@@ -207,7 +207,7 @@ def _notes(report: dict[str, Any]) -> Iterator[Text]:
             "while the others sleep."
         )
     yield from tables.checking(report)
-    if _overlaps(report):
+    if overlaps(report):
         yield from tables.above_the_limit(report)
     yield from map(Text, cascade.sentences(report.get("cascade", [])))
     yield from tables.cut_short(report)
