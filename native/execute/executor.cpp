@@ -227,7 +227,8 @@ bool Executor::wait(Execution& execution, size_t lane, int at, const Instruction
   // A lane that waits for its own rank's products does not yield: they use the core that it needs,
   // and it would get the core back only after their time slice of some milliseconds. A thread that
   // is woken from sleep gets the core at once.
-  const int yields = LaneThread::current() && source == rank_ ? 0 : kYields;
+  const bool own_products = LaneThread::current() && source == rank_;
+  const Yields yields = own_products ? Yields::never : yields_after(spins_);
   const int64_t deadline = now() + execution.timeout;
   bool arrived = wait_until(*instruction.counter, Compare::greater_equal, expected, 0, deadline,
                             interrupted, gone, yields);

@@ -97,6 +97,35 @@ inline void pause() {
 constexpr int64_t kSlice = 20'000'000;
 // how often a wait yields: for about as long as a peer on the same core may need
 constexpr int kYields = 300;
+// nanoseconds of a yield from which on another thread is keeping the core
+constexpr int64_t kLongYield = 200'000;
+// for how many nanoseconds thereafter waits of this thread do not yield
+constexpr int64_t kBusyCore = 100'000'000;
+
+// Whether a wait yields. A thread that yields to one that computes gets its core back after the
+// time slice of that one, some milliseconds; one that is woken from sleep gets it at once.
+enum class Yields {
+  never,
+  briefly,  // until another thread keeps the core
+  always,   // ranks share cores: the thread that keeps the core may be the one to wait for
+};
+
+// Threads that spin have cores of their own.
+inline Yields yields_after(int spins) { return spins ? Yields::briefly : Yields::always; }
+
+// Yield to other threads of this core; false if a wait should rather sleep.
+inline bool yield(Yields yields) {
+  thread_local int64_t busy_until = 0;
+  if (yields == Yields::never) return false;
+  if (yields == Yields::always) return sched_yield(), true;
+  const int64_t start = now();
+  if (start < busy_until) return false;
+  sched_yield();
+  const int64_t end = now();
+  if (end - start < kLongYield) return true;
+  busy_until = end + kBusyCore;
+  return false;
+}
 
 inline bool never() { return false; }
 
@@ -109,17 +138,15 @@ inline bool spin(const Counter& counter, Compare compare, uint64_t expected, int
   return false;
 }
 
-// Wait until `compare` holds: spin `spins` times, yield `yields` times to other threads of this
-// core, then sleep. False if `interrupted()` returned true or the deadline passed first, or if
-// `gone()` returned true: the writer has left (S3).
-template <class Interrupted, class Gone = bool (*)()>
+// Wait until `compare` holds: spin `spins` times, yield up to kYields times, then sleep. False if
+// `interrupted()` returned true or the deadline passed first, or if `gone()` returned true: the
+// writer has left (S3).
+template <class Interrupted, class Gone>
 bool wait_until(Counter& counter, Compare compare, uint64_t expected, int spins, int64_t deadline,
-                Interrupted&& interrupted, Gone&& gone = never, int yields = kYields) {
+                Interrupted&& interrupted, Gone&& gone, Yields yields) {
   if (spin(counter, compare, expected, spins)) return true;
-  for (int i = 0; i < yields && now() < deadline; ++i) {
+  for (int i = 0; i < kYields && now() < deadline && yield(yields); ++i)
     if (holds(compare, counter.value.load(std::memory_order_acquire), expected)) return true;
-    sched_yield();
-  }
   Sleeper sleeper(counter);
   while (true) {
     uint64_t seen = counter.value.load(std::memory_order_seq_cst);  // S2: after `sleepers`
@@ -131,6 +158,13 @@ bool wait_until(Counter& counter, Compare compare, uint64_t expected, int spins,
     if (left <= 0) return false;
     sleep_on(counter, seen, left < kSlice ? left : kSlice);
   }
+}
+
+template <class Interrupted, class Gone = bool (*)()>
+bool wait_until(Counter& counter, Compare compare, uint64_t expected, int spins, int64_t deadline,
+                Interrupted&& interrupted, Gone&& gone = never) {
+  return wait_until(counter, compare, expected, spins, deadline, interrupted, gone,
+                    yields_after(spins));
 }
 
 }  // namespace weft
