@@ -1,4 +1,4 @@
-"""vLLM on weft with its ranks on two hosts, in vLLM's own way without Ray."""
+"""vLLM on weft with two ranks on each of two hosts, in vLLM's own way without Ray."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from support.hosts import FIRST, hosts, needs_hosts
 from support.vllm_client import BIN, engine, llm, needs_vllm
 
 LIMIT = 60.0  # seconds, generous
+OWN_MEMORY = ["sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
+"""Begins a command whose shared memory is that of a host of its own."""
 
 
 @needs_vllm
@@ -21,7 +23,7 @@ def test_two_hosts_give_the_tokens_of_one_process_and_name_a_lost_rank(tmp_path)
         expected = vllm.tokens()
         vllm.end()
     options = {
-        "tensor-parallel-size": 2,
+        "tensor-parallel-size": 4,
         "nnodes": 2,
         "master-addr": FIRST,
         "master-port": port,
@@ -32,12 +34,12 @@ def test_two_hosts_give_the_tokens_of_one_process_and_name_a_lost_rank(tmp_path)
     second += ["--enforce-eager", "--skip-tokenizer-init"]
     second += [word for key, value in options.items() for word in (f"--{key}", value)]
     with hosts(2) as two:
-        inside = [["ip", "netns", "exec", name] for name in two.names]
+        inside = [["ip", "netns", "exec", name, *OWN_MEMORY] for name in two.names]
         here, there = (
             {
                 "VLLM_HOST_IP": FIRST[:-1] + str(i + 1),
                 "GLOO_SOCKET_IFNAME": "eth0",
-                "VLLM_CPU_OMP_THREADS_BIND": str(i),
+                "VLLM_CPU_OMP_THREADS_BIND": "0|1",
             }
             for i in range(2)
         )
@@ -47,8 +49,8 @@ def test_two_hosts_give_the_tokens_of_one_process_and_name_a_lost_rank(tmp_path)
         ):
             assert head.tokens() == expected
             head.until("decoding")
-            other.kill_worker(1)
+            other.kill_worker(3)
             assert head.end() < LIMIT
             assert other.end() < LIMIT
-            assert re.search(r"PeerLost: rank 1 .*died while rank 0 ", head.text)
+            assert re.search(r"PeerLost: rank 3 .*died while rank [01] ", head.text)
             assert not head.processes() | other.processes()

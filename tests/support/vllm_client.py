@@ -80,11 +80,18 @@ class Engine:
                     found[int(folder.name)] = (folder / "cmdline").read_text().strip("\0")
         return found
 
-    def kill_worker(self, rank: int) -> None:
+    def kill_worker(self, rank: int, number: int = signal.SIGKILL) -> None:
+        """Send a signal to the worker of a rank."""
         (pid,) = (
             pid for pid, name in self.processes().items() if re.search(rf"Worker_TP{rank}\b", name)
         )
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
+
+    def resume(self) -> None:
+        """Let processes that are stopped continue."""
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
     def shared_memory(self) -> set[Path]:
         """The files in /dev/shm that its processes have mapped."""

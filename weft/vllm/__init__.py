@@ -32,9 +32,10 @@ def register() -> None:
     platform = type(current_platform)
     platform.dist_backend = "weft"
     platform.get_device_communicator_cls = classmethod(lambda cls: _COMMUNICATOR)
-    from weft.vllm import experts, layers, norms
+    from weft.vllm import experts, hosts, layers, norms
 
     experts.register()
+    hosts.register()
     if selected == LAYERS:
         for layer in (*layers.LAYERS, norms.RMSNorm):
             if layer.__name__ not in op_registry_oot:

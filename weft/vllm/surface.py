@@ -11,7 +11,7 @@ from weft.vllm.settings import OFF, VARIABLE
 VERSIONS = "0.32"
 """The versions of vLLM for which the plug-in is made and tested."""
 
-_PARTS = "communicator", "experts", "layers", "norms"
+_PARTS = "communicator", "experts", "hosts", "layers", "norms"
 """The modules of the plug-in that import vLLM's."""
 
 _REPLACED = {
@@ -23,6 +23,7 @@ _REPLACED = {
         "MergedColumnParallelLinear",
         "QKVParallelLinear",
     ),
+    "vllm.v1.executor.multiproc_executor": ("WorkerProc._init_message_queues",),
     "vllm.model_executor.layers.layernorm": ("RMSNorm.forward_native",),
     "vllm.model_executor.layers.fused_moe.runner.moe_runner": ("MoERunner._select_forward",),
 }

@@ -85,9 +85,12 @@ def main(
     folder.mkdir(parents=True, exist_ok=True)
     with failing("weft_benchmarks.vllm", json_file):
         result = measure(settings, folder)
-    tables.print_tables(result, Console(stderr=json_file == "-"))
     write_json(result, json_file)
-    if plot:
+    for kind, error in result["failed"].items():
+        typer.echo(f"{kind}: {error}", err=True)
+    if result["rows"]:
+        tables.print_tables(result, Console(stderr=json_file == "-"))
+    if plot and not result["failed"]:
         picture.draw(result, plot)
     if not result["verified"]:
         raise typer.Exit(1)

@@ -50,7 +50,7 @@ class Settings:
     variants: Sequence[str] = tuple(VARIANTS)
     prefill: Sequence[int] = (512, 2048)
     batches: Sequence[int] = (1, 8, 32)
-    tokens: int = 24
+    tokens: int = 64
     neighbours: Sequence[int] = ()
     rounds: int = 5
 
@@ -84,22 +84,25 @@ def measure(settings: Settings, logs: Path) -> dict[str, Any]:
 
     Each of `rows` is an engine: `prefill_ms`, `first_ms` (from the request to the first token of
     the slowest sequence) are medians over the rounds; `token_ms` and `neighbours_ms`, between two
-    tokens of every sequence, have the median of the rounds' medians and the p99 of all.
+    tokens of every sequence, have the median of the rounds' medians and the p99 of all. `failed`
+    has the error of every model and mode of which an engine ended; they have no rows.
     """
     kinds = [(model, mode) for model in settings.models for mode in settings.modes]
     steps = len(kinds) * len(settings.variants) * (2 + settings.rounds)
     with TemporaryDirectory(prefix="weft-vllm-") as folder, progress("vLLM", steps) as advance:
         saved = {model: models.save(model, Path(folder)) for model in settings.models}
-        rows = [
-            row
-            for model, mode in kinds
-            for row in _rows(saved[model], mode, settings, logs, advance)
-        ]
+        rows, failed = list[dict[str, Any]](), dict[str, str]()
+        for model, mode in kinds:
+            try:
+                rows += _rows(saved[model], mode, settings, logs, advance)
+            except RuntimeError as error:  # an engine ended
+                failed[f"{model}, {mode}"] = str(error)
     return {
         "benchmark": "vllm",
         "ranks": RANKS,
         "rows": rows,
-        "verified": all(verified(row) for row in rows),
+        "failed": failed,
+        "verified": not failed and all(verified(row) for row in rows),
         "options": asdict(settings),
         "date": utc(),
         "machine": host(len(cores()), len(cores()) // RANKS),
