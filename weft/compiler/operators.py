@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from weft.compiler.custom import define
 from weft.errors import WeftError
 from weft.ops import fused, operator
 from weft.ops.call import Operands, Options
@@ -25,7 +26,6 @@ from weft.ops.operator import FusedOperator, Pattern, Recorded
 from weft.process_group import worlds
 from weft.schedules.operators import OPERATORS
 
-_library = torch.library.Library("weft", "FRAGMENT")
 _SCHEMA = (
     "(Tensor a, Tensor[] weights, Tensor?[] biases, str op, SymInt dim, bool keep, SymInt? ranks, "
     "str group, Tensor? after) -> Tensor[]"
@@ -48,10 +48,7 @@ def _overload(fused_operator: FusedOperator) -> Any:
         call = Recorded(a, weights, [], Options(dim, op, keep=keep), (0, 0, ranks))
         return [*fake(call), a.new_empty(0)]
 
-    _library.define(f"{name}.group{_SCHEMA}", tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(f"{name}.group", run, "CPU")
-    torch.library.register_fake(f"weft::{name}.group", shapes, lib=_library)
-    return getattr(torch.ops.weft, name).group
+    return define(f"{name}.group{_SCHEMA}", run, shapes)
 
 
 def group_of(name: str) -> dist.ProcessGroup | None:

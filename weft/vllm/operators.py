@@ -6,29 +6,19 @@ later processes, and vLLM's cache of compiled graphs holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-import torch
 from torch import Tensor
+
+from weft.compiler.custom import define
 
 if TYPE_CHECKING:
     from weft.vllm.communicator import Communicator
 
 communicators: WeakValueDictionary[str, Communicator] = WeakValueDictionary()
 """The communicators of this process by the unique names of their groups."""
-
-_library = torch.library.Library("weft", "FRAGMENT")
-
-
-def define(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
-    """A custom operator of weft on CPUs: `run` computes, `shapes` gives results without data."""
-    name = schema[: schema.index("(")]
-    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, run, "CPU")
-    torch.library.register_fake(f"weft::{name}", shapes, lib=_library)
-    return getattr(torch.ops.weft, name).default
 
 
 def _all_reduce(tensor: Tensor, group: str) -> None:
