@@ -224,9 +224,7 @@ bool Executor::wait(Execution& execution, size_t lane, int at, const Instruction
     if (source != rank_ && mesh_->left(source)) status = WaitStatus::left;
     return status == WaitStatus::left;
   };
-  // A lane that waits for its own rank's products does not yield: they use the core that it needs,
-  // and it would get the core back only after their time slice of some milliseconds. A thread that
-  // is woken from sleep gets the core at once.
+  // the products of this rank use the core that its lanes need
   const bool own_products = LaneThread::current() && source == rank_;
   const Yields yields = own_products ? Yields::never : yields_after(spins_);
   const int64_t deadline = now() + execution.timeout;

@@ -67,8 +67,8 @@ struct CallsLeft {
 // C3  A repeated call makes the checks that depend on values and not on layouts: gradients, lazy
 //     negation, changed weights.
 // C4  An entry outlives its call, although Python code that runs meanwhile may clear the cache.
-// C5  Another thread may make a call while Python code compares or hashes. So operands are read
-//     again once the world is reserved, and only then are addresses stored.
+// C5  Another thread may make a call while Python code compares or hashes. So an entry changes only
+//     once the world is reserved, and the operands are read again then.
 struct CachedCall {
   // A new result, as `torch.empty_strided` makes it.
   struct Result {
@@ -149,12 +149,12 @@ class CallCache {
     const std::shared_ptr<CachedCall> retained = found->second;  // C4
     CachedCall& cached = *retained;
     if (cached.layouts != layouts_ || !cached.options.equal(options)) return nb::none();  // C1
-    if (!plain(cached, operands)) return nb::none();                                      // C3
-    if (cached.left && !cached.left->take()) return nb::none();
     nb::object made = nb::none();
     exclusively(executor_, cached.program, [&] {
       if (!read(function, operands) || cached.layouts != layouts_) return;  // C5
       cached.addresses = {a_.address, out_.address};
+      if (!plain(cached, operands)) return;  // C3
+      if (cached.left && !cached.left->take()) return;
       made = out.is_none() ? results(cached) : nb::borrow(out);
       for (const CachedCall::Placed& one : cached.placed)
         cached.bound.move(one.buffer, cached.addresses[one.operand] + one.offset);  // C2
