@@ -13,19 +13,18 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsM
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from weft.vllm.local_experts import local_sums
+from weft.vllm.replace import replace
 
 
 def register() -> None:
     """Let all of vLLM's experts on CPUs take a map of the experts that are on this rank, and graphs
     call layers whose experts or tokens are on several ranks as one operator.
     """
-    if not hasattr(MoERunner._select_forward, "__wrapped__"):
-        MoERunner._select_forward = opaque_if_spread(MoERunner._select_forward)
+    replace(MoERunner, "_select_forward", opaque_if_spread)
     for experts in vars(cpu_moe).values():
-        if isinstance(experts, type) and issubclass(experts, FusedMoEExpertsModular):
-            apply = vars(experts).get("apply")
-            if apply is not None and not hasattr(apply, "__wrapped__"):
-                setattr(experts, "apply", of_local_experts(apply))  # noqa: B010
+        is_kind = isinstance(experts, type) and issubclass(experts, FusedMoEExpertsModular)
+        if is_kind and "apply" in vars(experts):
+            replace(experts, "apply", of_local_experts)
 
 
 def opaque_if_spread(select: Callable[[MoERunner], Any]) -> Callable[[MoERunner], Any]:
@@ -33,7 +32,6 @@ def opaque_if_spread(select: Callable[[MoERunner], Any]) -> Callable[[MoERunner]
     numbers of local rows, and of the tokens of other data-parallel ranks, for constants.
     """
 
-    @functools.wraps(select)
     def run(runner: MoERunner) -> Any:
         parallel = runner.moe_config.moe_parallel_config
         if not parallel.use_ep and parallel.dp_size == 1:
@@ -50,7 +48,6 @@ def of_local_experts(apply: Callable[..., None]) -> Callable[..., None]:
     `expert_map` that it heeds.
     """
 
-    @functools.wraps(apply)
     def run(
         self: Any,
         *,
