@@ -76,6 +76,14 @@ def test_a_vllm_that_cannot_be_imported(tmp_path):
     assert "vLLM cannot be imported: OSError: libnuma.so.1: no such file" in wrong(lines)
 
 
+def test_a_vllm_whose_imports_fail(tmp_path):
+    fake(tmp_path)
+    modules(tmp_path, {"vllm.distributed": "raise RuntimeError('no operator torchvision::nms')"})
+    status, lines = report(tmp_path)
+    assert status == 1
+    assert wrong(lines)[-1] == "vLLM cannot be imported: RuntimeError: no operator torchvision::nms"
+
+
 @pytest.mark.parametrize(
     ("found", "environ", "here", "problem"),
     [

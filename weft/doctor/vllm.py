@@ -123,8 +123,7 @@ def platform(package: metadata.Distribution) -> Iterator[Finding]:
 
         name, on_cpus = type(current_platform).__name__, current_platform.is_cpu()
     except Exception as error:
-        text = f"vLLM cannot be imported: {type(error).__name__}: {error}"
-        yield Finding("platform", "unknown", text)
+        yield Finding("platform", "unknown", _not_imported(error))
         return
     if not on_cpus:
         yield Finding(
@@ -135,19 +134,30 @@ def platform(package: metadata.Distribution) -> Iterator[Finding]:
         )
         return
     yield Finding("platform", name)
-    lacks = surface.lacking()
-    tested = f"weft is tested with vLLM {surface.VERSIONS}"
-    yield Finding(
-        "what weft needs of vLLM",
-        lacks or f"there; {tested}",
-        lacks and f"vLLM {package.version} does not fit the plug-in: {lacks}; {tested}",
-    )
+    yield needed(package)
     available = dist.is_backend_available("weft")
     yield Finding(
         "backend weft of torch.distributed",
         "available" if available else "not found",
         "" if available else "weft is installed without its entry points: install it again",
     )
+
+
+def needed(package: metadata.Distribution) -> Finding:
+    """Whether vLLM has what the plug-in relies on."""
+    name, tested = "what weft needs of vLLM", f"weft is tested with vLLM {surface.VERSIONS}"
+    try:
+        lacks = surface.lacking()
+    except Exception as error:  # of vLLM's imports, such as a torchvision that does not fit torch
+        return Finding(name, "unknown", _not_imported(error))
+    if lacks:
+        problem = f"vLLM {package.version} does not fit the plug-in: {lacks}; {tested}"
+        return Finding(name, lacks, problem)
+    return Finding(name, f"there; {tested}")
+
+
+def _not_imported(error: Exception) -> str:
+    return f"vLLM cannot be imported: {type(error).__name__}: {error}"
 
 
 def threads(environ: Mapping[str, str], allowed: Collection[int], nodes: int) -> Finding:

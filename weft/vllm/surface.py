@@ -31,7 +31,9 @@ _REPLACED = {
 
 
 def lacking() -> str:
-    """The first part that this vLLM lacks, as an error's text, or ""."""
+    """The first part that this vLLM lacks, as an error's text, or ""; raises what an import raises
+    for another reason.
+    """
     try:
         for part in _PARTS:
             import_module(f"weft.vllm.{part}")
