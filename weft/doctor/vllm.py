@@ -21,7 +21,7 @@ from weft.world.topology import listed, numbers
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 SHARED_MEMORY = 512 << 20  # bytes that vLLM's queue of messages and weft's buffers may need
 _PLUGINS, _BIND = "VLLM_PLUGINS", "VLLM_CPU_OMP_THREADS_BIND"  # vLLM's variables
-_COMPANIONS = "torchvision", "torchaudio"  # libraries that are built for one version of torch
+_COMPANIONS = "torchvision", "torchaudio", "torchcodec"  # each build is for one version of torch
 
 
 class Finding(NamedTuple):
