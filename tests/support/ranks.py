@@ -152,12 +152,17 @@ def on_ranks(
     limit: float = 60.0,
     context: Callable[[], Any] = world,
 ) -> list[Any]:
-    """The results of ``fn(world, *args)`` in rank order; the first error is raised."""
+    """The results of ``fn(world, *args)`` in rank order; the errors of all ranks are raised, since
+    one may follow from another.
+    """
     outcomes = start(fn, ranks, *args, limit=limit, context=context)
-    for rank, outcome in enumerate(outcomes):
-        assert outcome is not None, f"rank {rank} died"
-        if outcome.error is not None:
-            raise AssertionError(f"rank {rank} failed:\n{outcome.trace}") from outcome.error
+    failures = [
+        f"rank {rank} failed:\n{outcome.trace or outcome.error}" if outcome else f"rank {rank} died"
+        for rank, outcome in enumerate(outcomes)
+        if outcome is None or outcome.error is not None
+    ]
+    if failures:
+        raise AssertionError("\n".join(failures))
     return [outcome.result for outcome in outcomes if outcome]
 
 

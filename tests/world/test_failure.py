@@ -306,14 +306,25 @@ def test_stragglers(algorithm):
 
 
 def interrupted(world):
+    a, b = torch.ones(64, 2), torch.ones(2, 2)
+    weft.all_gather_matmul(a, b)  # of a later call nothing but the wait takes long
     if world.rank == 1:
-        time.sleep(1.5)
+        with contextlib.suppress(RuntimeError):
+            world.mesh.receive(0, 30.0)  # until the other has failed
         return None
-    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    made = world.executor.calls
+
+    def interrupt_the_next_call():
+        while world.executor.calls == made:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Thread(target=interrupt_the_next_call).start()
     start_time = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        weft.all_gather_matmul(torch.ones(64, 2), torch.ones(2, 2))
+        weft.all_gather_matmul(a, b)
     with pytest.raises(weft.WeftError, match="closed: KeyboardInterrupt"):
         world.empty(1)
     return time.monotonic() - start_time
