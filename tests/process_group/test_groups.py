@@ -7,7 +7,6 @@ import functools
 import glob
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import die, group, on_ranks, start
+from support.ranks import die, free_port, group, on_ranks, start
 from torch.distributed.device_mesh import init_device_mesh
 
 import weft
@@ -523,14 +522,11 @@ def test_a_process_exits_with_outstanding_calls(last):
 
 def ended(code):
     """The endings of two ranks that run this code."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     environment = {
         **os.environ,
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
     }
     processes = [

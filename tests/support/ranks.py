@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -103,6 +104,20 @@ def reference_world() -> Iterator[weft.World]:
         yield made
 
 
+_tried = itertools.count()
+
+
+def free_port() -> int:
+    """A port for a rendezvous that no other process is likely to take before a rank listens there:
+    it is below those that the kernel gives to connections, and processes try others.
+    """
+    while True:
+        port = 10_000 + (97 * os.getpid() + next(_tried)) % 20_000
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 def start(
     fn: Callable[..., Any],
     ranks: int,
@@ -113,9 +128,7 @@ def start(
     """Call ``fn(world, *args)`` on `ranks` ranks and return the outcome of each; `context` makes
     the world or process group that a rank passes to `fn`.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     pipes = [_context.Pipe(duplex=False) for _ in range(ranks)]
     processes = [
         _context.Process(
