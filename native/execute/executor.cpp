@@ -226,7 +226,7 @@ bool Executor::wait(Execution& execution, size_t lane, int at, const Instruction
   };
   // the products of this rank use the core that its lanes need
   const bool own_products = LaneThread::current() && source == rank_;
-  const Yields yields = own_products ? Yields::never : yields_after(spins_);
+  const Yields yields = own_products ? kNoYield : yields_after(spins_);
   const int64_t deadline = now() + execution.timeout;
   bool arrived = wait_until(*instruction.counter, Compare::greater_equal, expected, 0, deadline,
                             interrupted, gone, yields);

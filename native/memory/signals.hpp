@@ -97,33 +97,34 @@ inline void pause() {
 constexpr int64_t kSlice = 20'000'000;
 // how often a wait yields: for about as long as a peer on the same core may need
 constexpr int kYields = 300;
-// nanoseconds of a yield from which on another thread is keeping the core
-constexpr int64_t kLongYield = 200'000;
+// nanoseconds of a yield from which on another thread is keeping the core: of a rank with a core of
+// its own, and of ranks that share cores, where a peer may need some of the time
+constexpr int64_t kLongYield = 200'000, kLongTurn = 1'000'000;
 // for how many nanoseconds thereafter waits of this thread do not yield
-constexpr int64_t kBusyCore = 100'000'000;
+constexpr int64_t kBusyCore = 100'000'000, kBusyTurn = 10'000'000;
 
-// Whether a wait yields. A thread that yields to one that computes gets its core back after the
-// time slice of that one, some milliseconds; one that is woken from sleep gets it at once.
-enum class Yields {
-  never,
-  briefly,  // until another thread keeps the core
-  always,   // ranks share cores: the thread that keeps the core may be the one to wait for
+// Until which yield a wait yields. A thread that yields to one that computes gets its core back
+// after the time slice of that one, some milliseconds; one that is woken from sleep gets it at
+// once.
+struct Yields {
+  int64_t longest, pause;
 };
+constexpr Yields kNoYield{0, 0};
 
 // Threads that spin have cores of their own.
-inline Yields yields_after(int spins) { return spins ? Yields::briefly : Yields::always; }
+inline Yields yields_after(int spins) {
+  return spins ? Yields{kLongYield, kBusyCore} : Yields{kLongTurn, kBusyTurn};
+}
 
 // Yield to other threads of this core; false if a wait should rather sleep.
 inline bool yield(Yields yields) {
   thread_local int64_t busy_until = 0;
-  if (yields == Yields::never) return false;
-  if (yields == Yields::always) return sched_yield(), true;
   const int64_t start = now();
-  if (start < busy_until) return false;
+  if (!yields.longest || start < busy_until) return false;
   sched_yield();
   const int64_t end = now();
-  if (end - start < kLongYield) return true;
-  busy_until = end + kBusyCore;
+  if (end - start < yields.longest) return true;
+  busy_until = end + yields.pause;
   return false;
 }
 
