@@ -103,9 +103,9 @@ constexpr int64_t kLongYield = 200'000, kLongTurn = 1'000'000;
 // for how many nanoseconds thereafter waits of this thread do not yield
 constexpr int64_t kBusyCore = 100'000'000, kBusyTurn = 10'000'000;
 
-// Until which yield a wait yields. A thread that yields to one that computes gets its core back
-// after the time slice of that one, some milliseconds; one that is woken from sleep gets it at
-// once.
+// How waits yield: after a yield of `longest` nanoseconds they sleep instead, for `pause`
+// nanoseconds. A thread that yields to one that computes gets its core back after the time slice of
+// that one, some milliseconds; one that is woken from sleep gets it at once.
 struct Yields {
   int64_t longest, pause;
 };
