@@ -74,6 +74,22 @@ def _instead(value: object, argument: str) -> str:
     return ""
 
 
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors span common bytes."""
+    (a, b), (c, d) = _span(one), _span(other)
+    return a < d and c < b
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    if tensor.numel() == 0:
+        return 0, 0
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.itemsize
+
+
 def check_dtype(dtype: object, argument: str) -> None:
     """Raise `TypeError` unless `dtype` is one of torch."""
     if not isinstance(dtype, torch.dtype):

@@ -31,6 +31,10 @@ std::vector<size_t> cut(const Program& program, const std::vector<size_t>& rows)
       "' in this plan, so it must be symmetric: make it with world.empty(...)");
 }
 
+std::string wide(const Program& program, uint32_t buffer, size_t columns) {
+  return "'" + program.buffers[buffer].name + "' has " + std::to_string(columns) + " columns";
+}
+
 }  // namespace
 
 Binding::Binding(Program& program, const std::vector<size_t>& rows,
@@ -64,7 +68,19 @@ Binding::Binding(Program& program, const std::vector<size_t>& rows,
     else if (buffer.shared && tensor.parts.empty())
       not_symmetric(buffer);
   }
-  auto columns = [&](uint32_t buffer) { return tensors[program.buffers[buffer].like]->columns; };
+  const auto columns = [&](uint32_t buffer) {
+    const BoundTensor* tensor = tensors[program.buffers[buffer].like];
+    if (!tensor)
+      throw std::invalid_argument("the plan needs a tensor for '" +
+                                  program.buffers[program.buffers[buffer].like].name + "'");
+    return tensor->columns;
+  };
+  for (const auto& [one, other] : program.exchanges)  // W6
+    if (columns(one) != columns(other))
+      throw std::invalid_argument(wide(program, one, columns(one)) + " and " +
+                                  wide(program, other, columns(other)) +
+                                  ": the plan moves rows between them, so they must have equal "
+                                  "columns");
   for (uint32_t number = 0; number < program.buffers.size(); ++number) {
     const Buffer& buffer = program.buffers[number];
     if (buffer.role != Role::workspace && buffer.role != Role::eager) continue;

@@ -10,6 +10,9 @@
 // W4  The eager buffers of a plan have at most Program::kEager bytes on a rank.
 // W5  Only the source of a copy may be unmapped: any other access to a peer's tensor needs its
 //     memory.
+// W6  Buffers between which rows are moved have equal columns. That their dtypes fit is checked
+// when
+//     the plan is compiled (`check_dtypes` of weft/engines/program.py).
 #pragma once
 
 #include <string>

@@ -1,7 +1,11 @@
 // One rank's part of a plan, compiled: instructions on slots and blocks instead of names.
 //
 // P1  An instruction that `follows` copies the rows that the first instruction of its pass copies
-//     or computes. So the rows are read from memory once, and written to all targets of the pass.
+//     or computes. So the rows are read from memory once, and written to all targets of the pass,
+//     block by block: all targets get the first elements before any gets the last.
+// P3  That is not the order of the lane, in which the proof has the instructions one after the
+//     other. So instructions join a pass only if the order of elements cannot matter: each target
+//     is apart from every other operand of the pass, or has the same elements (R2).
 // P2  A rank reads a peer's tensor only by instructions with `reads_peer_tensor`, after each of
 //     which the executor checks that no peer had closed the world (X5).
 //
@@ -50,6 +54,10 @@ struct Operand {
   bool operator==(const Operand& other) const {
     return slot == other.slot && start == other.start && stop == other.stop;
   }
+  // Whether both have the same elements, or none in common.
+  bool same_or_apart(const Operand& other) const {
+    return *this == other || slot != other.slot || stop <= other.start || other.stop <= start;
+  }
 };
 
 enum class Op : int { copy, reduce, notify, wait, pause };
@@ -71,7 +79,7 @@ struct Instruction {
   bool follows = false;            // P1
 
   // Whether this is a copy of the rows that `first` copies or computes.
-  bool joins(const Instruction& first) const {
+  bool repeats(const Instruction& first) const {
     if (op != Op::copy) return false;
     if (first.op == Op::copy) return first.operands[1] == operands[1];
     return first.op == Op::reduce && first.operands[0] == operands[1];
@@ -164,8 +172,10 @@ struct Program {
   std::vector<std::vector<int>> layouts = {};
   std::vector<Buffer> buffers = {};
   std::vector<std::pair<int, uint32_t>> slots = {};  // a rank, and the number of a buffer there
-  int rank = 0;                                      // the rank of this part, if there are slots
-  bool eager = false;                                // whether it has eager buffers
+  // pairs of buffers between which some rank moves rows
+  std::vector<std::pair<uint32_t, uint32_t>> exchanges = {};
+  int rank = 0;        // the rank of this part, if there are slots
+  bool eager = false;  // whether it has eager buffers
   Execution execution;
 
   Program(std::string call, size_t lane_count,
@@ -201,14 +211,36 @@ struct Program {
     });
   }
 
+  // The numbers of the blocks of an instruction's rows.
+  std::vector<int> blocks(const Instruction& instruction) const {
+    const Operand& o = instruction.operands[instruction.sizing];
+    const auto& layout = layouts.at(buffer(o).layouts.at(slots.at(o.slot).first));
+    return {layout.begin() + o.start, layout.begin() + o.stop};
+  }
+
+  // Whether an instruction may be executed in the pass of the instructions from `first` to the end
+  // of a lane (P1, P3).
+  bool joins(const Instruction& instruction, const std::vector<Instruction>& lane,
+             size_t first) const {
+    if (!instruction.repeats(lane[first]) || blocks(instruction) != blocks(lane[first]))
+      return false;
+    const auto harmless = [&](const Operand& other) {
+      return instruction.operands[0].same_or_apart(other);
+    };
+    return std::all_of(lane[first].operands.begin(), lane[first].operands.end(), harmless) &&
+           std::all_of(lane.begin() + first, lane.end(),
+                       [&](const Instruction& earlier) { return harmless(earlier.operands[0]); });
+  }
+
   // Append an instruction. `returns`: this rank also reads the memory that it writes.
   void add(size_t lane, Instruction instruction, bool returns = false) {
     auto& instructions = lanes[lane];
-    auto first = instructions.rbegin();
-    while (first != instructions.rend() && first->follows) ++first;
-    instruction.follows = first != instructions.rend() && instruction.joins(*first);
+    size_t first = instructions.size();
+    while (first && instructions[--first].follows) {
+    }
+    instruction.follows = first < instructions.size() && joins(instruction, instructions, first);
     instruction.reads_peer_tensor =
-        reads_peers(instruction) || (instruction.follows && first->reads_peer_tensor);
+        reads_peers(instruction) || (instruction.follows && instructions[first].reads_peer_tensor);
     if (instruction.op == Op::copy || instruction.op == Op::reduce) {
       const Operand& written = instruction.operands[0];
       returns = returns || (buffer(written).role == Role::eager && swaps_eager());

@@ -78,10 +78,11 @@ void bind_execute(nb::module_& m) {
       .def("lay_out",
            [](Program& self, int own_rank, std::vector<uint32_t> pieces, size_t rows_multiple,
               std::vector<std::vector<int>> layouts, const std::vector<PyBuffer>& buffers,
-              std::vector<std::pair<int, uint32_t>> slots) {
+              std::vector<std::pair<int, uint32_t>> slots,
+              std::vector<std::pair<uint32_t, uint32_t>> exchanges) {
              self.rank = own_rank, self.pieces = std::move(pieces),
              self.rows_multiple = rows_multiple, self.layouts = std::move(layouts),
-             self.slots = std::move(slots);
+             self.slots = std::move(slots), self.exchanges = std::move(exchanges);
              for (const auto& [name, dtype, itemsize, role, like, in_digest, shared, by_rank] :
                   buffers) {
                self.buffers.push_back(

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.over_hosts import FUSED, PLAIN, groupings
 
-from weft.engines.program import kinds
+from weft.engines.program import kinds, moves
 from weft.plan.language import reads
 from weft.plan.messages import (
     batches,
@@ -64,7 +64,7 @@ def agreed(plan, hosts):
     return (
         {*plan.signal_names(), *message_signals(lanes)},
         plan.shared_buffers(hosts),
-        kinds(plan, bound, {}),
+        kinds(moves(plan), bound, {}),
         copied,
     )
 

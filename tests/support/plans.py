@@ -11,7 +11,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+import weft
 from weft.bench.ablation import own_rows_last, split_arrivals
+from weft.engines import engine
 from weft.engines.reference import Call
 from weft.ops.operator import find
 from weft.plan import Plan
@@ -228,3 +230,12 @@ def equal(found: Sequence[dict[str, Tensor]], wanted: Sequence[dict[str, Tensor]
         one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
         for one, other in zip(found, wanted, strict=True)
     )
+
+
+def execute_unproved(
+    world: weft.World, plan: Plan, tensors: dict[str, Tensor], rows: Sequence[int] = ()
+) -> None:
+    """Execute a plan that `Engine.execute` would refuse, since it is not right or promises no result:
+    to test the errors of engines.
+    """
+    engine(world).program(plan, tensors, rows).run(tensors, rows, {})

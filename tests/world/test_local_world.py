@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from support.on_hosts import results
 
 import weft
 from weft.engines.recording import record
@@ -54,6 +55,39 @@ def test_every_operator(ranks, streams):
         weft.barrier()
     # lanes end at garbage collection
     assert threading.active_count() <= threads + 2 * ranks * streams
+
+
+@pytest.mark.parametrize("hosts", [(0, 1), (0, 0, 1), (1, 0, 0, 1)], ids=str)
+def test_ranks_that_behave_as_on_several_hosts(hosts):
+    """The checks of ranks in network namespaces, among threads."""
+    threads = threading.active_count()
+    with weft.local_world(len(hosts), hosts=hosts) as local:
+        first = [hosts.index(host) for host in hosts]
+        assert [
+            world.hosts.index(world.hosts[rank]) for rank, world in enumerate(local.worlds)
+        ] == (first)
+        local.run(lambda: results.operators(weft.init()))
+        local.run(lambda: results.refusals(weft.init()))
+        assert local.run(one_sided_ring) == [(rank - 1) % len(hosts) for rank in range(len(hosts))]
+        with pytest.raises(KeyError, match="gone"):
+            local.run(raises_on_rank_0)
+        assert local.run(one_sided_ring)[0] == len(hosts) - 1, "in a new world"
+    assert threading.active_count() <= threads + 2 * len(hosts)
+
+
+def one_sided_ring():
+    world = weft.init()
+    inbox, arrived = world.empty(1), world.signals(1)
+    peer = (world.rank + 1) % world.ranks
+    weft.put_notify(inbox, torch.tensor([float(world.rank)]), arrived, 0, peer)
+    weft.wait(arrived, 0, ">=", 1)
+    return int(inbox)
+
+
+def raises_on_rank_0():
+    if weft.init().rank == 0:
+        raise KeyError("gone")
+    weft.barrier()
 
 
 def test_calls_back_to_back():
@@ -288,6 +322,10 @@ def test_invalid_arguments_are_refused():
         weft.local_world(0)
     with pytest.raises(ValueError, match="positive number of seconds"):
         weft.local_world(2, timeout=0)
+    with pytest.raises(ValueError, match=r"a number for each of the 3 ranks; got \[0, 1\]"):
+        weft.local_world(3, hosts=[0, 1])
+    with pytest.raises(ValueError, match="streams share one host: leave out hosts"):
+        weft.local_world(2, hosts=[0, 1], streams=True)
     with pytest.raises(weft.WeftError, match="weft supports the devices cpu and cuda"):
         weft.local_world(2, "meta")
     if not torch.cuda.is_available():

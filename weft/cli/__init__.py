@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import weft
-from weft.cli import bench, machine, mutants, options, plan, predict, report, show
+from weft.cli import bench, fuzz, machine, mutants, options, plan, predict, report, show
 
 app = typer.Typer(
     cls=options.PlainErrors,
@@ -22,6 +22,7 @@ app = typer.Typer(
 app.add_typer(bench.app, name="bench")
 app.add_typer(plan.app, name="plan")
 plan.app.command()(mutants.mutants)
+plan.app.command()(fuzz.fuzz)
 for command in (
     options.command_from(predict.Question, predict.predict),
     machine.calibrate,

@@ -25,6 +25,7 @@ from weft.plan import (
     Signal,
 )
 from weft.plan.language import LANES
+from weft.plan.proof import verify
 from weft.schedules.device_options import DeviceOptions
 from weft.world import World, memory
 
@@ -57,6 +58,7 @@ class Engine(ABC):
     def __init__(self, world: World) -> None:
         self.world = world
         self.programs: OrderedDict[Hashable, Program] = OrderedDict()
+        self.proved: OrderedDict[int, Plan] = OrderedDict()  # by `id`, which a living plan keeps
         # signal names of all plans, in the same order on all ranks
         self.names = {"agree": 0}
         self.workspace: Tensor | None = None
@@ -77,14 +79,32 @@ class Engine(ABC):
         """Execute `plan`, collectively.
 
         `tensors` are this rank's inputs and outputs by buffer name: matrices with the rows of the
-        buffer's blocks, symmetric if peers access them. `weights` are the weights of the plan's
-        computations by name. `rows` are the numbers of rows of the plan's shards; without them
-        each block is one row. Workspaces take the dtype and columns of the buffers they exchange
-        rows with.
+        buffer's blocks, symmetric if peers access them. No output may overlap another of them.
+        `weights` are the weights of the plan's computations by name. `rows` are the numbers of rows
+        of the plan's shards; without them each block is one row. Workspaces take the dtype and
+        columns of the buffers they exchange rows with; such buffers have equal columns, and equal
+        dtypes if rows are copied.
+
+        At its first execution the plan is proved as it runs in this world: over several hosts as
+        the messages between them (`weft.verify` with `hosts`). Raises `PlanError` for a plan that
+        is not correct, `ValueError` or `TypeError` for tensors that do not fit, before anything is
+        sent.
         """
         self.world.check()
-        rows = plan.pieces if rows is None else rows
-        self.program(plan, tensors, rows).run(tensors, rows, weights or {}, timeout=timeout)
+        weights, rows = weights or {}, plan.pieces if rows is None else rows
+        self._prove(plan)
+        program = self.program(plan, tensors, rows)
+        program.check_operands(tensors, weights)
+        program.run(tensors, rows, weights, timeout=timeout)
+
+    def _prove(self, plan: Plan) -> None:
+        """Raise `PlanError` unless a plan is correct as this engine executes it."""
+        if id(plan) not in self.proved:
+            if plan.ranks == self.world.ranks:
+                verify(plan, hosts=None if self.shared_memory else self.world.hosts)
+            self.proved[id(plan)] = plan
+            if len(self.proved) > _CACHED:
+                self.proved.popitem(last=False)
 
     def execute_as(
         self,

@@ -21,7 +21,16 @@ import weft._native as _native
 from weft.checks import name as dtype_name
 from weft.engines.computes import Computation, Computes, Operand, rows_of
 from weft.engines.engine import Engine
-from weft.engines.program import Dtypes, Program, Tensors, Timed, Weights, kinds
+from weft.engines.program import (
+    Dtypes,
+    Program,
+    Tensors,
+    Timed,
+    Weights,
+    exchanges,
+    kinds,
+    moves,
+)
 from weft.errors import PlanError, WeftError
 from weft.plan import (
     Compute,
@@ -49,7 +58,7 @@ class HostEngine(Engine):
     caches_calls = True
 
     def kind(self, tensors: Tensors, rows: Sequence[int]) -> Hashable:
-        return tuple([tensor.dtype for tensor in tensors.values()])
+        return *tensors, *[tensor.dtype for tensor in tensors.values()]
 
     def compile(
         self,
@@ -83,9 +92,11 @@ class HostProgram(Program):
         super().__init__(engine, plan, common)
         plan, rank = self.plan, self.world.rank
         self.check_tensors(tensors)
-        found = kinds(common, {name: tensor.dtype for name, tensor in tensors.items()}, dtypes)
+        every = moves(common)
+        found = kinds(every, {name: tensor.dtype for name, tensor in tensors.items()}, dtypes)
         # in the same order on all ranks
         self.kinds = {name: found[name] for name in plan.buffers if name in found}
+        self.exchanges = exchanges(every)
         self.slots: dict[tuple[int, str], int] = {}
         for region in self.regions():
             self.slots.setdefault((region.rank, region.buffer), len(self.slots))
@@ -292,8 +303,9 @@ class HostProgram(Program):
                 )
             )
         slots = [(rank, numbers[name]) for rank, name in self.slots]
+        pairs = [(numbers[one], numbers[other]) for one, other in self.exchanges]
         self.compiled.lay_out(
-            self.world.rank, plan.pieces, plan.rows_multiple, list(layouts), buffers, slots
+            self.world.rank, plan.pieces, plan.rows_multiple, list(layouts), buffers, slots, pairs
         )
 
     def _parts(self, tensor: Tensor) -> tuple[list[int], str]:
@@ -344,7 +356,7 @@ class HostProgram(Program):
         bound = self.plan.buffers[region.buffer].given
         segment = memory.find(tensors[region.buffer]) if bound else self.engine.segment
         if not rows * columns:
-            return torch.empty(rows, columns, dtype=dtype)
+            return torch.empty(rows, columns, dtype=dtype, device="cpu")
         assert segment is not None
         if bound:
             part = memory.numbers(segment, region.rank, dtype)

@@ -5,22 +5,27 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 import weft._native as _native
+from weft.checks import name as dtype_name
+from weft.checks import overlap
 from weft.errors import PlanError
 from weft.kernels.weights import Weight
 from weft.plan import (
     Compute,
     Copy,
     Instruction,
+    Notify,
     Plan,
     Reduce,
     Region,
     Wait,
+    accesses,
     reads,
     writes,
 )
@@ -34,6 +39,20 @@ Weights = Mapping[str, Weight]
 """Weights by name."""
 Dtypes = Mapping[str, torch.dtype]
 """Dtypes by buffer."""
+MIXED = frozenset({torch.float16, torch.bfloat16, torch.float32})
+"""The dtypes that a reduction combines with each other: it accumulates them in float32."""
+REDUCED = MIXED | {
+    torch.float64,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+}
+"""The dtypes that a reduction combines with their own."""
+Moves = Mapping[tuple[str, ...], Copy | Compute | Reduce]
+"""Instructions by their kind and their buffers; see `moves`."""
 Timed = tuple[str, int, int, int]
 """A lane, the index of an instruction in it, and the times of its begin and end."""
 
@@ -42,6 +61,8 @@ class Program(ABC):
     """A plan compiled for one rank; `compiled` is its part in the native core."""
 
     compiled: _native.Compiled
+    kinds: Mapping[str, tuple[torch.dtype, str]]
+    """As the function `kinds` finds them."""
     original: Plan
     """The plan that was compiled, kept alive: its `id` is part of the key of this program."""
 
@@ -76,6 +97,13 @@ class Program(ABC):
             )
         )
         """The names of its weights, in the order of the computations."""
+        self.computed = dict.fromkeys(
+            (i.kernel, tuple(region.buffer for region in accesses(i)), i.weight)
+            for lane in lanes.values()
+            for i in lane
+            if isinstance(i, Compute)
+        )
+        """Its kernels, each with the buffers of its sources and its result, and its weight."""
         copied = {
             region.buffer
             for _, i in common.instructions()
@@ -89,12 +117,46 @@ class Program(ABC):
         }
 
     def check_tensors(self, tensors: Tensors) -> None:
-        """Raise `ValueError` unless there is a tensor for every input and output."""
-        for name, buffer in self.plan.buffers.items():
-            if buffer.given and name not in tensors:
+        """Raise `ValueError` unless there is a tensor for every input and output, and no other."""
+        operator, buffers = self.plan.operator, self.plan.buffers
+        given = [name for name, buffer in buffers.items() if buffer.given]
+        for name in given:
+            if name not in tensors:
+                raise ValueError(f"{operator} needs a tensor for the {buffers[name].role} {name!r}")
+        if others := tensors.keys() - given:
+            names = ", ".join(given)
+            raise ValueError(f"{operator} takes tensors for {names}; got one for {min(others)!r}")
+
+    def check_columns(self, tensors: Tensors) -> None:
+        """Raise `ValueError` unless buffers between which rows are moved have equal columns."""
+        columns = {name: tensors[like].shape[1] for name, (_, like) in self.kinds.items()}
+        for one, other in exchanges(moves(self.plan)):
+            if columns[one] != columns[other]:
                 raise ValueError(
-                    f"{self.plan.operator} needs a tensor for the {buffer.role} {name!r}"
+                    f"{one!r} has {columns[one]} columns and {other!r} has {columns[other]} columns"
+                    ": the plan moves rows between them, so they must have equal columns"
                 )
+
+    def check_operands(self, tensors: Tensors, weights: Weights) -> None:
+        """Raise `ValueError` for an output that overlaps another tensor and for a missing weight,
+        `ValueError` or `TypeError` for operands that a kernel cannot compute with.
+        """
+        operator, buffers = self.plan.operator, self.plan.buffers
+        for name, other in permutations(tensors, 2):
+            if buffers[name].role == "output" and overlap(tensors[name], tensors[other]):
+                raise ValueError(
+                    f"{operator}: the output {name!r} overlaps {other!r}: pass memory of its own"
+                )
+        if missing := [name for name in self.weights if name not in weights]:
+            raise ValueError(f"{operator} needs a weight named {missing[0]!r}")
+        rowless = {
+            name: tensors[like].new_empty(0, tensors[like].shape[1], dtype=dtype)
+            for name, (dtype, like) in self.kinds.items()
+        }
+        for kernel, names, weight in self.computed:
+            if rowless.keys() >= {*names}:  # else the sizes of this call leave nothing to compute
+                *sources, out = map(rowless.__getitem__, names)
+                kernel.check(sources, None if weight is None else weights[weight], out)
 
     def signal_names(self, common: Plan) -> list[str]:
         """The names of all signals of all ranks."""
@@ -200,20 +262,39 @@ class Program(ABC):
         """The first row of a region and its last row + 1, in the current execution."""
 
 
-def kinds(plan: Plan, bound: Dtypes, dtypes: Dtypes) -> dict[str, tuple[torch.dtype, str]]:
+def moves(plan: Plan) -> Moves:
+    """An instruction of each kind that moves or computes rows, and of each combination of buffers:
+    those of its result and of its sources.
+    """
+    return {
+        (type(i).__name__, i.dst.buffer, *(region.buffer for region in reads(i))): i
+        for _, i in plan.instructions()
+        if not isinstance(i, Notify | Wait)
+    }
+
+
+def exchanges(every: Moves) -> list[tuple[str, str]]:
+    """The pairs of buffers between which rows are moved, which have equal columns."""
+    pairs = (
+        (source, target)
+        for (_, target, *sources), i in every.items()
+        if not isinstance(i, Compute)
+        for source in sources
+    )
+    return [*dict.fromkeys(pairs)]
+
+
+def kinds(every: Moves, bound: Dtypes, dtypes: Dtypes) -> dict[str, tuple[torch.dtype, str]]:
     """The dtype of every buffer that is used, and the bound buffer whose columns it has: workspaces
     take both from the buffers they exchange rows with.
 
-    `bound` has the dtypes of the caller's tensors, `dtypes` exceptions for workspaces.
+    `bound` has the dtypes of the caller's tensors, `dtypes` exceptions for workspaces. Raises
+    `ValueError` for a copy that would have to convert its rows, and for a reduction of dtypes that
+    cannot be combined, `PlanError` for a workspace that exchanges no rows.
     """
     found = {name: (dtype, name) for name, dtype in bound.items()}
     # in the same order on all ranks, since a workspace takes the first buffer that has a dtype
-    linked = dict.fromkeys(
-        (a.buffer, i.dst.buffer)
-        for _, i in plan.instructions()
-        if isinstance(i, Copy | Reduce)
-        for a in reads(i)
-    )
+    linked = exchanges(every)
     grown = True
     while grown:
         grown = False
@@ -222,4 +303,28 @@ def kinds(plan: Plan, bound: Dtypes, dtypes: Dtypes) -> dict[str, tuple[torch.dt
                 dtype, like = found[one]
                 found[other] = dtypes.get(other, dtype), like
                 grown = True
+    for (_, *buffers), instruction in every.items():
+        for name in buffers:
+            if name not in found:
+                raise PlanError(
+                    f"the columns of the workspace {name!r} are not known, as no copy or reduction "
+                    f"connects it with an input or output: {instruction}"
+                )
+        _check_dtypes(instruction, {name: found[name][0] for name in buffers})
     return found
+
+
+def _check_dtypes(instruction: Instruction, dtypes: Dtypes) -> None:
+    """Raise `ValueError` unless rows of these dtypes, by buffer, can be copied or combined."""
+    several = {*dtypes.values()}
+    match instruction:
+        case Copy():
+            fits, rule = len(several) == 1, "a copy does not convert"
+        case Reduce():
+            fits = several <= MIXED or (len(several) == 1 and several <= REDUCED)
+            rule = "only float16, bfloat16 and float32 are combined with each other"
+        case _:
+            return
+    if not fits:
+        given = ", ".join(f"{name!r} is {dtype_name(dtype)}" for name, dtype in dtypes.items())
+        raise ValueError(f"{instruction}: {given}; {rule}")

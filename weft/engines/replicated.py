@@ -19,7 +19,7 @@ import weft._native as _native
 from weft.checks import name as dtype_name
 from weft.engines import reference
 from weft.engines.engine import Engine
-from weft.engines.program import Dtypes, Program, Tensors, Weights
+from weft.engines.program import Dtypes, Program, Tensors, Weights, kinds, moves
 from weft.errors import MismatchError
 from weft.kernels.packed import PackedWeight
 from weft.kernels.weights import Weight
@@ -79,6 +79,9 @@ class ReferenceProgram(Program):
         super().__init__(engine, plan)
         self.whole, self.dtypes = bind(plan, rows), dtypes
         self.check_tensors(tensors)
+        found = {name: tensor.dtype for name, tensor in tensors.items()}
+        self.kinds = kinds(moves(self.whole), found, dtypes)
+        self.check_columns(tensors)
         self.compiled = _native.Compiled(plan.operator, 1, [], plan.ranks)
 
     def run_locked(

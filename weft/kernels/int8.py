@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.kernels.weights import PreparedWeight, check_matrix
+from weft.kernels.weights import PreparedWeight, check_matrix, check_product
 from weft.plan import Kernel
 from weft.plan.kernel import Load, Rates, Run
 
@@ -29,6 +29,9 @@ class Int8Product(Kernel):
         numbers, scales = quantized(sources[0])
         wide: Tensor = numbers.double() @ weight.values.double() * scales * weight.scales
         return wide.to(sources[0].dtype)
+
+    def check(self, sources: Sequence[Tensor], weight: Any, out: Tensor) -> None:
+        check_product(sources[0], weight, out)
 
     def prepare(self, sources: Sequence[Tensor], weight: Any, out: Tensor, rows: int) -> Run:
         product: Run = weight.prepare(sources[0], out, rows)
@@ -96,7 +99,9 @@ def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
     magnitude divided by 127, or 1 for zeros.
     """
     if not rows.numel():
-        return rows.to(torch.int8), torch.ones(len(rows), 1)
+        return rows.to(torch.int8), torch.ones(
+            len(rows), 1, device=rows.device, dtype=torch.float32
+        )
     scales = rows.abs().amax(1, keepdim=True).float().div_(_LARGEST)
     scales.masked_fill_(scales == 0, 1.0)
     return (rows.float() / scales).round_().to(torch.int8).contiguous(), scales

@@ -34,8 +34,13 @@ class Matmul(Kernel):
         product: Tensor = sources[0].to(weight.dtype) @ weight
         return product
 
+    def check(self, sources: Sequence[Tensor], weight: Any, out: Tensor) -> None:
+        from weft.kernels.weights import check_product  # plans are written without torch
+
+        check_product(sources[0], weight, out)
+
     def prepare(self, sources: Sequence[Tensor], weight: Any, out: Tensor, rows: int) -> Run:
-        from weft.kernels.products import prepare  # plans are written without torch
+        from weft.kernels.products import prepare
 
         return prepare(sources[0], weight, out, rows)
 

@@ -110,6 +110,28 @@ def check_matrix(b: Tensor, use: str) -> None:
         )
 
 
+def check_product(x: Tensor, weight: Weight, out: Tensor) -> None:
+    """Raise `ValueError` or `TypeError` unless ``out = x @ weight`` has equal inner dimensions, and
+    dtypes that products have.
+    """
+    if (x.shape[1], out.shape[1]) != tuple(weight.shape):
+        raise ValueError(
+            f"rows of {x.shape[1]} columns times a weight {tuple(weight.shape)} are no rows of "
+            f"{out.shape[1]} columns"
+        )
+    if x.dtype != weight.dtype:
+        raise TypeError(
+            f"rows of {name(x.dtype)} are multiplied by weights of that dtype; got "
+            f"{name(weight.dtype)}"
+        )
+    wider = () if x.dtype == torch.float64 else (torch.float32,)
+    if isinstance(weight, Tensor) and out.dtype not in (x.dtype, *wider):
+        raise TypeError(
+            f"a product of {name(x.dtype)} is {' or '.join(map(name, (x.dtype, *wider)))}; got a "
+            f"result of {name(out.dtype)}"
+        )
+
+
 def as_tensor(weight: Weight) -> Tensor:
     """The weight as a tensor, without gradient if it was packed; `ValueError` if it is none."""
     return weight if isinstance(weight, Tensor) else weight.as_tensor()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import weft.checks as checks
-from weft.checks import name
+from weft.checks import name, overlap
 from weft.engines import engine
 from weft.kernels.weights import DTYPES, FLOAT8, PreparedWeight, Weight, source
 from weft.schedules.workload import ORDERS, Collective, Operator
@@ -302,19 +302,3 @@ def check_recorded(
         )
     for b in weights:
         source(b)
-
-
-def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors span common bytes."""
-    (a, b), (c, d) = _span(one), _span(other)
-    return a < d and c < b
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    if tensor.numel() == 0:
-        return 0, 0
-    start = tensor.data_ptr()
-    if tensor.is_contiguous():
-        return start, start + tensor.nbytes
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.itemsize

@@ -59,6 +59,11 @@ class Kernel(ABC):
         engines.
         """
 
+    def check(self, sources: Sequence[Tensor], weight: Any, out: Tensor) -> None:  # noqa: B027
+        """Raise `ValueError` or `TypeError` unless the kernel can compute with operands of these
+        columns and dtypes; the tensors have no rows.
+        """
+
     def prepare(self, sources: Sequence[Tensor], weight: Any, out: Tensor, rows: int) -> Run:
         """The function that runs on a CPU, for these operands and all of the same layouts, which
         are part of a call of `rows` rows.

@@ -37,16 +37,23 @@ from weft.plan import (
 )
 from weft.plan.happens_before import Run
 from weft.plan.language import ANY_BLOCK, is_lane
-from weft.plan.messages import origin
+from weft.plan.messages import lower_to_messages, origin
 from weft.plan.values import REDUCTIONS, terms
 
 RUNS = 3
 """Plans that the proof of a single plan runs: an adversary, and the plan twice."""
 
 
-def verify(*plans: Plan, ended: Callable[[], object] = lambda: None) -> None:
+def verify(
+    *plans: Plan,
+    hosts: Sequence[int] | None = None,
+    ended: Callable[[], object] = lambda: None,
+) -> None:
     """Prove that `plans` are correct on every interleaving if executed one after the other; a
     single plan is executed twice. `ended` is called when a rank ends a plan.
+
+    Between hosts a plan is executed as messages, whose order is another: `hosts`, the host of each
+    rank, proves it as it runs there. A plan that is correct on one host may not be on several.
 
     Raises `PlanError` naming every deadlock, every unordered pair of accesses to overlapping rows,
     every counter with two writers, every output row that is not written exactly once with the value
@@ -57,44 +64,64 @@ def verify(*plans: Plan, ended: Callable[[], object] = lambda: None) -> None:
     Examples:
         >>> from weft.schedules.all_gather import all_gather
         >>> weft.verify(all_gather(ranks=3, pieces=2, algorithm="ring"))  # no error: it is correct
+        >>> weft.verify(all_gather(ranks=3, pieces=2, algorithm="ring"), hosts=[0, 0, 1])
     """
     if not plans or not all(isinstance(plan, Plan) for plan in plans):
         given = ", ".join(type(plan).__name__ for plan in plans) or "none"
         raise TypeError(f"verify takes one or more objects of weft.Plan; got {given}")
-    found = problems(*plans, ended=ended)
+    found = problems(*plans, hosts=hosts, ended=ended)
     if found:
+        over = f" over {many} hosts" if (many := len({*(hosts or ())})) > 1 else ""
         name = " then ".join(
-            f"{plan.operator}/{plan.algorithm} on {plan.ranks} ranks" for plan in plans
+            f"{plan.operator}/{plan.algorithm} on {plan.ranks} ranks{over}" for plan in plans
         )
         more = [f"… and {len(found) - 20} more"] if len(found) > 20 else []
         raise PlanError("\n  ".join([f"{name}: {len(found)} problem(s)", *found[:20], *more]))
 
 
-def problems(*plans: Plan, ended: Callable[[], object] = lambda: None) -> list[str]:
+def problems(
+    *plans: Plan,
+    hosts: Sequence[int] | None = None,
+    ended: Callable[[], object] = lambda: None,
+) -> list[str]:
     """The defects that `verify` reports; empty for correct plans."""
-    return list(dict.fromkeys(_problems(plans, ended)))
+    return list(dict.fromkeys(_problems(plans, hosts, ended)))
 
 
-def accepts(*plans: Plan) -> bool:
+def accepts(*plans: Plan, hosts: Sequence[int] | None = None) -> bool:
     """Whether `verify` finds no defect. It stops at the first one, so it is faster than `verify`
     for wrong plans.
     """
-    return not any(_problems(plans))
+    return not any(_problems(plans, hosts))
 
 
-def _problems(plans: Sequence[Plan], ended: Callable[[], object] = lambda: None) -> Iterator[str]:
+def _problems(
+    plans: Sequence[Plan],
+    hosts: Sequence[int] | None = None,
+    ended: Callable[[], object] = lambda: None,
+) -> Iterator[str]:
     """The defects of plans as they are found; those of a run only if their form has none."""
     if len({plan.ranks for plan in plans}) != 1:
         yield f"plans of different sizes: {[plan.ranks for plan in plans]} ranks"
+        return
+    if hosts is not None and len(hosts) != plans[0].ranks:
+        yield f"hosts of {len(hosts)} ranks for plans of {plans[0].ranks}"
         return
     well_formed = True
     for problem in chain.from_iterable(map(_malformed, plans)):
         well_formed = False
         yield problem
-    if well_formed:
-        adversary = _adversary(plans[0].ranks)
-        inside = plans if len(plans) > 1 else [*plans] * 2
-        yield from Run([adversary, *inside], ended).problems()
+    if not well_formed:
+        return
+    if hosts is not None and len({*hosts}) > 1:
+        try:
+            plans = [lower_to_messages(plan, hosts) for plan in plans]
+        except PlanError as error:
+            yield str(error)
+            return
+    adversary = _adversary(plans[0].ranks)
+    inside = plans if len(plans) > 1 else [*plans] * 2
+    yield from Run([adversary, *inside], ended).problems()
 
 
 def _malformed(plan: Plan) -> Iterator[str]:

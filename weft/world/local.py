@@ -14,12 +14,13 @@ import secrets
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
 from typing import Any
 
 import torch
 
 import weft._native as _native
-from weft.checks import check_ranks, limited
+from weft.checks import check_ranks, integers, limited
 from weft.errors import PeerLost, WeftError
 from weft.schedules.device_options import DEFAULT, DeviceOptions
 from weft.world.device_memory import check_device, check_options, check_products
@@ -27,7 +28,9 @@ from weft.world.listener import Address
 from weft.world.peer_memory import probe
 from weft.world.peers import Backend
 from weft.world.placement import threads_per_rank, thresholds
+from weft.world.relay import Relay
 from weft.world.rendezvous import RankInfo, host_identity
+from weft.world.tcp import TcpTransport
 from weft.world.world import LOCAL_MAKER, World, default_here, log_made, of_thread
 
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -49,8 +52,11 @@ class LocalWorld:
         >>> local.close()
     """
 
-    def __init__(self, ranks: int, timeout: float, backend: Backend) -> None:
+    def __init__(
+        self, ranks: int, timeout: float, backend: Backend, hosts: Sequence[int] = ()
+    ) -> None:
         self.ranks, self.device, self.closed = ranks, backend.device, False
+        self.hosts = hosts or (0,) * ranks
         self.threads = [ThreadPoolExecutor(1, f"rank {rank}") for rank in range(ranks)]
         self._timeout, self._backend = timeout, backend
         self._returned = set[int]()
@@ -63,29 +69,35 @@ class LocalWorld:
 
     def _new_worlds(self) -> list[World]:
         """A world of all ranks, on each rank's thread."""
-        ranks = self.ranks
+        ranks, hosts = self.ranks, self.hosts
         cores, nowhere = frozenset(os.sched_getaffinity(0)), Address("", 0, secrets.token_bytes(16))
-        place = RankInfo(
-            os.getpid(),
-            host_identity(),
-            nowhere,
-            cores,
-            threads_per_rank(ranks),
-            (),
-            thresholds(),
-            probe(),
+        infos = [
+            RankInfo(
+                os.getpid(),
+                f"{host_identity()} {host}",
+                nowhere,
+                cores,
+                threads_per_rank(ranks),
+                (),
+                thresholds(),
+                probe(),
+            )
+            for host in hosts
+        ]
+        sockets = _pairs(ranks, lambda one, other: hosts[one] == hosts[other], _unix_pair)
+        control, rows = (
+            _pairs(ranks, lambda one, other: hosts[one] != hosts[other], _tcp_pair)
+            for _ in range(2)
         )
-        sockets = _sockets(ranks)
 
         def make(rank: int) -> World:
             torch.set_num_threads(threads_per_rank(ranks))
-            world = World(
-                rank,
-                [place] * ranks,
-                _native.Mesh(sockets[rank]),
-                self._timeout,
-                self._backend,
-            )
+            ends, relay = {peer: end.detach() for peer, end in sockets[rank].items()}, None
+            if control[rank]:
+                relay = Relay(rank, control[rank], TcpTransport(rows[rank]), self._timeout)
+                ends |= {peer: end.detach() for peer, end in relay.sockets().items()}
+            mesh = _native.Mesh([ends.get(peer, -1) for peer in range(ranks)])
+            world = World(rank, infos, mesh, self._timeout, self._backend, relay)
             world.maker, world.returned = LOCAL_MAKER, self._returned
             default_here(world)
             log_made(world)
@@ -148,8 +160,8 @@ class LocalWorld:
         torch.set_num_threads(self.before)
 
     def _close_worlds(self) -> None:
-        for world, thread in zip(self.worlds, self.threads, strict=True):
-            thread.submit(world.close).result()
+        self._on_all(lambda rank: self.worlds[rank].close())
+        for world in self.worlds:
             world.engine = None  # its programs keep memory
 
     def __enter__(self) -> LocalWorld:
@@ -177,6 +189,7 @@ def local_world(
     streams: bool = False,
     products: str = "torch",
     device_options: DeviceOptions = DEFAULT,
+    hosts: Sequence[int] | None = None,
 ) -> LocalWorld:
     """Make a world of `ranks` ranks that are threads of this process and share `device`: the CPU,
     or one GPU.
@@ -185,9 +198,11 @@ def local_world(
     that could fill the GPU, so that the kernels they wait for can run. `timeout` is in seconds and
     bounds every wait. With `streams` plans run on a CPU as on a GPU, each lane on a thread: slower.
     `products` and `device_options` are those of `weft.init`; with ``triton`` a CPU has streams.
+    `hosts`, a number for each rank, lets ranks with different numbers behave as on different hosts:
+    they share no memory, and exchange messages over the loopback. With streams there is one host.
 
-    Raises `ValueError` for fewer than one rank, or more than a GPU has concurrent streams for, and
-    for options that this world cannot honour;
+    Raises `ValueError` for fewer than one rank, or more than a GPU has concurrent streams for, for
+    hosts of another number of ranks, and for options that this world cannot honour;
     `WeftError` without a GPU, or without Triton for its products.
 
     Examples:
@@ -202,11 +217,13 @@ def local_world(
     check_products(products, place)
     streams = streams or place.type == "cuda" or products == "triton"
     check_options(device_options, streams, products, place, ranks)
-    return LocalWorld(
-        ranks,
-        limited(timeout),
-        Backend(place, streams, products, ranks, device_options=device_options),
-    )
+    on = () if hosts is None else integers(hosts, "hosts")
+    if on and len(on) != ranks:
+        raise ValueError(f"hosts must have a number for each of the {ranks} ranks; got {on}")
+    if streams and len({*on}) > 1:
+        raise ValueError("ranks that work on streams share one host: leave out hosts")
+    backend = Backend(place, streams, products, ranks, device_options=device_options)
+    return LocalWorld(ranks, limited(timeout), backend, on)
 
 
 def check_queues(ranks: int, links: int) -> None:
@@ -226,11 +243,24 @@ def check_queues(ranks: int, links: int) -> None:
         )
 
 
-def _sockets(ranks: int) -> Sequence[list[int]]:
-    """For each rank a socket to every peer, -1 for itself."""
-    ends = [[-1] * ranks for _ in range(ranks)]
-    for one in range(ranks):
-        for other in range(one):
-            a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            ends[one][other], ends[other][one] = a.detach(), b.detach()
+def _pairs(
+    ranks: int,
+    connected: Callable[[int, int], bool],
+    pair: Callable[[], tuple[socket.socket, socket.socket]],
+) -> Sequence[dict[int, socket.socket]]:
+    """For each rank its end of a `pair` of sockets for each peer to which it is `connected`."""
+    ends: list[dict[int, socket.socket]] = [{} for _ in range(ranks)]
+    for one, other in combinations(range(ranks), 2):
+        if connected(one, other):
+            ends[one][other], ends[other][one] = pair()
     return ends
+
+
+def _unix_pair() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        return one, server.accept()[0]

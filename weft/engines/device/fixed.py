@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.checks import name as dtype_name
 from weft.engines.engine import Engine
-from weft.engines.program import Dtypes, Program, Tensors, kinds
+from weft.engines.program import Dtypes, Program, Tensors, kinds, moves
 from weft.plan import Plan, Region, accesses
 from weft.plan.binding import bind
 from weft.schedules.device_options import DEFAULT
@@ -72,10 +72,11 @@ class FixedProgram(Program):
     ) -> None:
         super().__init__(engine, _without_empty_moves(bind(plan, rows)))
         self.geometry = {name: Geometry.of(tensor, self.world) for name, tensor in tensors.items()}
-        self.kinds = kinds(self.plan, {name: t.dtype for name, t in tensors.items()}, dtypes)
+        self.kinds = kinds(moves(plan), {name: t.dtype for name, t in tensors.items()}, dtypes)
         for name, (dtype, like) in self.kinds.items():
             columns = self.geometry[like].columns
             self.geometry.setdefault(name, Geometry(dtype, columns, columns * dtype.itemsize))
+        self.check_columns(tensors)
         self.call = self._describe()
         self._check(tensors)
         self.segments = {
