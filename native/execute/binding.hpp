@@ -77,7 +77,9 @@ class Binding {
   // Bytes that are written to outputs.
   size_t written() const { return written_; }
 
-  const CallText& text() const { return text_; }
+  // The call as peers see it: that of the binding, or of the program if it was given one, which may
+  // be another in each execution.
+  const CallText& text() const { return program_.name.empty() ? program_.text : text_; }
 
  private:
   struct Placed {

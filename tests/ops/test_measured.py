@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ import weft
 from weft import cache
 from weft.engines import engine
 from weft.errors import MismatchError
-from weft.ops import measured
+from weft.ops import agreement, granularity, measured
 from weft.ops.measured import Choice, Choices, Class, Trial
+from weft.schedules.barrier import barrier
 
 KEY = Class("all_gather", 18)
 SIZES = [8 << 10, 64 << 10, 200 << 10, 1 << 20]
@@ -196,3 +198,49 @@ def test_stored_values_of_another_form_count_as_missing(entries, tmp_path, monke
     assert (file.parent, count, busy) == (tmp_path, 2, 1)
     measured.forget()
     assert measured.kept() == (file, 0, 0)
+
+
+def described_anew(world):
+    """Peers compare the description of each execution, not that of the first one."""
+    own = engine(world)
+    for text in ("all_gather(…)\nfirst", "all_to_all(…)\nsecond"):
+        for plan, tensors, rows in (
+            (barrier(world.levels, "begin"), {}, ()),
+            (agreement._from_rank_0(world.levels, None), *numbers_of_rank_0(world)),
+        ):
+            own.execute_as(text, plan, tensors, rows)
+            assert world.executor.peer_call(world.rank, world.executor.calls) == text
+
+
+def numbers_of_rank_0(world):
+    numbers = torch.arange(3, dtype=torch.int64).view(3, 1)
+    whole, none = ("a", "out") if world.rank == 0 else ("out", "a")
+    return {whole: numbers, none: numbers[:0]}, (3,)
+
+
+def test_agreements_compare_the_call_that_they_are_part_of():
+    on_ranks(described_anew, 2)
+
+
+def all_sources(world):
+    """Every rank compiles the same programs, whichever rank's tensor is broadcast."""
+    for source in range(world.ranks):
+        weft.broadcast(torch.ones(3), source)
+    return len(engine(world).programs)
+
+
+def test_ranks_have_the_same_number_of_programs():
+    assert on_ranks(all_sources, 2) == [2, 2]
+
+
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("size", [4 << 10, 64 << 10, 512 << 10, 2 << 20])
+def test_all_sizes_of_a_class_have_the_same_plans(size, reads):
+    """At each limit, the sizes around it are of two classes."""
+    world = SimpleNamespace(reads_memory=reads, huge_pages=True)
+    of_class = {}
+    for each in (size // 2 + 1, size - 1, size, size + 1, 2 * size):
+        found = granularity.plans(world, each, *[lambda: None] * 4)
+        names = of_class.setdefault(Class.of("all_gather", each), [*found])
+        assert [*found] == names, each
+    assert len(of_class) == 2

@@ -86,8 +86,8 @@ def _check(
         collective.check_not_recorded(tensor, "tensor")
     rows, hosts = tensor.view(-1, 1), world.topology
     most, size = len(rows), tensor.nbytes
-    own, other = ("a", "out") if world.rank == source else ("out", "a")
-    tensors = {own: rows, other: rows[:0]}
+    none, sends = rows[:0], world.rank == source
+    tensors = {"a": rows if sends else none, "out": none if sends else rows}
     symmetric = world.is_symmetric(rows)
     if algorithm in ("auto", "pull") and not symmetric and granularity.measurable(world, size):
         planner = partial(planned, schedule.broadcast, world.ranks, source=source)

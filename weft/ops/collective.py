@@ -82,7 +82,7 @@ class CollectiveCall(NamedTuple):
     @property
     def key(self) -> measured.Class:
         """The class of calls that share the choice among `plans`."""
-        return measured.Class(self.plan.operator, (self.size - 1).bit_length())
+        return measured.Class.of(self.plan.operator, self.size)
 
     def finish(self) -> Tensor:
         """The result, with the blocks copied to it."""

@@ -30,7 +30,7 @@ EXCHANGED_BYTES = 16 << 10
 bytes.
 """
 SHORT_BYTES = 512 << 10
-"""The fewest bytes for which shorter slots are measured, too."""
+"""The number of bytes above which shorter slots are measured, too."""
 MAX_PIECES = 64
 """The maximum number of pieces: the size of a plan is proportional to it."""
 
@@ -126,15 +126,18 @@ def plans(
 ) -> Plans:
     """The plans that move `size` bytes of each rank's ordinary tensor, the usual one first.
 
-    `slots` are as large as the caches permit, `short` ones have a sixteenth of the rows.
+    All sizes of a class (`measured.Class`) have plans of the same names, since one of these is
+    chosen for all. `slots` are as large as the caches permit, `short` ones have a sixteenth of the
+    rows.
     """
+    largest = measured.Class.of("", size).largest
     found = {"slots": slots}
-    if size <= EAGER_BUFFER_BYTES:
+    if largest <= EAGER_BUFFER_BYTES:
         found = {"eager": eager}
-    elif short and size >= SHORT_BYTES:
+    elif short and largest > SHORT_BYTES:
         found["short slots"] = short
     if world.reads_memory:
         reads = {"read": read}
-        usual = world.huge_pages and size >= LEAST_BYTES
+        usual = world.huge_pages and largest > LEAST_BYTES
         found = reads | found if usual else found | reads
     return found

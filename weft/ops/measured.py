@@ -76,6 +76,16 @@ class Class(NamedTuple):
     operator: str
     bits: int
 
+    @classmethod
+    def of(cls, operator: str, size: int) -> Class:
+        """The class of a call of `size` bytes."""
+        return cls(operator, (size - 1).bit_length())
+
+    @property
+    def largest(self) -> int:
+        """The most bytes of its calls."""
+        return 1 << self.bits
+
 
 class Choice(NamedTuple):
     """The plan of a class, its least time in nanoseconds for a MiB, and whether other processes
@@ -170,7 +180,7 @@ class Choices:
             _log.info(
                 "%s of up to %d bytes: the plan %r was the fastest in the first calls",
                 key.operator,
-                1 << key.bits,
+                key.largest,
                 choice.name,
             )
             _store(_setting(self.world), key, choice)
@@ -206,7 +216,9 @@ class Choices:
         own = [each for times in trial.calls for each in times]
         own += [waited_for_core() - trial.waited, time.monotonic_ns() - trial.begun]
         name = f"{call}\ntimes of {len(trial.calls)} calls"
-        times = agreement.of_all_ranks(world, trial.key.operator, name, torch.tensor(own), timeout)
+        times = agreement.of_all_ranks(
+            world, trial.key.operator, name, torch.tensor(own, device="cpu"), timeout
+        )
         choice = trial.end_phase(times, world.oversubscribed)
         if choice is not None:
             self._choose(trial.key, choice)
@@ -218,7 +230,7 @@ def choices(world: World, call: str, timeout: float | None) -> Choices:
     """The choices of a world; collective at the first call, which `call` describes."""
     selections = engine(world).selections
     if Choices not in selections:
-        numbers = torch.zeros(len(OPERATORS) * _SIZES, 1, dtype=torch.int64)
+        numbers = torch.zeros(len(OPERATORS) * _SIZES, 1, dtype=torch.int64, device="cpu")
         if world.rank == 0:
             for (operator, bits), (name, ns, busy) in _stored(_setting(world)).items():
                 at = OPERATORS.index(operator) * _SIZES + bits
