@@ -72,7 +72,12 @@ def store(name: str, value: Any) -> None:
     """Store a JSON value under `name`, replacing an earlier one. Raises `OSError` without a
     writable directory.
     """
-    os.replace(_written(value), _path(name))
+    written = _written(value)
+    try:
+        os.replace(written, _path(name))
+    except BaseException:
+        os.unlink(written)
+        raise
 
 
 def remove(name: str) -> None:
@@ -143,5 +148,10 @@ def _written(value: Any) -> str:
     """The name of a new file in the directory that contains a JSON value."""
     _directory().mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=_directory(), suffix=".tmp", delete=False) as file:
-        json.dump(value, file, indent=1)
+        try:
+            json.dump(value, file, indent=1)
+            file.flush()
+        except BaseException:  # the disk is full
+            os.unlink(file.name)
+            raise
     return file.name

@@ -141,3 +141,20 @@ def test_one_of_several_concurrent_measurements_is_kept(links, before, directory
         (winner,) = set(threads.map(found, range(8)))
     assert cache.stored("a", is_a_number) == winner
     assert [file.name for file in directory.iterdir()] == ["a.json"]
+
+
+@pytest.mark.parametrize("fails", ["flush", "replace"])
+def test_a_full_disk_leaves_no_file_behind(directory, monkeypatch, fails):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    if fails == "replace":
+        monkeypatch.setattr(os, "replace", full)
+    else:
+        monkeypatch.setattr(json, "dump", full)
+    with pytest.raises(OSError, match="No space left"):
+        cache.store("x", {"a": 1})
+    assert not [*directory.iterdir()]
+    if fails == "flush":
+        assert cache.once("x", lambda: 7, lambda value: True) == 7
+        assert not [*directory.iterdir()]

@@ -11,6 +11,7 @@ import re
 import signal
 from io import StringIO
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from weft.doctor import flight as doctor
 from weft.doctor.causes import difference, explanation
 from weft.doctor.recording import Call, Rank, Recording, read
 from weft.world import flight
+from weft.world.peers import Peers
 
 
 def fail(world, folder, how):
@@ -37,6 +39,8 @@ def fail(world, folder, how):
         if how == "die":
             die()
         if how == "raise":
+            while not all(world.executor.peer_call(peer, 4) for peer in (0, 2)):
+                pass  # until they wait for it in call 4
             raise KeyError("lost my keys")
         if how == "operator":
             weft.barrier()
@@ -267,6 +271,23 @@ def call(number, text="all_reduce((4,) float32)", ended=True):
             7,
             "as call 7 rank 0 made x; rank 1 made y",
         ),
+        # ranks that have ended a call have made the same, each in the words of its own rows
+        (
+            [
+                rank(0, [call(7, "x of 3 rows"), call(8, ended=False)]),
+                rank(1, [call(7, "x of 4 rows")]),
+            ],
+            8,
+            "rank 1 has not made call 8",
+        ),
+        (
+            [
+                rank(0, [call(7, ended=False)]),
+                rank(1, [call(7)], error="KeyError: 'lost my keys'"),
+            ],
+            7,
+            "rank 1 (pid 101) failed with KeyError: 'lost my keys' after call 7, all_reduce",
+        ),
     ],
 )
 def test_causes(ranks, number, why):
@@ -281,6 +302,24 @@ def test_the_command_refuses_other_files(tmp_path):
     wrong.write_text("[]")
     foreign = tmp_path / "foreign.json"
     foreign.write_text("{}")
+    view = {"pid": 1, "host": 0, "global_rank": 0}
+    made = {"number": 1, "call": "x", "plan": "", "began": "soon", "ended": True}
+    of_world = {"world": "w", "rank": 0, "group": "", "written": 1, "host": "", "error": ""}
+    forms = {
+        "it has no 'ranks'": {},
+        "no file is of one of its ranks": {"ranks": []},
+        "it has no 'calls'": {"ranks": [view]},
+        "'soon' is not of type int": {"ranks": [view | {"calls": [made]}]},
+    }
+    for at, (reason, part) in enumerate(forms.items()):
+        file = tmp_path / f"form{at}-rank0.json"
+        file.write_text(json.dumps(of_world | {"world": f"form{at}", "lost": None} | part))
+        refused = CliRunner().invoke(app, ["doctor", "--flight", str(file)], env={"COLUMNS": "300"})
+        assert refused.exit_code == 2
+        assert f"another form than those of this version's flight recorder: {reason}" in (
+            refused.output
+        )
+        file.unlink()
     for words, reason in (
         (["--flight", str(wrong)], "is no file of the"),
         (["--flight", str(foreign)], "it has no world and rank"),
@@ -290,3 +329,19 @@ def test_the_command_refuses_other_files(tmp_path):
         refused = CliRunner().invoke(app, ["doctor", *words], env={"COLUMNS": "300"})
         assert refused.exit_code == 2
         assert reason in " ".join(refused.output.split())
+
+
+def fails_while_it_is_made(_, folder):
+    """A rank that has no memory for its counters when its world is made."""
+    os.environ[flight.VARIABLE] = str(folder)
+    with (
+        mock.patch.object(Peers, "_control_segment", side_effect=MemoryError("no memory")),
+        pytest.raises(MemoryError),
+    ):
+        weft.init()
+
+
+def test_a_world_that_fails_while_it_is_made_writes_nothing(tmp_path, caplog):
+    on_ranks(fails_while_it_is_made, 1, tmp_path)
+    assert not [*tmp_path.iterdir()]
+    assert not caplog.text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from support.sysfs import recorded
 
@@ -198,3 +200,12 @@ def test_ranks_are_grouped_by_the_levels_known_of_all(machine):
         (0, 0, 0, 0, 1, 1, 1, 1),
         (0, 0, 0, 0, 1, 1, 1, 1),
     )
+
+
+def test_a_host_without_sysfs(tmp_path):
+    """As in some sandboxes: all hardware threads are alike, and may be divided."""
+    found = topology.read(tmp_path / "none")
+    assert {cpu for core in found.cores for cpu in core.cpus} == {*range(os.cpu_count() or 1)}
+    allowed = os.sched_getaffinity(0)
+    assert topology.threads_for(found, allowed, 2) >= 1
+    assert len(topology.assign(found, allowed, 2 * len(allowed))) == 2 * len(allowed)

@@ -38,6 +38,14 @@ class Difference(NamedTuple):
             found.setdefault((call.call, call.plan), []).append(rank)
         return dict(sorted(found.items(), key=lambda each: -len(each[1])))
 
+    @property
+    def mismatch(self) -> bool:
+        """Whether ranks have made different calls. Those that have ended it have made the same,
+        though each may name its own number of rows.
+        """
+        ended = all(rank.calls[self.number].ended for rank in self.made)
+        return len(self.by_call) > 1 and not ended
+
 
 def difference(world: Recording) -> Difference:
     """The first difference between the ranks of a world."""
@@ -47,18 +55,14 @@ def difference(world: Recording) -> Difference:
         made = [rank for rank in world.ranks if number in rank.calls]
         missing = [rank for rank in world.ranks if rank.last < number]
         found = Difference(number, made, missing)
-        if (
-            missing
-            or len(found.by_call) > 1
-            or any(rank.calls[number].ended is False for rank in made)
-        ):
+        if missing or found.mismatch or any(rank.calls[number].ended is False for rank in made):
             return found
     return Difference(0, [], [])
 
 
 def explanation(world: Recording, found: Difference) -> tuple[str, str]:
     """The likely cause of a failure, and advice."""
-    if len(found.by_call) > 1:
+    if found.mismatch:
         return _mismatch(found), (
             "compare what these ranks do before this call: a branch, a loop or a shape may depend "
             "on the rank, or on its data"
@@ -86,8 +90,10 @@ def explanation(world: Recording, found: Difference) -> tuple[str, str]:
 
 def _failure(rank: Rank, found: Difference) -> str:
     how = f"failed with {rank.error}" if rank.error else rank.lost.rstrip(",")
-    before = "in" if rank in found.made else "before"
-    return f"{_name(rank)} {how} {before} {_call(found)}"
+    when = "before"
+    if rank in found.made:
+        when = "after" if rank.calls[found.number].ended else "in"
+    return f"{_name(rank)} {how} {when} {_call(found)}"
 
 
 def _late(found: Difference) -> str:

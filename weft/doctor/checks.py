@@ -285,10 +285,11 @@ def _new_memory() -> str:
     """A sentence on the cost of writing to a large new tensor, whose memory the C library may take
     from earlier tensors or from the kernel.
     """
-    old = torch.empty(NEW, dtype=torch.uint8)
+    old = torch.empty(NEW, dtype=torch.uint8, device="cpu")
     again = 1e3 * min(repeat(lambda: old.fill_(1), number=1, repeat=4))
     new = 1e3 * min(
-        timeit(partial(torch.empty(NEW, dtype=torch.uint8).fill_, 1), number=1) for _ in range(4)
+        timeit(partial(torch.empty(NEW, dtype=torch.uint8, device="cpu").fill_, 1), number=1)
+        for _ in range(4)
     )
     text = (
         f"Filling a tensor of {NEW >> 20} MiB takes {new:.1f} ms if it is new, {again:.1f} ms if "
@@ -319,7 +320,10 @@ def _measurements() -> str:
 
 def _gflops(dtype: torch.dtype) -> float:
     """The rate of weft's product of square matrices, by the library that weft selects."""
-    a, out = torch.ones(PRODUCT, PRODUCT, dtype=dtype), torch.empty(PRODUCT, PRODUCT, dtype=dtype)
+    a, out = (
+        torch.ones(PRODUCT, PRODUCT, dtype=dtype, device="cpu"),
+        torch.empty(PRODUCT, PRODUCT, dtype=dtype, device="cpu"),
+    )
     seconds = min(repeat(partial(multiply, a, pack(a), out), number=1, repeat=3))
     return 2 * PRODUCT**3 / seconds / 1e9
 
@@ -329,7 +333,10 @@ def _links(world: World) -> dict[tuple[int, int], tuple[float, float]]:
     and ``recv``.
     """
     found = list[Link]()
-    small, large = torch.zeros(PING, dtype=torch.uint8), torch.zeros(BULK, dtype=torch.uint8)
+    small, large = (
+        torch.zeros(PING, dtype=torch.uint8, device="cpu"),
+        torch.zeros(BULK, dtype=torch.uint8, device="cpu"),
+    )
     for one, other in itertools.combinations(range(world.ranks), 2):
         barrier(world)
         if world.hosts[one] == world.hosts[other] or world.rank not in (one, other):

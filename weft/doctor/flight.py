@@ -52,8 +52,9 @@ def _table(world: Recording, found: Difference) -> Table:
     table = Table("call", "", "began", *(ranks_of(ranks) for ranks in columns.values()))
     for at, number in enumerate(numbers):
         made = _made(world, number)
-        calls = {call.call for call in made}
-        same = calls.pop() if len(calls) == 1 else "different calls" if calls else ""
+        same = made[0].call if made else ""
+        if _differ(made):
+            same = "different calls"
         began = moment(min(call.began for call in made))[11:] if made else ""
         style = "bold" if number == found.number else None
         table.add_row(
@@ -67,12 +68,17 @@ def _made(world: Recording, number: int) -> list[Call]:
     return [rank.calls[number] for rank in world.ranks if number in rank.calls]
 
 
+def _differ(made: Sequence[Call]) -> bool:
+    """Whether ranks have made different calls: then not all of them have ended theirs."""
+    return len({call.call for call in made}) > 1 and not all(call.ended for call in made)
+
+
 def _cell(world: Recording, found: Difference, rank: Rank, number: int) -> str:
     """The state of a rank's call; the call itself where ranks differ."""
     call, made = rank.calls.get(number), _made(world, number)
     if call is None:
         return "" if rank.last > number else "not made"
-    if len({each.call for each in made}) > 1:
+    if _differ(made):
         return call.call
     late = (call.began - min(each.began for each in made)) * 1e-9
     delay = f", began {late:.1f} s later" if late > _LATE else ""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from weft.world import flight
+from weft.world.wire import convert
 
 
 class Call(NamedTuple):
@@ -101,23 +102,43 @@ def _worlds(files: Iterable[Path]) -> Iterator[Recording]:
             raise ValueError(f"{file} is no file of the flight recorder: {error}") from None
     for name, records in by_world.items():
         first = next(iter(records.values()))
-        ranks = [_rank(number, records) for number in range(len(first["ranks"]))]
-        yield Recording(name, first["group"], ranks)
+        try:
+            several = range(len(convert(list[Any], first["ranks"])))
+            ranks = [_rank(number, records) for number in several]
+            if not any(rank.written for rank in ranks):
+                raise ValueError("no file is of one of its ranks")
+            yield Recording(name, convert(str, first["group"]), ranks)
+        except (LookupError, TypeError, ValueError) as error:
+            missing = "it has no " * isinstance(error, LookupError)
+            raise ValueError(
+                f"the files of world {name} have another form than those of this version's flight "
+                f"recorder: {missing}{error}"
+            ) from None
 
 
 def _rank(number: int, records: Mapping[int, Any]) -> Rank:
     """A rank by the `records` of all ranks that have written a file."""
     own = records.get(number)
     views = [record["ranks"][number] for record in ([own] if own else records.values())]
-    calls = [Call(**call) for view in views for call in view["calls"]]
+    calls = [_call(call) for view in views for call in view["calls"]]
     lost = (record["lost"] for record in records.values() if record["lost"])
     return Rank(
         number,
-        views[0]["global_rank"],
-        views[0]["pid"],
-        own["host"] if own else "",
+        convert(int, views[0]["global_rank"]),
+        convert(int, views[0]["pid"]),
+        convert(str, own["host"]) if own else "",
         {call.number: call for call in sorted(calls, key=lambda call: call.ended is True)},
-        own["error"] if own else "",
-        own["written"] if own else 0,
-        next((each["how"] for each in lost if each["rank"] == number), ""),
+        convert(str, own["error"]) if own else "",
+        convert(int, own["written"]) if own else 0,
+        next((convert(str, each["how"]) for each in lost if each["rank"] == number), ""),
+    )
+
+
+def _call(record: Mapping[str, Any]) -> Call:
+    return Call(
+        convert(int, record["number"]),
+        convert(str, record["call"]),
+        convert(str, record["plan"]),
+        convert(int, record["began"]),
+        None if record["ended"] is None else convert(bool, record["ended"]),
     )

@@ -143,6 +143,8 @@ def _calls(world: Peers, rank: int) -> Iterator[dict[str, Any]]:
     """The latest calls of a rank, the earliest first. Whether those of a rank on another host have
     ended is unknown.
     """
+    if "executor" not in vars(world):  # it fails while it is made
+        return
     here = world.same_host(rank)
     made = world.executor.made_calls(rank)
     for number, began, ended, text in made[0 if rank == world.rank else -_PEER_CALLS :]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -33,7 +34,7 @@ class Lanes:
         with self._submitting:
             if lane not in self._lanes:
                 queue: SimpleQueue[Job | None] = SimpleQueue()
-                self._lanes[lane] = started(self._run, queue), queue
+                self._lanes[lane] = started(self._fail, self._run, queue), queue
             jobs = self._lanes[lane][1]
             jobs.put(job)
             if self._ended:
@@ -85,15 +86,21 @@ class Lanes:
             del job  # and all that it retains
 
 
-def started(target: Callable[..., None], *arguments: object) -> threading.Thread:
+def started(
+    fail: Callable[[BaseException], object], target: Callable[..., None], *arguments: object
+) -> threading.Thread:
     """A thread that does not interrupt threads that compute: where all cores are busy it waits some
-    milliseconds to be scheduled.
+    milliseconds to be scheduled. `fail` is called with an error that would end it.
     """
 
     def run() -> None:
-        if os.sched_getscheduler(0) == os.SCHED_OTHER:  # a policy that the user chose stays
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-        target(*arguments)
+        try:
+            with contextlib.suppress(OSError):  # a sandbox may refuse it: then it may interrupt
+                if os.sched_getscheduler(0) == os.SCHED_OTHER:  # a policy that the user chose stays
+                    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            target(*arguments)
+        except BaseException as error:
+            fail(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()

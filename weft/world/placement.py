@@ -63,7 +63,8 @@ def bind(rank: int, ranks: int, threads: int) -> None:
 def bind_threads(cores: Iterable[int]) -> None:
     """Bind every thread of this process to these cores."""
     for thread in map(int, os.listdir("/proc/self/task")):
-        with contextlib.suppress(ProcessLookupError):  # it has ended
+        # it has ended, or a sandbox refuses
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.sched_setaffinity(thread, cores)
 
 

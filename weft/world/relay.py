@@ -145,8 +145,14 @@ class Relay:
         # All live until the world is closed, at the latest when the interpreter ends.
         self.executor, self.fail = executor, fail
         self.remote.serve(mesh)
-        self.receivers = [started(self._receive_rows, peer) for peer in self.peers]
-        self.forwarders = [started(self._forward_control), started(self._announce_calls)]
+
+        def failed(error: BaseException) -> None:
+            fail(error, self.rank)
+
+        self.receivers = [started(failed, self._receive_rows, peer) for peer in self.peers]
+        self.forwarders = [
+            started(failed, each) for each in (self._forward_control, self._announce_calls)
+        ]
 
     def begin(
         self,

@@ -379,7 +379,7 @@ class GroupRendezvous:
         group, rank, infos = self.group, self.rank, [own] * self.ranks
         deadline, in_flight = time.monotonic() + timeout, self._send(_announcement(own))
         for peer in self.peers:
-            theirs = torch.empty(_MESSAGE_BYTES, dtype=torch.uint8)
+            theirs = torch.empty(_MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
             try:
                 group.recv([theirs], peer, _TAG).wait(time_left(deadline))
             except RuntimeError as error:
@@ -404,7 +404,7 @@ class GroupRendezvous:
     def _send(self, announcement: bytes) -> list[dist.Work]:
         """Begin to send all peers a message."""
         in_flight = list[dist.Work]()
-        message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+        message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
         message[: len(announcement)] = torch.frombuffer(bytearray(announcement), dtype=torch.uint8)
         for peer in self.peers:
             with contextlib.suppress(RuntimeError):  # receiving from it raises the same
@@ -427,6 +427,9 @@ class StoreRendezvous:
         number = self._publish(_announcement(own))
         deadline, infos = time.monotonic() + timeout, list[Info]()
         for peer in range(self.ranks):
+            if peer == self.rank:
+                infos.append(own)
+                continue
             key = f"{number} {peer}"
             try:
                 self.store.wait([key], time_left(deadline))

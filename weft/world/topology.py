@@ -4,6 +4,7 @@ functions.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, takewhile
@@ -61,7 +62,8 @@ def listed(cpus: Iterable[int]) -> str:
 def read(sysfs: Path = Path("/sys"), groups: str = "") -> Topology:
     """The topology of the host with this `sysfs`; `groups` is the text of ``/proc/self/cgroup``."""
     devices = sysfs / "devices/system"
-    online = numbers(read_text(devices / "cpu/online"))
+    # without sysfs, as in some sandboxes, all are alike
+    online = numbers(read_text(devices / "cpu/online")) or frozenset(range(os.cpu_count() or 1))
     node_of, memory_nodes = dict.fromkeys(online, 0), []
     for node in sorted(numbers(read_text(devices / "node/online", "0"))):
         cpus = numbers(read_text(devices / f"node/node{node}/cpulist")) & online
