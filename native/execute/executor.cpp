@@ -174,9 +174,9 @@ void Executor::unreadable(Execution& execution, size_t lane, int at, int peer, i
 
 // Record the reason why a peer is lost, which this rank may learn only after a moment.
 void Executor::lost(Execution& execution, size_t lane, int at, int peer) {
-  const int64_t deadline = now() + execution.timeout;
+  Deadline deadline(execution.timeout);
   WaitStatus status = early_end(execution);
-  while (status == WaitStatus::timeout && now() < deadline) {
+  while (status == WaitStatus::timeout && !deadline.passed()) {
     std::this_thread::sleep_for(std::chrono::microseconds(50));
     status = peer != rank_ && mesh_->left(peer) && !mesh_->failed() ? WaitStatus::left
                                                                     : early_end(execution);
@@ -227,14 +227,14 @@ bool Executor::wait(Execution& execution, size_t lane, int at, const Instruction
   // the products of this rank use the core that its lanes need
   const bool own_products = LaneThread::current() && source == rank_;
   const Yields yields = own_products ? kNoYield : yields_after(spins_);
-  const int64_t deadline = now() + execution.timeout;
+  Deadline deadline(execution.timeout);
   bool arrived = wait_until(*instruction.counter, Compare::greater_equal, expected, 0, deadline,
                             interrupted, gone, yields);
   // X3: by H1 a signal of a peer that has not started this call belongs to another call, made in
   // place of an earlier one of this rank. The peer detects that the calls differ.
   while (arrived && first && instruction.count && within_host &&
          !calls.started(source, execution.call)) {
-    arrived = !interrupted() && !gone() && now() < deadline;
+    arrived = !interrupted() && !gone() && !deadline.passed();
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
   if (arrived && first) {  // X3, by the headers
@@ -255,7 +255,7 @@ bool Executor::wait(Execution& execution, size_t lane, int at, const Instruction
 
 WaitStatus Executor::wait_under_way(uint64_t call, const std::vector<int>& ranks,
                                     int64_t nanoseconds) {
-  const int64_t deadline = now() + nanoseconds;
+  Deadline deadline(nanoseconds);
   for (int rank : ranks) {
     const auto failed = [&] { return mesh_->failed(); };
     const auto left = [&] { return rank != rank_ && mesh_->left(rank); };

@@ -37,6 +37,26 @@ inline uint64_t cycles() {
 #endif
 }
 
+// The end of a time limit, which counts only time in which this process runs: whoever waits looks
+// at it many times a second, so after a longer gap the process was stopped, as whole jobs are by
+// schedulers and containers, and its peers with it.
+class Deadline {
+ public:
+  explicit Deadline(int64_t nanoseconds) : looked_(now()), end_(looked_ + nanoseconds) {}
+  // Nanoseconds that are left.
+  int64_t left() {
+    const int64_t time = now();
+    if (time - looked_ > kStopped) end_ += time - looked_;
+    looked_ = time;
+    return end_ - time;
+  }
+  bool passed() { return left() <= 0; }
+
+ private:
+  static constexpr int64_t kStopped = 1'000'000'000;
+  int64_t looked_, end_;
+};
+
 constexpr double kLongestWait = 1e6;  // seconds; longer time limits are shortened to this
 inline int64_t nanoseconds(double seconds) {
   return static_cast<int64_t>((seconds < kLongestWait ? seconds : kLongestWait) * 1e9);

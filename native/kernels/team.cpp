@@ -70,7 +70,9 @@ size_t team_size() {
 
 void set_team_size(size_t threads) { fixed_size = threads; }
 
-void allow_teams(bool allowed) { teams_allowed.store(allowed, std::memory_order_relaxed); }
+bool allow_teams(bool allowed) {
+  return teams_allowed.exchange(allowed, std::memory_order_relaxed);
+}
 
 void run_team(size_t parts, void (*run)(const void* work, size_t part, size_t parts),
               const void* work) {

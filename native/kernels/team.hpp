@@ -19,9 +19,9 @@ size_t team_size();
 // Fix the number for the calling thread, for instance for a lane that runs concurrently with the
 // caller; 0 ends that.
 void set_team_size(size_t threads);
-// Whether threads without a fixed number use teams at all. They do not where other threads need the
-// cores, since a team waits for its slowest thread.
-void allow_teams(bool allowed);
+// Set whether threads without a fixed number use teams at all, and return whether they did. They do
+// not where other threads need the cores, since a team waits for its slowest thread.
+bool allow_teams(bool allowed);
 
 // Call `run` with `work` and the number of a part, for each of `parts` parts on its own thread, and
 // return when all have returned. There may be fewer parts than requested.

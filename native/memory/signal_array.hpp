@@ -55,7 +55,7 @@ class SignalArray {
   // `interrupted` is called from time to time.
   Outcome wait(Selection selection, Compare compare, uint64_t expected, int64_t timeout,
                const std::function<bool()>& interrupted) {
-    int64_t deadline = now() + timeout;
+    Deadline deadline(timeout);
     WaitStatus status = WaitStatus::timeout;
     auto is = [&](bool condition, WaitStatus found) { return condition && (status = found, true); };
     auto ended = [&] {
@@ -71,7 +71,7 @@ class SignalArray {
       size_t i = selection.count > 1 ? unsatisfied(selection, compare, expected) : selection.count;
       if (i == selection.count) return {WaitStatus::none, 0, 0};
       // counters that satisfy the comparison only for a moment must not keep this loop running
-      if (now() > deadline || ended()) return stopped(i);
+      if (deadline.passed() || ended()) return stopped(i);
       if (gone() && (i = unsatisfied(selection, compare, expected)) < selection.count)
         return stopped(i);
     }

@@ -143,10 +143,10 @@ inline bool spin(const Counter& counter, Compare compare, uint64_t expected, int
 // `interrupted()` returned true or the deadline passed first, or if `gone()` returned true: the
 // writer has left (S3).
 template <class Interrupted, class Gone>
-bool wait_until(Counter& counter, Compare compare, uint64_t expected, int spins, int64_t deadline,
+bool wait_until(Counter& counter, Compare compare, uint64_t expected, int spins, Deadline& deadline,
                 Interrupted&& interrupted, Gone&& gone, Yields yields) {
   if (spin(counter, compare, expected, spins)) return true;
-  for (int i = 0; i < kYields && now() < deadline && yield(yields); ++i)
+  for (int i = 0; i < kYields && !deadline.passed() && yield(yields); ++i)
     if (holds(compare, counter.value.load(std::memory_order_acquire), expected)) return true;
   Sleeper sleeper(counter);
   while (true) {
@@ -155,14 +155,14 @@ bool wait_until(Counter& counter, Compare compare, uint64_t expected, int spins,
     if (interrupted()) return false;
     if (gone())  // S3
       return holds(compare, counter.value.load(std::memory_order_seq_cst), expected);
-    int64_t left = deadline - now();
+    const int64_t left = deadline.left();
     if (left <= 0) return false;
     sleep_on(counter, seen, left < kSlice ? left : kSlice);
   }
 }
 
 template <class Interrupted, class Gone = bool (*)()>
-bool wait_until(Counter& counter, Compare compare, uint64_t expected, int spins, int64_t deadline,
+bool wait_until(Counter& counter, Compare compare, uint64_t expected, int spins, Deadline& deadline,
                 Interrupted&& interrupted, Gone&& gone = never) {
   return wait_until(counter, compare, expected, spins, deadline, interrupted, gone,
                     yields_after(spins));

@@ -54,7 +54,7 @@ class Transfers {
   uint64_t submit(StridedCopy copy, const Interrupted& interrupted) {
     std::lock_guard lock(submitting_);
     uint64_t number = submitted_->value.load(std::memory_order_relaxed) + 1;
-    if (number > kOutstanding && !wait(number - kOutstanding, kForever, interrupted))
+    if (number > kOutstanding && !wait(number - kOutstanding, Deadline(kForever), interrupted))
       return 0;  // Q2
     if (!thread_.joinable()) thread_ = std::thread(&Transfers::work, this);
     slot(number).copy = std::move(copy);
@@ -67,18 +67,20 @@ class Transfers {
     return slot(number).done.value.load(std::memory_order_acquire) >= number;
   }
   // Wait until they are done; false at the deadline or if interrupted.
-  bool wait(uint64_t number, int64_t deadline, const Interrupted& interrupted) {
+  bool wait(uint64_t number, Deadline deadline, const Interrupted& interrupted) {
     return wait_until(slot(number).done, Compare::greater_equal, number, spins_, deadline,
                       interrupted);
   }
   // Whether this copy was not executed because a peer had failed.
   bool refused(uint64_t number) const { return number >= refused_.load(std::memory_order_acquire); }
   // Wait until all submitted copies are done.
-  void finish() { wait(submitted_->value.load(std::memory_order_acquire), kForever, never); }
+  void finish() {
+    wait(submitted_->value.load(std::memory_order_acquire), Deadline(kForever), never);
+  }
 
  private:
   static constexpr uint64_t kNever = std::numeric_limits<uint64_t>::max();
-  static constexpr int64_t kForever = std::numeric_limits<int64_t>::max();
+  static constexpr int64_t kForever = std::numeric_limits<int64_t>::max() / 2;  // nanoseconds
   // The thread spins for a microsecond or two before it sleeps; longer would occupy a core that the
   // caller may need.
   static constexpr int kLaneSpins = 50;
@@ -92,8 +94,9 @@ class Transfers {
     set_team_size(comm_threads_);
     for (uint64_t number = 1;; ++number) {
       auto stopping = [&] { return stopping_.load(); };
+      Deadline never_ends(kForever);
       if (!wait_until(*submitted_, Compare::greater_equal, number, std::min(spins_, kLaneSpins),
-                      kForever, stopping))
+                      never_ends, stopping))
         return;
       Slot& next = slot(number);
       if (!execute(*next.copy) && refused_.load() == kNever)

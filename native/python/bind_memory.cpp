@@ -12,6 +12,11 @@ using namespace nanobind::literals;
 namespace weft {
 
 void bind_memory(nb::module_& m) {
+  nb::class_<Deadline>(m, "Deadline")
+      .def("__init__",
+           [](Deadline* self, double seconds) { new (self) Deadline(nanoseconds(seconds)); })
+      .def_prop_ro("left", [](Deadline& self) { return 1e-9 * self.left(); })
+      .def_prop_ro("passed", &Deadline::passed);
   m.def(
       "segment_containing",
       [](uintptr_t address) {
@@ -117,7 +122,8 @@ void bind_memory(nb::module_& m) {
             [&] { return unlocked([&] { return open.transfers.copy(found->second); }); });
       },
       "put"_a, "remote"_a.none(), "local"_a.none(), "peer"_a);
-  m.def("one_sided", &one_sided, "put"_a, "remote"_a.none(), "local"_a.none(), "peer"_a);
+  m.def("one_sided", &one_sided, "put"_a, "remote"_a.none(), "local"_a.none(), "peer"_a,
+        "checked"_a = false);
 
   nb::class_<PyTransfers>(m, "Transfers")
       .def(nb::init<std::shared_ptr<Mesh>, int, size_t, uint64_t>())
@@ -145,7 +151,7 @@ void bind_memory(nb::module_& m) {
            })
       .def("wait",
            [](PyTransfers& self, uint64_t number, double timeout) {
-             const int64_t deadline = now() + nanoseconds(timeout);
+             const Deadline deadline(nanoseconds(timeout));
              const bool done =
                  in_range([] { return "wait"; },
                           [&] {

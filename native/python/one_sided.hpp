@@ -13,15 +13,18 @@
 
 #include "memory/segment.hpp"
 #include "memory/transfers.hpp"
+#include "python/modes.hpp"
 #include "python/tensor_view.hpp"
 
 namespace weft {
 
 // The number of the world to whose symmetric memory `remote` belongs, and a copy between a peer's
-// counterpart of it and `local`; none if one of the tensors is not suitable, and the caller reports
-// the reason.
+// counterpart of it and `local`; none if one of the tensors is not suitable, or has yet to be
+// `checked` in the modes of this thread, and the caller reports the reason.
 inline std::optional<std::pair<uint64_t, StridedCopy>> one_sided(bool put, nb::handle remote,
-                                                                 nb::handle local, int peer) {
+                                                                 nb::handle local, int peer,
+                                                                 bool checked = false) {
+  if (!checked && checked_modes()) return {};
   View there, here;
   if (!there.read_plain(remote) || !here.read_plain(local) || there.dtype != here.dtype ||
       !there.same_shape(here))

@@ -473,8 +473,8 @@ void test_increments_before_leaving_count() {
   auto never = [] { return false; };
   auto raise_and_leave = [&] { return add(counter, 1), true; };
   auto wait_for = [&](uint64_t value) {
-    return wait_until(counter, Compare::greater_equal, value, 0, now() + kTimeout, never,
-                      raise_and_leave);
+    Deadline deadline(kTimeout);
+    return wait_until(counter, Compare::greater_equal, value, 0, deadline, never, raise_and_leave);
   };
   CHECK(wait_for(1));
   CHECK(!wait_for(3));
@@ -549,7 +549,7 @@ void test_transfers() {
       for (uint64_t x : chain) CHECK(x == 42);
     });
   for (auto& thread : threads) thread.join();
-  CHECK(!transfers.wait(chains.size() * n + 1, now() + 1'000'000, [] { return false; }));
+  CHECK(!transfers.wait(chains.size() * n + 1, Deadline(1'000'000), [] { return false; }));
   host.meshes[1]->abort({"KeyError", 1, "gone"});
   while (!host.meshes[0]->failed()) weft::pause();
   uint64_t source = 1, target = 0;

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import islice
 from typing import NamedTuple
 
@@ -19,8 +20,14 @@ import weft
 LARGEST = 1 << 20  # bytes of a rank's tensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.uint8, torch.int64)
 FLOATS = DTYPES[:3]
-TABLE = ((torch.arange(4 * LARGEST) * 7) % 16).to(torch.uint8)
-"""The numbers of all tensors, from some position on: sums of them are exact in every dtype."""
+
+
+@cache
+def table() -> Tensor:
+    """The numbers of all tensors, from some position on: sums of them are exact in every dtype. Not
+    made at import: ranks are forked from a process that has started no threads.
+    """
+    return ((torch.arange(4 * LARGEST) * 7) % 16).to(torch.uint8)
 
 
 class Step(NamedTuple):
@@ -60,7 +67,7 @@ class Draw:
 def rows(start: int, dtype: torch.dtype, *shape: int) -> Tensor:
     """The numbers from a position on."""
     count = torch.Size(shape).numel()
-    return TABLE[start : start + count].to(dtype, copy=True).view(shape)
+    return table()[start : start + count].to(dtype, copy=True).view(shape)
 
 
 def shaped(draw: Draw, count: int) -> tuple[int, int]:

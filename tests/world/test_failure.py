@@ -418,3 +418,27 @@ def test_bad_arguments_leave_the_world_usable():
         12.0,
         12.0,
     ]
+
+
+def suspended(world):
+    """A scheduler stops all ranks for longer than their limit, while rank 0 waits for rank 1, and lets
+    them continue.
+    """
+    weft.all_reduce(torch.ones(3))
+    if world.rank == 0 and not os.fork():
+        time.sleep(0.2)
+        for stop in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in world.pids:
+                os.kill(pid, stop)
+            time.sleep(1.5)
+        os._exit(0)
+    if world.rank == 1:
+        time.sleep(0.6)  # of which nothing is left when it continues: rank 0 waits for all of it
+    weft.all_reduce(torch.ones(3), timeout=1.2)
+    if world.rank == 0:
+        os.wait()
+    return True
+
+
+def test_a_suspended_job_continues():
+    assert on_ranks(suspended, 2) == [True, True]

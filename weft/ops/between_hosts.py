@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import weft._native as _native
 from weft.engines.ranges import in_range
 from weft.errors import PeerTimeout
 from weft.world.memory import find
@@ -129,14 +130,14 @@ class _Call:
 
     def _answer(self) -> None:
         """Wait for the next answer."""
-        deadline = time.monotonic() + self._world.timeout
+        deadline = _native.Deadline(self._world.timeout)
         while True:
             try:
                 self._answers.get(timeout=_LOOK)
                 break
             except Empty:
                 self._check()
-            if time.monotonic() > deadline:
+            if deadline.passed:
                 raise self._world.fail(
                     PeerTimeout(
                         f"rank {self._world.rank} waited {self._world.timeout:g} s {self._doing}: "
@@ -168,7 +169,7 @@ def _failed(world: Peers) -> bool:
 
 def _elements(tensor: Tensor) -> Array:
     """The elements of a tensor, as bytes of their size; it keeps the memory."""
-    storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    storage = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
     item = tensor.itemsize
     return np.ndarray(
         tuple(tensor.shape),

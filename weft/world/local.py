@@ -60,7 +60,7 @@ class LocalWorld:
         self.threads = [ThreadPoolExecutor(1, f"rank {rank}") for rank in range(ranks)]
         self._timeout, self._backend = timeout, backend
         self._returned = set[int]()
-        self.before = torch.get_num_threads()
+        self.before = torch.get_num_threads(), _native.allow_teams(True)
         self.worlds = self._new_worlds()
         self.stream = [
             torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -157,7 +157,9 @@ class LocalWorld:
         self._close_worlds()
         for thread in self.threads:
             thread.shutdown()
-        torch.set_num_threads(self.before)
+        threads, teams = self.before
+        torch.set_num_threads(threads)
+        _native.allow_teams(teams)
 
     def _close_worlds(self) -> None:
         self._on_all(lambda rank: self.worlds[rank].close())

@@ -6,7 +6,6 @@ import errno
 import itertools
 import logging
 import os
-import time
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -343,7 +342,7 @@ def receive(
 
     `look` is called while nothing has arrived, and may raise an error.
     """
-    deadline = time.monotonic() + peers.timeout
+    deadline = _native.Deadline(peers.timeout)
     while True:
         try:
             return peers.mesh.receive(peer, 0.05)  # returns so that Python can handle signals
@@ -354,7 +353,7 @@ def receive(
             raise peers.failure(doing)
         if why == "left":
             raise peers.lost(peer, "closed its world", doing)
-        if time.monotonic() > deadline:
+        if deadline.passed:
             raise peers.timed_out(late, peer, "has not made the call")
 
 
