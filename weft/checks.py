@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import operator
 import os
+from collections.abc import Sequence
 from functools import cache
 from numbers import Real
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 PLAIN = (Tensor, torch.nn.Parameter)
+_TRACED = (*PLAIN, FakeTensor, FunctionalTensor)
+_TRACING = (FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode)
+_FUNCTIONALIZE = "torch.func.functionalize"
+"""The transform of which any operator of torch can be a part."""
 _REMEDIES = {
     "DTensor": "to_local()",
     "AsyncCollectiveTensor": "wait()",
@@ -25,15 +36,24 @@ def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_tensor(tensor: object, argument: str) -> None:
-    """Raise `TypeError` or `ValueError` unless `tensor` is plain: its memory holds its elements.
+def check_tensor(tensor: object, argument: str, traced: bool = False) -> None:
+    """Raise `TypeError` or `ValueError` unless `tensor` is plain: its memory holds its elements and
+    all that torch computes with.
 
     Subclasses other than `torch.nn.Parameter` are refused, even with plain memory, since they may
-    redefine their elements. Sparse and nested tensors are refused too, and conjugate and negative
-    views, which are computed only when they are read.
+    redefine their elements. Sparse and nested tensors are refused too, conjugate and negative
+    views, which are computed only when they are read, tensors that stand for others in a transform
+    of torch.func or have a tangent, and all tensors while torch traces operators. With `traced`,
+    for calls of operators of torch, they may be those of a trace.
     """
-    if type(tensor) not in PLAIN or not isinstance(tensor, Tensor):
+    kinds = _TRACED if traced and tracing_modes() else PLAIN
+    if not isinstance(tensor, Tensor) or type(tensor) not in kinds:
         raise TypeError(_of_another_type(tensor, argument))
+    _check_transforms(tensor, argument, traced)
+    if not traced:
+        check_untraced(argument)
+    elif type(tensor) in PLAIN:
+        _check_fake(argument)
     if tensor.is_nested:
         raise ValueError(
             f"{argument} is a nested tensor: pass {argument}.to_padded_tensor(0.0), or each "
@@ -46,6 +66,67 @@ def check_tensor(tensor: object, argument: str) -> None:
         raise ValueError(
             f"{argument} is a {view} view: pass {argument}.resolve_conj().resolve_neg()"
         )
+
+
+def check_untraced(subject: str) -> None:
+    """Raise `ValueError` if this thread traces operators of torch: the call of `subject`, an
+    argument or a function, is none of them.
+    """
+    for mode in tracing_modes():
+        raise ValueError(
+            f"{subject} must be used outside of {type(mode).__name__}, which traces operators of "
+            "torch: weft's fused operators and torch's functional collectives are some, this call "
+            "is none"
+        )
+
+
+def _check_fake(argument: str) -> None:
+    """Raise `ValueError` if a mode of this thread takes fake tensors only."""
+    for mode in tracing_modes():
+        if isinstance(mode, FakeTensorMode) and not mode.allow_non_fake_inputs:
+            raise ValueError(
+                f"{argument} is no fake tensor, and FakeTensorMode takes no others: pass "
+                f"mode.from_tensor({argument})"
+            )
+
+
+def _check_transforms(tensor: Tensor, argument: str, traced: bool) -> None:
+    """Raise `ValueError` for a tensor that stands for others, or has a tangent."""
+    found = transforms(tensor)
+    if refused := found - ({_FUNCTIONALIZE} if traced else set()):
+        raise ValueError(
+            f"{argument} is a tensor of {min(refused)}, of which this call cannot be a part: call "
+            "it outside, and pass plain tensors; gradients are those of backward()"
+        )
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise ValueError(
+            f"{argument} has a tangent, for a forward-mode gradient, which weft's calls have not: "
+            f"pass torch.autograd.forward_ad.unpack_dual({argument}).primal"
+        )
+
+
+def transforms(tensor: Tensor) -> set[str]:
+    """The transforms of torch.func in which a tensor stands for others."""
+    found = set[str]()
+    while _functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor):
+        if _functorch.is_batchedtensor(tensor):
+            found.add("torch.func.vmap")
+        elif not _functorch.is_gradtrackingtensor(tensor):
+            return found | {_FUNCTIONALIZE}
+        else:
+            level = _functorch.maybe_get_level(tensor)
+            stack = {each.level(): each.key() for each in _functorch.get_interpreter_stack() or ()}
+            forward = stack.get(level) == _functorch.TransformType.Jvp
+            found.add("torch.func.jvp" if forward else "a gradient of torch.func")
+        tensor = _functorch.get_unwrapped(tensor)
+    return found
+
+
+def tracing_modes() -> Sequence[TorchDispatchMode]:
+    """The modes of this thread that trace operators of torch in place of executing them."""
+    if not torch._C._len_torch_dispatch_stack():
+        return ()
+    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _TRACING)]
 
 
 def _of_another_type(value: object, argument: str) -> str:

@@ -12,6 +12,7 @@
 
 #include "memory/segment.hpp"
 #include "python/execute.hpp"
+#include "python/modes.hpp"
 #include "python/tensor_view.hpp"
 
 namespace weft {
@@ -112,7 +113,7 @@ class CallCache {
            nb::typed<nb::dict, nb::str, nb::any> tensors, nb::typed<nb::list, nb::any> results,
            nb::object prepare, std::shared_ptr<CallsLeft> left) {
     const Operands operands{a, out, weights, biases};
-    if (!read(function, operands)) return;
+    if (!read(function, operands, deterministic())) return;
     const uint64_t key = hashed(options);
     auto& bound = nb::cast<Binding&>(binding);
     CachedCall made{function, options, layouts_,        program, binding,
@@ -143,7 +144,8 @@ class CallCache {
   nb::object call(nb::handle function, nb::handle options, nb::handle a, nb::handle out,
                   nb::handle weights, nb::handle biases, double timeout) {
     const Operands operands{a, out, weights, biases};
-    if (!read(function, operands)) return nb::none();
+    const bool exact = deterministic();
+    if (checked_modes() || !read(function, operands, exact)) return nb::none();
     const auto found = calls_.find(hashed(options));
     if (found == calls_.end()) return nb::none();
     const std::shared_ptr<CachedCall> retained = found->second;  // C4
@@ -151,11 +153,12 @@ class CallCache {
     if (cached.layouts != layouts_ || !cached.options.equal(options)) return nb::none();  // C1
     nb::object made = nb::none();
     exclusively(executor_, cached.program, [&] {
-      if (!read(function, operands) || cached.layouts != layouts_) return;  // C5
+      if (!read(function, operands, exact) || cached.layouts != layouts_) return;  // C5
       cached.addresses = {a_.address, out_.address};
       if (!plain(cached, operands)) return;  // C3
-      if (cached.left && !cached.left->take()) return;
-      made = out.is_none() ? results(cached) : nb::borrow(out);
+      nb::object results = out.is_none() ? new_results(cached) : nb::borrow(out);
+      if (results.is_none() || (cached.left && !cached.left->take())) return;
+      made = std::move(results);
       for (const CachedCall::Placed& one : cached.placed)
         cached.bound.move(one.buffer, cached.addresses[one.operand] + one.offset);  // C2
       execute(executor_, cached.program, cached.bound, timeout,
@@ -177,9 +180,10 @@ class CallCache {
                            kSeparate = std::numeric_limits<int64_t>::min();
 
   // Write the key of a call without its options to `layouts_`; false if the operands must be
-  // checked.
-  bool read(nb::handle function, const Operands& operands) {
+  // checked. `exact`: whether algorithms are deterministic.
+  bool read(nb::handle function, const Operands& operands, bool exact) {
     layouts_.assign(1, reinterpret_cast<intptr_t>(function.ptr()));
+    layouts_.push_back(exact);
     a_ = out_ = {};
     if (operands.a.is_none()) return true;
     if (!add_layout(operands.a, a_)) return false;
@@ -306,8 +310,10 @@ class CallCache {
       throw nb::python_error();
   }
 
-  // New results of a call: one, or a list if there are several; true if there is none.
-  nb::object results(CachedCall& cached) {
+  // New results of a call: one, or a list if there are several; true if there is none. None if
+  // torch makes other tensors than plain ones here; to name the device would take longer than to
+  // look.
+  nb::object new_results(CachedCall& cached) {
     // takes half the time of `torch.empty`; not released, since Python ends before static objects
     static PyObject* const empty_strided =
         nb::object(nb::module_::import_("torch").attr("empty_strided")).release().ptr();
@@ -319,7 +325,7 @@ class CallCache {
       PyObject* arguments[] = {one.shape.ptr(), one.strides.ptr(), one.dtype.ptr()};
       made = nb::steal(PyObject_Vectorcall(empty_strided, arguments, 2, keywords));
       if (!made.is_valid()) throw nb::python_error();
-      view_.read(made);
+      if (!view_.read_plain(made)) return nb::none();  // of another default device, or of a mode
       cached.addresses.push_back(view_.address);
       if (several) nb::borrow<nb::list>(all).append(made);
     }

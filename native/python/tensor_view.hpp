@@ -52,8 +52,8 @@ class View {
   const int64_t *shape = nullptr, *strides = nullptr;
   size_t dimensions = 0;
 
-  // Read the properties of a tensor. False if it is not in this process's memory, or its elements
-  // do not consist of full bytes.
+  // Read the properties of a tensor. False if it is not in this process's memory, as a tensor that
+  // stands for others is not, or its elements do not consist of full bytes.
   bool read(nb::handle tensor) {
     if (exchange_) {
       if (exchange_->read(tensor.ptr(), &view_)) {
@@ -66,7 +66,8 @@ class View {
       item = bits / 8;
       complex = view_.dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Complex);
       shape = view_.shape, strides = view_.strides, dimensions = static_cast<size_t>(view_.ndim);
-      return view_.device.device_type == nb::device::cpu::value && bits % 8 == 0;
+      return view_.device.device_type == nb::device::cpu::value && bits % 8 == 0 &&
+             (address || !span());
     }
     try {
       if (!nb::cast<bool>(tensor.attr("is_cpu"))) return false;

@@ -306,19 +306,17 @@ def test_the_command_refuses_other_files(tmp_path):
     made = {"number": 1, "call": "x", "plan": "", "began": "soon", "ended": True}
     of_world = {"world": "w", "rank": 0, "group": "", "written": 1, "host": "", "error": ""}
     forms = {
-        "it has no 'ranks'": {},
-        "no file is of one of its ranks": {"ranks": []},
-        "it has no 'calls'": {"ranks": [view]},
-        "'soon' is not of type int": {"ranks": [view | {"calls": [made]}]},
+        "flight recorder: it has no 'ranks'": {},
+        "are of none of its ranks": {"ranks": []},
+        "flight recorder: it has no 'calls'": {"ranks": [view]},
+        "flight recorder: 'soon' is not of type int": {"ranks": [view | {"calls": [made]}]},
     }
     for at, (reason, part) in enumerate(forms.items()):
         file = tmp_path / f"form{at}-rank0.json"
         file.write_text(json.dumps(of_world | {"world": f"form{at}", "lost": None} | part))
         refused = CliRunner().invoke(app, ["doctor", "--flight", str(file)], env={"COLUMNS": "300"})
         assert refused.exit_code == 2
-        assert f"another form than those of this version's flight recorder: {reason}" in (
-            refused.output
-        )
+        assert reason in refused.output
         file.unlink()
     for words, reason in (
         (["--flight", str(wrong)], "is no file of the"),

@@ -30,7 +30,7 @@ def all_cores(world: World) -> Iterator[None]:
     placement.bind_threads(frozenset[int]().union(*world.cores))
     torch.set_num_threads(threads * world.ranks)
     # starts the threads before the timed calls
-    torch.zeros(threads * world.ranks << 15).add_(1)
+    torch.zeros(threads * world.ranks << 15, device="cpu").add_(1)
     try:
         yield
     finally:

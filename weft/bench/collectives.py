@@ -113,6 +113,7 @@ class Data:
                 limit + 1,
                 (count + RUNS,),
                 generator=torch.Generator().manual_seed(settings.seed * world.ranks + rank),
+                device="cpu",
             ).to(world.device, self.dtype)
             for rank in range(world.ranks)
         ]

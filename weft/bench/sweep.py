@@ -342,7 +342,7 @@ def row(
 
 def total(world: World, wrong: int) -> Check:
     """The check of all ranks with `wrong` elements on this one; collective."""
-    own = torch.tensor([wrong])
+    own = torch.tensor([wrong], device="cpu")
     every = of_threads(world, own) if in_threads(world) else sum_over_ranks(own)
     return Check(int(every.sum()))
 

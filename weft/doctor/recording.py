@@ -105,15 +105,16 @@ def _worlds(files: Iterable[Path]) -> Iterator[Recording]:
         try:
             several = range(len(convert(list[Any], first["ranks"])))
             ranks = [_rank(number, records) for number in several]
-            if not any(rank.written for rank in ranks):
-                raise ValueError("no file is of one of its ranks")
-            yield Recording(name, convert(str, first["group"]), ranks)
+            found = Recording(name, convert(str, first["group"]), ranks)
         except (LookupError, TypeError, ValueError) as error:
             missing = "it has no " * isinstance(error, LookupError)
             raise ValueError(
                 f"the files of world {name} have another form than those of this version's flight "
                 f"recorder: {missing}{error}"
             ) from None
+        if not any(rank.written for rank in ranks):
+            raise ValueError(f"the files of world {name} are of none of its ranks")
+        yield found
 
 
 def _rank(number: int, records: Mapping[int, Any]) -> Rank:

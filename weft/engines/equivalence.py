@@ -132,7 +132,9 @@ class Equivalence:
         )
 
     def matrix(self, rows: int) -> Tensor:
-        drawn = torch.randint(-LARGEST, LARGEST, (rows, COLUMNS), generator=self.numbers)
+        drawn = torch.randint(
+            -LARGEST, LARGEST, (rows, COLUMNS), generator=self.numbers, device="cpu"
+        )
         return drawn.double()
 
 

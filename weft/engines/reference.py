@@ -261,7 +261,10 @@ def _memory(calls: Sequence[Call]) -> list[list[Buffers]]:
         for like in of_ranks
     )
     pools = [
-        [torch.full((largest,), NAN, dtype=torch.uint8) for _ in range(1 + EAGER_SETS)]
+        [
+            torch.full((largest,), NAN, dtype=torch.uint8, device="cpu")
+            for _ in range(1 + EAGER_SETS)
+        ]
         for _ in ranks
     ]
     swaps = (False, True) if len(ranks) == 2 else (False,)
@@ -290,7 +293,7 @@ def _lay_out(plan: Plan, like: Buffers, rank: int, pools: dict[str, Tensor]) -> 
         if buffer.role in pools:
             piece, pools[buffer.role] = pools[buffer.role].tensor_split([size])
         else:
-            piece = torch.full((size,), NAN, dtype=torch.uint8)
+            piece = torch.full((size,), NAN, dtype=torch.uint8, device="cpu")
         buffers[name] = piece.view(like[name].dtype)[: math.prod(shape)].view(shape)
     return buffers
 
@@ -310,7 +313,7 @@ def _like(call: Call, rank: int) -> Buffers:
     moves = [(r, i) for r, i in call.plan.instructions() if isinstance(i, Move)]
     moves.sort(key=lambda move: move[0] == rank)
     like = _rowless(call.inputs[rank])
-    first = next(iter(like.values()), torch.empty(0, 1))
+    first = next(iter(like.values()), torch.empty(0, 1, device="cpu"))
     while new := [
         (r, i)
         for r, i in moves

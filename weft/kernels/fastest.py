@@ -92,12 +92,12 @@ def _measure(dtype: torch.dtype, out_dtype: torch.dtype) -> Table:
     at all larger ones.
     """
     widths = {width for cases in CASES.values() for width in cases.values()}
-    weights = {width: torch.randn(width, width).to(dtype) for width in widths}
+    weights = {width: torch.randn(width, width, device="cpu").to(dtype) for width in widths}
     forms: dict[tuple[str, int, str], Tensor] = {}
 
     def work(layout: str, rows: int, width: int, name: str) -> Callable[[], None]:
-        x = torch.randn(rows, width).to(dtype)
-        out, b = torch.empty(rows, width, dtype=out_dtype), weights[width]
+        x = torch.randn(rows, width, device="cpu").to(dtype)
+        out, b = torch.empty(rows, width, dtype=out_dtype, device="cpu"), weights[width]
         if layout == "columns":
             x = x.t().contiguous().t()
         if layout.endswith("transposed"):

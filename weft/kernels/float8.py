@@ -30,13 +30,13 @@ class ScaledWeight(PreparedWeight):
         if self.k and out.numel():
             # scaled afterwards: no slower, closer to the exact sums, and torch 2.9's takes no
             # scales of rows on a CPU
-            one = torch.ones((), device=x.device)
+            one = torch.ones((), dtype=torch.float32, device=x.device)
             product = torch._scaled_mm(
                 x[:, : self.k], self.plain, one, one, out_dtype=torch.float32
             )
             product.mul_(scales).mul_(self.scales)
         else:
-            product = torch.zeros(out.shape)
+            product = torch.zeros(out.shape, device=x.device, dtype=torch.float32)
         out.copy_(product if bias is None else product.add_(bias))
 
     def check(self, k: int) -> None:

@@ -60,7 +60,9 @@ def _mm_column(x: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, packed: b
 
 def _mm_float32(x: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, packed: bool) -> None:
     narrow = out.dtype != torch.float32
-    product = torch.mm(x.float(), b, out=None if narrow else out)
+    # with out=, which autocast leaves as it is
+    product = torch.empty(out.shape, dtype=torch.float32, device=out.device) if narrow else out
+    torch.mm(x.float(), b, out=product)
     if bias is not None:
         product.add_(bias)
     if narrow:

@@ -232,7 +232,7 @@ def largest(world: World, values: Sequence[float]) -> list[float]:
     """The largest value of any rank, by element; collective over the default process group, or of
     ranks that are threads, which have none, over their sockets.
     """
-    merged = torch.tensor(values, dtype=torch.float64)
+    merged = torch.tensor(values, dtype=torch.float64, device="cpu")
     if in_threads(world):
         return of_threads(world, merged).amax(0).tolist()
     if world.ranks > 1:
@@ -254,4 +254,6 @@ def of_threads(world: World, values: torch.Tensor) -> torch.Tensor:
     world.executor.begin(compiled, world.timeout)
     for peer, text, _ in exchange(world, compiled, call, json.dumps(rows[world.rank])):
         rows[peer] = json.loads(text)
-    return torch.tensor([rows[rank] for rank in range(world.ranks)], dtype=values.dtype)
+    return torch.tensor(
+        [rows[rank] for rank in range(world.ranks)], dtype=values.dtype, device="cpu"
+    )

@@ -129,7 +129,7 @@ def _prepare(workload: Workload, world: World) -> Call:
     plan = operator.plan(operator.request(workload, Variant(operator.baseline)))
     rows = bind(plan, workload.rows).buffers["a"].rows
     a, b = (
-        torch.randn(*shape).to(world.device, dtype)
+        torch.randn(*shape, device="cpu").to(world.device, dtype)
         for shape in ((rows[rank], workload.k), (workload.k, workload.n))
     )
     if workload.symmetric and operator.exchanges == "a":

@@ -85,7 +85,9 @@ class Problem:
         """A random matrix on the device, the same on every device and rank."""
         wide = torch.promote_types(dtype, torch.float32)
         generator = torch.Generator().manual_seed(seed)
-        return torch.randn(rows, columns, dtype=wide, generator=generator).to(self.device, dtype)
+        return torch.randn(rows, columns, dtype=wide, generator=generator, device="cpu").to(
+            self.device, dtype
+        )
 
     @staticmethod
     def adds_bias(rank: int) -> bool:

@@ -353,7 +353,9 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Gradients:
     if ctx.for_a:
         pairs = [(dy, b.t()) for dy, b in zip(dys, weights, strict=False) if dy is not None]
         if len(dys) > ctx.weights and dys[-1] is not None:  # the gradient of the gathered a itself
-            pairs.append((dys[-1], torch.eye(dys[-1].shape[-1], dtype=ctx.dtype)))
+            pairs.append(
+                (dys[-1], torch.eye(dys[-1].shape[-1], dtype=ctx.dtype, device=dys[-1].device))
+            )
         dy, b = (
             (torch.cat([pair[0] for pair in pairs], -1), torch.cat([pair[1] for pair in pairs]))
             if len(pairs) > 1

@@ -149,7 +149,7 @@ def _exchange_splits(
     """The number of rows that every rank sends to every rank; collective. A difference between
     sender and receiver raises `ValueError` on all ranks.
     """
-    own = torch.tensor([ins, outs]).view(1, -1)
+    own = torch.tensor([ins, outs], device="cpu").view(1, -1)
     every = collective.run(_check_sizes, own, None, (), world, None)
     sizes = every.view(world.ranks, 2, world.ranks)
     sent, expected = sizes[:, 0], sizes[:, 1].t()

@@ -24,18 +24,18 @@ FACTORS = (*DTYPES, *FLOAT8)
 """The dtypes of factors of products."""
 
 
-def check_place(tensor: Tensor, argument: str, world: World) -> None:
+def check_place(tensor: Tensor, argument: str, world: World, traced: bool = False) -> None:
     """Raise an error unless `tensor` is a plain tensor on the world's device, and outside another
     world's symmetric memory.
     """
-    checks.check_tensor(tensor, argument)
+    checks.check_tensor(tensor, argument, traced)
     if tensor.device != world.device:
         remedy = "one with data" if tensor.is_meta else f"{argument}.to({str(world.device)!r})"
         raise ValueError(
             f"{argument} is on {tensor.device}; this world's ranks work on {world.device}: pass "
             f"{remedy}"
         )
-    segment = memory.find(tensor)
+    segment = None if traced else memory.find(tensor)
     if segment is not None and segment.world != world.number:
         raise ValueError(
             f"{argument} is symmetric in another world; pass a plain tensor or one made by this "
@@ -44,10 +44,14 @@ def check_place(tensor: Tensor, argument: str, world: World) -> None:
 
 
 def check_input(
-    tensor: Tensor, argument: str, world: World, dtypes: Sequence[torch.dtype] = DTYPES
+    tensor: Tensor,
+    argument: str,
+    world: World,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    traced: bool = False,
 ) -> None:
     """Raise an error unless `tensor` passes `check_place` and has a supported dtype."""
-    check_place(tensor, argument, world)
+    check_place(tensor, argument, world, traced)
     if tensor.dtype not in dtypes:
         if len(dtypes) == 1:
             raise TypeError(f"{argument} must have dtype {name(*dtypes)}; got {name(tensor.dtype)}")
@@ -261,7 +265,9 @@ def _read(operand: Weight | None) -> Sequence[Tensor]:
 
 def recorded(tensors: Sequence[object]) -> bool:
     """Whether a call is to be traced by torch, for gradients or by the compiler."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or checks.tracing_modes():
+        return True
+    if any(isinstance(tensor, Tensor) and checks.transforms(tensor) for tensor in tensors):
         return True
     return torch.is_grad_enabled() and any(
         isinstance(tensor, (Tensor, PreparedWeight)) and tensor.requires_grad for tensor in tensors
@@ -286,13 +292,13 @@ def check_recorded(
             checks.integers(options.shard_rows, "shard_rows")
         if options.out_dtype is not None:
             checks.check_dtype(options.out_dtype, "out_dtype")
-        check_input(a, "a", world, FACTORS)
+        check_input(a, "a", world, FACTORS, traced=True)
         for b in weights:
             if not isinstance(b, PreparedWeight):
-                check_input(b, "b", world, FACTORS)
+                check_input(b, "b", world, FACTORS, traced=True)
         for bias in biases:
             if bias is not None:
-                check_input(bias, "bias", world)
+                check_input(bias, "bias", world, traced=True)
     if out is not None:
         if torch.compiler.is_compiling():
             raise ValueError("out= cannot be recorded under torch.compile: leave it out")

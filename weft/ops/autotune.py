@@ -68,12 +68,14 @@ _ALGORITHMS = sorted({name for operator in OPERATORS.values() for name in operat
 
 class Class(NamedTuple):
     """The key of calls that share a selection: the part of the workload that is equal on all ranks,
-    with the rows of its size class, the caller's `chunk_rows`, and the emulated link.
+    with the rows of its size class, the caller's `chunk_rows`, the emulated link, and whether torch
+    is to use deterministic algorithms.
     """
 
     workload: Workload
     chunk_rows: int | None
     link: tuple[float, float] | None
+    deterministic: bool
 
 
 def select(call: Call) -> Selection:
@@ -138,7 +140,12 @@ def _class_of(call: Call) -> Class | None:
         return None
     chunk_rows = call.options.chunk_rows
     rows = size_class(rows) if chunk_rows is None else rows
-    return Class(call.shared._replace(rows=(rows,) * ranks), chunk_rows, call.world.emulated_link)
+    return Class(
+        call.shared._replace(rows=(rows,) * ranks),
+        chunk_rows,
+        call.world.emulated_link,
+        torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 def _candidates(call: Call) -> list[Selection]:
@@ -285,12 +292,14 @@ def _agreed(call: Call, key: Class) -> list[Selection]:
     """
     world = call.world
     own = _candidates(call) if world.rank == 0 else []
-    numbers = torch.zeros(4 * _CANDIDATES, 1, dtype=torch.int64)
+    numbers = torch.zeros(4 * _CANDIDATES, 1, dtype=torch.int64, device="cpu")
     for at, each in enumerate(own):
         algorithm, pieces, order, _ = each.variant
         encoded = _ALGORITHMS.index(algorithm), pieces, ORDERS.index(order)
-        numbers[4 * at : 4 * at + 3, 0] = torch.tensor(encoded)
-        numbers[4 * at + 3] = torch.tensor(each.record, dtype=torch.float64).view(torch.int64)
+        numbers[4 * at : 4 * at + 3, 0] = torch.tensor(encoded, device="cpu")
+        numbers[4 * at + 3] = torch.tensor(each.record, dtype=torch.float64, device="cpu").view(
+            torch.int64
+        )
     name = f"{call.description}\n{key}"
     agreement.from_rank_0(world, name, numbers, call.options.timeout)
     return own or [
@@ -306,7 +315,7 @@ def _agreed(call: Call, key: Class) -> list[Selection]:
 
 def _exchanged(call: Call, trial: Trial) -> Tensor:
     """The times that all ranks measured in a round, a row for each rank."""
-    own = torch.tensor(trial.calls)
+    own = torch.tensor(trial.calls, device="cpu")
     name = f"{call.description}\n{trial.key} took {own.numel()}"
     operator, timeout = call.operator.name, call.options.timeout
     return agreement.of_all_ranks(call.world, operator, name, own, timeout)

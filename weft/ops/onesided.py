@@ -405,6 +405,7 @@ def _prepared(
     own = None if found is None else by_number(found[0])
     if found is None or own is None or (world is not None and world is not own):
         own = _checked(remote, local, rank, world, put)
+        found = _native.one_sided(put, remote, local, rank, checked=True)
     if own.closed is not None:
         own.check()
     _check_algorithm(algorithm, comm_sms, own)

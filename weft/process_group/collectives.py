@@ -326,7 +326,7 @@ def _combined(rows: Tensor, kind: str) -> Tensor:
 def _defined(kind: str, dtype: torch.dtype) -> bool:
     """Whether `_combined` supports a reduction of this dtype."""
     try:
-        _combined(torch.zeros(2, 1, dtype=dtype), kind)
+        _combined(torch.zeros(2, 1, dtype=dtype, device="cpu"), kind)
     except RuntimeError:
         return False
     return True

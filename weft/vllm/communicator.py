@@ -179,7 +179,7 @@ class Communicator(CpuCommunicator):  # type: ignore[misc]
             for key, tensor in tensor_dict.items()
         ]
         header = torch.frombuffer(bytearray(json.dumps(described).encode()), dtype=torch.uint8)
-        sent = [torch.tensor([len(header)]), header, *tensor_dict.values()]
+        sent = [torch.tensor([len(header)], device="cpu"), header, *tensor_dict.values()]
         works = [self.group.send([tensor], dst) for tensor in sent if tensor.numel()]
         for work in works:
             work.wait()
@@ -189,7 +189,7 @@ class Communicator(CpuCommunicator):  # type: ignore[misc]
         (length,) = self.recv(torch.Size([1]), torch.int64, src).tolist()
         header = self.recv(torch.Size([length]), torch.uint8, src)
         tensors = {
-            key: torch.empty(shape, dtype=getattr(torch, dtype))
+            key: torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
             for key, dtype, shape in json.loads(bytes(header.tolist()))
         }
         works = [self.group.recv([part], src) for part in tensors.values() if part.numel()]

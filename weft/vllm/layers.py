@@ -140,12 +140,12 @@ def _reason(layer: nn.Module) -> str:
 @cache
 def _link_ms(communicator: Communicator) -> float:
     """The median milliseconds of an all-reduce of 1 MiB, of the slowest rank; collective."""
-    tensor, times = torch.zeros(1 << 18), []
+    tensor, times = torch.zeros(1 << 18, device="cpu"), []
     for _ in range(_PROBES):
         start = time.perf_counter()
         communicator.all_reduce(tensor)
         times.append(1e3 * (time.perf_counter() - start))
-    return communicator.all_gather(torch.tensor([median(times)]), 0).max().item()
+    return communicator.all_gather(torch.tensor([median(times)], device="cpu"), 0).max().item()
 
 
 def explain(model: nn.Module) -> str:

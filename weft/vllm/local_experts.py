@@ -48,4 +48,6 @@ def local_sums(
     )
     counts = here.sum(1)
     starts = counts.cumsum(0) - counts
-    output.copy_(functional.embedding_bag(torch.arange(len(rows)), rows, starts, mode="sum"))
+    output.copy_(
+        functional.embedding_bag(torch.arange(len(rows), device="cpu"), rows, starts, mode="sum")
+    )

@@ -80,7 +80,7 @@ class Int8Rows(Rows):
         sent = rows.view(torch.int8)
         quantised, scales = sent.split([self.columns, _SCALE_BYTES], dim=1)
         *_, adjustment = self.kernel._get_layer_params(self.layer)
-        product = torch.empty(out.shape, dtype=self.dtype)
+        product = torch.empty(out.shape, dtype=self.dtype, device="cpu")
         vllm_operators.onednn_scaled_mm(
             self.kernel.dnnl_handler,
             quantised.contiguous(),

@@ -39,9 +39,11 @@ def all_gather_values(
     type `kind`.
     """
     message = torch.frombuffer(bytearray(encode(own)), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([len(message)]), group=group)
-    parts = [torch.zeros(int(max(sizes)), dtype=torch.uint8) for _ in sizes]
+    sizes = [
+        torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(dist.get_world_size(group))
+    ]
+    dist.all_gather(sizes, torch.tensor([len(message)], device="cpu"), group=group)
+    parts = [torch.zeros(int(max(sizes)), dtype=torch.uint8, device="cpu") for _ in sizes]
     parts[dist.get_rank(group)][: len(message)] = message
     dist.all_gather(parts, parts[dist.get_rank(group)].clone(), group=group)
     return [

@@ -19,7 +19,14 @@ from torch.distributed.distributed_c10d import Store
 
 import weft._native as _native
 import weft.log
-from weft.checks import check_dtype, check_number, check_rank, check_tensor, limited
+from weft.checks import (
+    check_dtype,
+    check_number,
+    check_rank,
+    check_tensor,
+    check_untraced,
+    limited,
+)
 from weft.errors import WeftError
 from weft.plan import Plan
 from weft.schedules.device_options import DEFAULT, DeviceOptions
@@ -138,6 +145,7 @@ class World(Peers):
             raise ValueError(f"sizes must not be negative; got {tuple(sizes)}")
         if dtype is not None:
             check_dtype(dtype, "dtype")
+        check_untraced("empty")
         self._drain()
         with self.exclusive:
             return self.allocate(sizes, dtype or torch.get_default_dtype())

@@ -129,7 +129,7 @@ class DeviceCounters:
         """
         key = tuple(sorted(promised.items()))
         if key not in self.increments:
-            increments = torch.zeros(len(self.base), dtype=torch.int64)
+            increments = torch.zeros(len(self.base), dtype=torch.int64, device="cpu")
             for index, count in key:
                 increments[index] = count
             self.increments[key] = increments.to(self.base.device)

@@ -82,7 +82,7 @@ class OneSided:
         self.signals: dict[DeviceSignals, _Used] = {}  # in the order of their first use
         if world.runs_kernels:
             self.timeout_record = torch.zeros(
-                4, dtype=torch.int64, pin_memory=world.device.type == "cuda"
+                4, dtype=torch.int64, pin_memory=world.device.type == "cuda", device="cpu"
             )
         if world.device.type == "cuda" and world.ranks_per_device > 1:
             self._load()

@@ -154,9 +154,9 @@ class Product:
         self.sizes = launch.first, len(launch.tiles)
         self.links, self.rank = len(launch.notifies), rank
         self.tables = (
-            torch.tensor(launch.tiles, dtype=torch.int32).to(device),
-            torch.tensor(waits, dtype=torch.int64).to(device),
-            torch.tensor(notifies, dtype=torch.int32).to(device),
+            torch.tensor(launch.tiles, dtype=torch.int32, device="cpu").to(device),
+            torch.tensor(waits, dtype=torch.int64, device="cpu").to(device),
+            torch.tensor(notifies, dtype=torch.int32, device="cpu").to(device),
             torch.zeros(len(notifies), dtype=torch.int32, device=device),
         )
         self.options: dict[str, Any] = {

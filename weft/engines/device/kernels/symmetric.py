@@ -101,7 +101,7 @@ def timeout_record(device: torch.device) -> Tensor:
 
     ``[0]`` is 1 + the index of the counter, ``[1]`` its expected value, ``[2]`` its actual value.
     """
-    return torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
 
 
 RESERVED_SMS = 4
