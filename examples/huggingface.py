@@ -73,7 +73,9 @@ def by_plan(folder: str) -> nn.Module:
 
 def enabled(folder: str) -> nn.Module:
     weft.huggingface.enable()
-    return by_plan(folder)
+    model = by_plan(folder)
+    weft.nn.freeze(model)
+    return model
 
 
 def by_styles(folder: str) -> nn.Module:
@@ -86,7 +88,9 @@ def by_styles(folder: str) -> nn.Module:
             for part, names in GATHERED.items()
         }
         plan |= {f"{layer}.{name}": weft.nn.RowwiseParallel() for name in SUMMED}
-    return parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+    parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+    weft.nn.freeze(model)
+    return model
 
 
 disable_progress_bar()

@@ -193,6 +193,8 @@ class Run:
     def __init__(self, sizes: Sizes, mesh: DeviceMesh, styles: ModuleType) -> None:
         self.sizes = sizes
         self.served = parallel_model(sizes, mesh, styles, sequence_parallel=False).eval()
+        if styles is weft.nn:
+            weft.nn.freeze(self.served)  # its weights do not change
         self.trained = parallel_model(sizes, mesh, styles, sequence_parallel=True)
         heads, head_dim = sizes.kv_heads // mesh.size(), sizes.dim // sizes.heads
         shape = sizes.batch, heads, sizes.prompt + sizes.generated, head_dim

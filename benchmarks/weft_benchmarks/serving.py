@@ -127,9 +127,12 @@ class Serving:
     def _parallel(self, whole: Block, styles: ModuleType) -> nn.Module:
         plan = {name: styles.ColwiseParallel() for name in ("q", "k", "v", "gate", "up")}
         plan |= {name: styles.RowwiseParallel() for name in ("o", "down")}
-        return torch_styles.parallelize_module(
+        block = torch_styles.parallelize_module(
             deepcopy(whole), init_device_mesh("cpu", (self.world.ranks,)), plan
         )
+        if styles is weft.nn:
+            weft.nn.freeze(block)
+        return block
 
     def verify(self, name: str, run: int) -> Check:
         """Compare the result of an implementation, on every rank that has one, with the exact

@@ -165,7 +165,7 @@ def _trained(_, folder):
 
 @pytest.mark.data
 def test_changed_weights_are_used(folder):
-    """Also those of layers that have packed them."""
+    """Also by a model that was frozen, which must be promised anew."""
     model = alone(folder)
     logits(model)
     _change(model)
@@ -180,10 +180,16 @@ def _change(model):
 
 
 def _changed(_, folder):
-    model = sharded(folder)
-    logits(model)
-    _change(model)
-    return logits(model)
+    current, frozen = sharded(folder), sharded(folder)
+    weft.nn.freeze(frozen)
+    for model in (current, frozen):
+        logits(model)
+        _change(model)
+    with pytest.raises(ValueError, match="call it again after every change"):
+        logits(frozen)
+    weft.nn.freeze(frozen)
+    assert_near(logits(frozen), logits(current))
+    return logits(frozen)
 
 
 @pytest.mark.data

@@ -206,7 +206,7 @@ def _state_dicts(world):
     )
     with torch.no_grad():
         expected, expected_of_other = theirs(x), theirs_of_other(x)
-        ours.eval()(x)  # packs the weights that are replaced below
+        ours.eval()(x)
         ours.load_state_dict(theirs_of_other.state_dict())
         theirs.load_state_dict(ours_of_other.state_dict())
         assert_near(ours(x), expected_of_other)
@@ -218,18 +218,18 @@ def _state_dicts(world):
 
 
 @pytest.mark.data
-def test_weights_are_packed_for_inference_and_unpacked_by_training():
-    on_ranks(_packed, 2)
+def test_layers_are_trained_and_frozen_alternately():
+    on_ranks(_trained_and_frozen, 2)
 
 
-def _packed(world):
+def _trained_and_frozen(world):
     for rows, how in itertools.product(
         (Replicate(), Shard(1)), ({}, {"fused": True}, {"foreach": True})
     ):
-        _packed_and_trained(world, rows, how)
+        _train_and_freeze(world, rows, how)
 
 
-def _packed_and_trained(world, rows, how):
+def _train_and_freeze(world, rows, how):
     model, x, mesh = model_and_input(world)
     x = x.chunk(world.ranks, rows.dim)[world.rank] if isinstance(rows, Shard) else x
     ours, theirs = (sharded(model, mesh, styles, rows) for styles in (weft.nn, torch_styles))
@@ -248,29 +248,19 @@ def _packed_and_trained(world, rows, how):
             shards(x).square().sum().backward()
             optimizer.step()
             shards.zero_grad()
-        assert not any(layer._packed for layer in layers)
+        assert not any(layer.frozen for layer in layers)
         for shards in (ours, theirs):
             shards.eval()
+        weft.nn.freeze(ours)
+        forms = [layer.frozen.packed for layer in layers]
         assert_near(ours(x), theirs(x))
-        assert not any(layer._packed for layer in layers), "with gradients nothing is packed"
+        assert not any(form._forms for form in forms), "with gradients no form is used"
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
-                y = ours(x)
-                kept = [layer._packed for layer in layers]
-                assert all(kept)
+                y = ours.eval()(x)
                 assert ours(x).equal(y)
-                assert all(
-                    layer._packed is before for layer, before in zip(layers, kept, strict=True)
-                ), "packed once"
+                assert [layer.frozen.packed for layer in layers] == forms, "packed once"
                 assert_near(y.clone(), theirs(x))
-    with torch.no_grad():
-        for shards in (ours, theirs):  # through `data`, and through the parameters
-            shards.up.weight.to_local().mul_(2)
-            shards.down.weight.mul_(2)
-        assert_near(ours(x), theirs(x))
-        for shards in (ours, theirs):  # also by writes that torch does not count
-            shards.up.weight.to_local().data.mul_(2)
-        assert_near(ours(x), theirs(x))
 
 
 class _OwnLinear(nn.Linear):

@@ -9,7 +9,7 @@ from weft.kernels import products
 from weft.kernels.methods import METHODS, mm, mm_packed
 from weft.kernels.weights import PreparedWeight, Product, check_matrix, transposed
 
-_SAMPLED = 64  # elements of a packed weight that are compared to detect a change
+_SAMPLED = 64  # elements that are compared: a net below a promise, which no result may rely on
 
 
 class PackedWeight(PreparedWeight):
@@ -80,12 +80,14 @@ def pack(b: Tensor) -> PackedWeight:
     If `b` requires a gradient it gets it: a call that is recorded, or compiled, multiplies by `b`
     itself, with its current values.
 
-    `b` must not be changed: a changed weight is a `ValueError` when used. Detected are writes that
-    torch counts, other memory (as by `Module.to` or ``b.data = …``, also of the tensor that `b` is
-    a view of), and writes that torch does not count, as through ``b.data``, if they change one of
-    64 elements spread over `b`. Not detected are smaller writes of that kind, nor that a module has
-    another parameter in the place of `b`, as by ``load_state_dict(assign=True)``: products continue
-    to use `b`.
+    **Packing is a promise** that `b` does not change as long as the result is used: products may be
+    by `b` as it was when it was packed, or as it is. A change is a `ValueError` at the next use if
+    torch counts it (``b.mul_()``, optimizers, ``load_state_dict``) or the memory is another (as by
+    `Module.to` or ``b.data = …``, also of the tensor that `b` is a view of). Torch counts no writes
+    through ``b.data``, nor through NumPy arrays and DLPack views that share its memory, nor rows
+    that are received into it: of these it is an error only if one of 64 elements spread over `b`
+    has changed. Not detected either is that a module has another parameter in the place of `b`, as
+    by ``load_state_dict(assign=True)``. Pack again after every change.
 
     Examples:
         >>> packed = weft.pack(torch.eye(4))

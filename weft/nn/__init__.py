@@ -12,10 +12,11 @@ collective; otherwise torch's own style is applied, and `explain` shows the reas
 the same sharded input, such as the projections to queries, keys and values, can share its gather:
 `SharedColwiseParallel`.
 
-Weights are packed (`weft.pack`) at the first call in eval mode without gradients, and unpacked when
-they are trained or changed.
+A layer multiplies by what its weight holds at the time of the call. The owner of a model whose
+weights will not change can promise so, by `freeze`, and few rows are multiplied faster.
 """
 
+from weft.nn.freeze import freeze
 from weft.nn.layers import ColumnParallelLinear, RowParallelLinear, explain
 from weft.nn.styles import ColwiseParallel, RowwiseParallel, SequenceParallel, SharedColwiseParallel
 
@@ -27,4 +28,5 @@ __all__ = [
     "SequenceParallel",
     "SharedColwiseParallel",
     "explain",
+    "freeze",
 ]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from weft.checks import check_module
-from weft.kernels.packed import PackedWeight, pack
 from weft.kernels.weights import DTYPES, Weight
+from weft.nn.frozen import FrozenWeight
 from weft.nn.layout import Layout, as_dtensor, chunk_sizes, local, normal, part
 from weft.nn.products import all_columns, column_product
 from weft.ops import arguments
@@ -24,23 +24,12 @@ from weft.world import World, current
 _LAST = Shard(-1)
 
 
-class _Packed(NamedTuple):
-    """A layer's packed weight.
-
-    `parameter` is the parameter of which it was packed, or None for a DTensor, whose state must be
-    compared in each call; `state` is that of the parameter when it was packed.
-    """
-
-    parameter: nn.Parameter | None
-    state: tuple[object, ...]
-    weight: PackedWeight
-
-
 class ShardedLinear(nn.Linear):
     """A linear layer that is sharded over ranks; `in_features` and `out_features` count the
     features of all ranks.
 
-    The parameters are plain tensors, or DTensors if a style converted an `nn.Linear`.
+    The parameters are plain tensors, or DTensors if a style converted an `nn.Linear`. A product is
+    by the weight as it is at the time of the call, unless it was frozen (`weft.nn.freeze`).
     """
 
     world: World
@@ -51,7 +40,8 @@ class ShardedLinear(nn.Linear):
     """The style that makes such a layer of an `nn.Linear`."""
     _sharded: ClassVar[Mapping[str, int]]
     """The dimension along which each sharded parameter is sharded."""
-    _packed: _Packed | None
+    frozen: FrozenWeight | None
+    """The weight that `weft.nn.freeze` was promised not to change."""
     _accepted: dict[int, Placement]
     """The placement of plain inputs that need no redistribution, by their number of dimensions."""
 
@@ -94,7 +84,7 @@ class ShardedLinear(nn.Linear):
 
     def _connect(self, world: World, layout: Layout) -> None:
         """Set the world and the layout of this rank's parameters."""
-        self.world, self.layout, self._packed, self._accepted = world, layout, None, {}
+        self.world, self.layout, self.frozen, self._accepted = world, layout, None, {}
         note(self, self._describe())
 
     def _describe(self) -> str:
@@ -111,52 +101,56 @@ class ShardedLinear(nn.Linear):
         return f"{super().extra_repr()}; {self._describe()}"
 
     def train(self, mode: bool = True) -> ShardedLinear:
-        self._packed = None
+        if mode:
+            self.frozen = None
         return super().train(mode)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedLinear:
         # world and mesh belong to the ranks, not to the layer
         memo |= {id(shared): shared for shared in (self.world, self.layout.mesh)}
         memo[id(self)] = twin = self.__class__.__new__(self.__class__)
-        twin.__dict__ = copy.deepcopy({**self.__dict__, "_packed": None}, memo)
+        twin.__dict__ = copy.deepcopy({**self.__dict__, "frozen": None}, memo)
         return twin
 
-    def _operands(self, x: Tensor) -> tuple[Tensor, Weight, Tensor | None]:
-        """x, the weight (K, N) and the bias in the dtype of the product; the weight is packed in
-        eval mode without gradients.
+    def _stand_in(self, name: str) -> Tensor | None:
+        """The tensor in the place of the parameter of this name: a buffer, another attribute, or
+        the result of a parametrization, which torch computes whenever it is read.
         """
-        weight_parameter, bias_parameter = self._parameters["weight"], self._parameters["bias"]
-        assert weight_parameter is not None
-        bias = None if bias_parameter is None else local(bias_parameter)
-        packed = self._packed
-        if (
-            packed is not None
-            and packed.parameter is weight_parameter
-            and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-            and not torch.is_autocast_enabled("cpu")
-            and not packed.weight.changed()
+        tensor: Tensor | None = getattr(self, name)
+        if isinstance(tensor, DTensor):
+            dim = self._sharded.get(name)
+            placement = Replicate() if dim is None else Shard(dim)
+            if tensor.placements != (placement,):
+                tensor = tensor.redistribute(placements=[placement])
+        return tensor
+
+    def _operands(self, x: Tensor) -> tuple[Tensor, Weight, Tensor | None]:
+        """x, the weight (K, N) and the bias in the dtype of the product; the weight is packed if it
+        is frozen.
+        """
+        parameters = self._parameters
+        own = parameters["weight"] if "weight" in parameters else self._stand_in("weight")
+        own_bias = parameters["bias"] if "bias" in parameters else self._stand_in("bias")
+        assert own is not None
+        bias = None if own_bias is None else local(own_bias)
+        autocast = torch.is_autocast_enabled("cpu")
+        frozen = self.frozen
+        if frozen is not None and not (
+            autocast or torch.is_grad_enabled() or torch.compiler.is_compiling()
         ):
-            return x, packed.weight, bias
-        weight = local(weight_parameter)
-        if torch.is_autocast_enabled("cpu"):
+            if frozen.changed(own):
+                raise ValueError(
+                    f"{self._title}: the weight was changed after weft.nn.freeze(model); call it "
+                    "again after every change"
+                )
+            return x, frozen.packed, bias
+        weight = local(own)
+        if autocast:
             dtype = torch.get_autocast_dtype("cpu")
             return x.to(dtype), weight.to(dtype).t(), None if bias is None else bias.to(dtype)
-        if (
-            self.training
-            or torch.is_grad_enabled()
-            or torch.compiler.is_compiling()
-            or weight.is_inference()
-        ):
-            self._packed = None
-            return x, weight.t(), bias
-        # A DTensor has a version counter of its own: writes to it do not raise the counter of its
-        # local tensor, whose elements are packed.
-        state = id(weight_parameter), weight_parameter._version, weight.data_ptr(), weight.dtype
-        if packed is None or packed.state != state or packed.weight.changed():
-            plain = weight_parameter if weight is weight_parameter else None
-            packed = self._packed = _Packed(plain, state, pack(weight.t()))
-            packed.weight.watched = True
-        return x, packed.weight, bias
+        if "weight" not in parameters and not torch.compiler.is_compiling():
+            arguments.check_input(x, "input", self.world, (weight.dtype,))
+        return x, weight.t(), bias
 
     def _input(self, x: Tensor) -> tuple[Tensor, Placement]:
         """The local part of x and its placement, after a redistribution by torch if this layer does
@@ -164,14 +158,16 @@ class ShardedLinear(nn.Linear):
         """
         plain = not (torch.compiler.is_compiling() or isinstance(x, DTensor))
         if plain:
-            weight = self._parameters["weight"]
-            assert weight is not None
+            # that of a weight in the place of the parameter is checked where the weight is read
+            weight = self._parameters.get("weight")
             # the operator checks the rest
-            if type(x) is Tensor and x.is_cpu and x.dtype is weight.dtype:
+            if type(x) is Tensor and x.is_cpu and weight is not None and x.dtype is weight.dtype:
                 accepted = self._accepted.get(x.dim())
                 if accepted is not None:
                     return x, accepted
-            dtypes = DTYPES if torch.is_autocast_enabled("cpu") else (weight.dtype,)
+            dtypes = (
+                DTYPES if weight is None or torch.is_autocast_enabled("cpu") else (weight.dtype,)
+            )
             arguments.check_input(x, "input", self.world, dtypes)
         if not (dims := x.dim()):
             raise ValueError(
@@ -417,14 +413,15 @@ class RowParallelLinear(ShardedLinear):
 
 def explain(module: nn.Module) -> str:
     """One line for each layer of `module` that a style of `weft.nn` was applied to or that is a
-    layer of `weft.nn`: the operators that it runs, or the reason why torch runs it. A sentence if
-    there is none.
+    layer of `weft.nn`: the operators that it runs, or the reason why torch runs it, and whether
+    its weight is frozen. A sentence if there is none.
 
     Raises `TypeError` if `module` is no module.
     """
     check_module(module, "module")
     notes = {
         name or type(part).__name__: note
+        + ("; frozen" if isinstance(part, ShardedLinear) and part.frozen else "")
         for name, part in module.named_modules()
         if (note := getattr(part, "_weft", None))
     }

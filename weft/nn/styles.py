@@ -37,8 +37,9 @@ class SharedColwiseParallel(torch_styles.ParallelStyle):
 
     The layer that is called first computes the products of all layers while the input is gathered,
     and the backward of all layers is one operator too. Call all layers, in any order, with the same
-    tensor object, and do not write to it in between; the result of a layer that is not called stays
-    in memory until the next input. Parameters and results are the same as under `ColwiseParallel`.
+    tensor object, and write neither to it nor to their weights in between; the result of a layer
+    that is not called stays in memory until the next input. Parameters and results are the same as
+    under `ColwiseParallel`.
 
     Args:
         names: the names of the layers within the module that the style is applied to.

@@ -15,8 +15,8 @@ from weft.nn.layout import chunk_sizes, local, normal
 
 def warmup(model: nn.Module, tokens: int | Sequence[int]) -> None:
     """Call each layer of `weft.nn` in `model` once for each of these numbers of tokens,
-    collectively, so that the first requests find what first calls make: packed weights, kernels,
-    plans, and a workspace of the size of the largest call.
+    collectively, so that the first requests find what first calls make: kernels, plans, a workspace
+    of the size of the largest call, and the forms of frozen weights (`weft.nn.freeze`, before).
 
     A layer gets zeros (1, tokens, features), this rank's part of them where its inputs are sharded;
     a sharded sequence is rounded up to a multiple of the ranks. Results are dropped, hooks do not
@@ -29,9 +29,8 @@ def warmup(model: nn.Module, tokens: int | Sequence[int]) -> None:
             that decodes up to 32 sequences and reads prompts 256 tokens at a time
             ``[*range(1, 33), 256]``.
 
-    Raises `ValueError` if the model is in training mode, whose weights are not packed, has no layer
-    of `weft.nn`, or a number is below 1, before anything is sent; and the errors of the layers'
-    operators.
+    Raises `ValueError` if the model is in training mode, has no layer of `weft.nn`, or a number is
+    below 1, before anything is sent; and the errors of the layers' operators.
 
     Examples:
         >>> def model():
@@ -50,7 +49,7 @@ def warmup(model: nn.Module, tokens: int | Sequence[int]) -> None:
     if not layers:
         raise ValueError(without_layer(model))
     if any(layer.training for layer in layers):
-        raise ValueError("model is in training mode, which packs no weights: call model.eval()")
+        raise ValueError("model is in training mode: call model.eval() first")
     with torch.no_grad():
         # the largest first: a workspace that grows lets the calls before be forgotten
         for count in sorted({*counts}, reverse=True):
