@@ -21,6 +21,7 @@ from weft.errors import PeerTimeout, WeftError
 from weft.ops.barrier import barrier
 from weft.process_group import collectives
 from weft.process_group.messages import Messages
+from weft.process_group.uncompiled import uncompiled, uncompiled_function
 from weft.process_group.work_queue import CombinedWork, GlooWork, Work, WorkQueue
 from weft.world import init_by_store
 from weft.world.rendezvous import time_left
@@ -39,6 +40,7 @@ Timeout = timedelta | None
 _ProcessGroup: Any = dist.ProcessGroup  # its stubs differ between versions of torch
 
 
+@uncompiled
 class Group(_ProcessGroup):  # type: ignore[misc]
     """A process group made by ``init_process_group("weft")`` or ``new_group(backend="weft")``.
 
@@ -566,6 +568,7 @@ def _list(tensors: Any) -> list[Tensor]:
 _of_torch = dist.monitored_barrier  # it refuses all backends except gloo
 
 
+@uncompiled_function
 @functools.wraps(_of_torch)
 def _monitored_barrier(
     group: Any = None, timeout: Any = None, wait_all_ranks: bool = False

@@ -1,0 +1,35 @@
+"""Methods at which torch.compile breaks its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+
+Kind = TypeVar("Kind", bound=type)
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# as `torch.compiler.disable`, which would import the compiler, and cost a microsecond in each call
+_dynamo = torch._C._dynamo.eval_frame
+_SKIP = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.SKIP)
+
+
+def uncompiled(kind: Kind) -> Kind:
+    """The class, whose own methods the compiler calls as they are, as it does those of torch's
+    process groups and works, which are native.
+    """
+    for member in [*vars(kind).values()]:
+        if isinstance(member, property):
+            member = member.fget
+        if isinstance(member, FunctionType):
+            uncompiled_function(member)
+    return kind
+
+
+def uncompiled_function(function: Function) -> Function:
+    """The function, which the compiler neither inlines nor compiles, nor what it calls."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    _dynamo.set_code_exec_strategy(function.__code__, _SKIP)
+    return function
