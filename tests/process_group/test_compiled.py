@@ -82,26 +82,43 @@ def _programs(_):
 
 
 @pytest.mark.data
-def test_compiled_ddp_with_buffers_and_a_hook():
+def test_compiled_ddp_with_buffers_and_hooks():
     on_ranks(_trained, 2, context=group)
+
+
+def by_python(model):
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+
+
+def built_in(model):
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
 
 
 def _trained(_):
     torch.manual_seed(0)
     layers = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4)
     base, x = nn.Sequential(*layers), torch.randn(2, 12, 8)[dist.get_rank()]
-    for hook in (None, default_hooks.fp16_compress_hook):
-        losses = []
-        for compiled in (True, False):
-            model = DistributedDataParallel(copy.deepcopy(base))
-            if hook is not None:
-                model.register_comm_hook(None, hook)
-            model = torch.compile(model, backend="aot_eager") if compiled else model
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            for _ in range(3):
-                loss = model(x).square().mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
-        assert losses[:3] == pytest.approx(losses[3:], rel=1e-3)
+    losses = {
+        (hook, compiled): _losses(base, x, hook, compiled)
+        for hook in (None, by_python, built_in)
+        for compiled in (False, True)
+    }
+    for (hook, _), found in losses.items():
+        assert found == pytest.approx(losses[hook, False], rel=1e-5)
+    assert losses[by_python, False] == losses[built_in, False]
+    assert losses[None, False] == pytest.approx(losses[built_in, False], rel=1e-2)
+
+
+def _losses(base, x, hook, compiled):
+    model = DistributedDataParallel(copy.deepcopy(base))
+    if hook is not None:
+        hook(model)
+    model = torch.compile(model, backend="aot_eager") if compiled else model
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+    for _ in range(3):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

@@ -118,6 +118,28 @@ def test_other_devices_have_other_backends():
     on_ranks(other_backends, 2, context=functools.partial(group, "cpu:weft,cuda:fake"))
 
 
+def aborted(nothing):
+    """torch aborts a group, of which it asks for the backend of GPUs first."""
+    dist.init_process_group("weft", timeout=timedelta(seconds=20))
+    pair = dist.new_group()
+    for device in ("cuda", "meta"):
+        with pytest.raises(RuntimeError, match=f"No backend type associated .* {device}"):
+            pair._get_backend(torch.device(device))
+    with pytest.raises(RuntimeError, match=r"cannot be split: make a group by dist\.new_group"):
+        pair.split_group([0], None, None)
+    dist.barrier(pair)
+    dist.distributed_c10d._abort_process_group(pair)
+    with pytest.raises(weft.WeftError, match=r"the group was aborted|closed its world"):
+        pair.barrier()
+    dist.barrier()
+    dist.distributed_c10d._abort_process_group()
+    assert not dist.is_initialized()
+
+
+def test_groups_are_aborted():
+    on_ranks(aborted, 2, context=contextlib.nullcontext)
+
+
 def threads_of_gloo():
     return [
         path for path in glob.glob("/proc/self/task/*/comm") if "pt_gloo" in Path(path).read_text()

@@ -32,7 +32,9 @@ def register() -> None:
 def _group(group: _DistributedBackendOptions, options: object) -> Group:
     """The constructor that torch calls, on all ranks."""
     from weft.process_group.group import Group
+    from weft.process_group.replaced import replace
 
+    replace()
     return Group(
         group.store,
         group.group_rank,

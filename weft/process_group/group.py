@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import time
@@ -21,7 +20,7 @@ from weft.errors import PeerTimeout, WeftError
 from weft.ops.barrier import barrier
 from weft.process_group import collectives
 from weft.process_group.messages import Messages
-from weft.process_group.uncompiled import uncompiled, uncompiled_function
+from weft.process_group.uncompiled import uncompiled_methods
 from weft.process_group.work_queue import CombinedWork, GlooWork, Work, WorkQueue
 from weft.world import init_by_store
 from weft.world.rendezvous import time_left
@@ -40,7 +39,7 @@ Timeout = timedelta | None
 _ProcessGroup: Any = dist.ProcessGroup  # its stubs differ between versions of torch
 
 
-@uncompiled
+@uncompiled_methods
 class Group(_ProcessGroup):  # type: ignore[misc]
     """A process group made by ``init_process_group("weft")`` or ``new_group(backend="weft")``.
 
@@ -285,7 +284,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     def barrier(self, opts: Any = None, timeout: Timeout = None) -> dist.Work:
         opts = _options(c10d.BarrierOptions, opts, timeout)
         if opts.device is not None and opts.device.type != "cpu":
-            return self._others().barrier(opts)
+            return self._on(opts.device).barrier(opts)
         return self._issue([], opts, barrier)
 
     def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
@@ -326,14 +325,21 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
     def _start_coalescing(self, device: torch.device) -> None:
         if device.type != "cpu":
-            self._others()._start_coalescing(device)
+            self._on(device)._start_coalescing(device)
         self.coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
         works, self.coalesced = self.coalesced or [], None
-        return (
-            self._others()._end_coalescing(device) if device.type != "cpu" else CombinedWork(works)
-        )
+        if device.type != "cpu":
+            return self._on(device)._end_coalescing(device)
+        return CombinedWork(works)
+
+    # Groups of this group
+
+    def split_group(self, *_: Any, **__: Any) -> dist.ProcessGroup:
+        raise RuntimeError("weft's groups cannot be split: make a group by dist.new_group(ranks)")
+
+    merge_remote_group = split_group
 
     # Properties
 
@@ -370,7 +376,8 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return [_CPU, *(self._others()._device_types if self._other_backends() else ())]
 
     def _get_backend(self, device: torch.device) -> Any:
-        return self if torch.device(device).type == "cpu" else self._others()._get_backend(device)
+        device = torch.device(device)
+        return self if device.type == "cpu" else self._on(device)._get_backend(device)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time limit of every wait from now on."""
@@ -477,6 +484,18 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             )
         return self._others()
 
+    def _on(self, device: torch.device) -> dist.ProcessGroup:
+        """The group of the backends for other devices; `RuntimeError`, as of torch's own groups, if
+        there are none.
+        """
+        if not self._other_backends():
+            raise RuntimeError(
+                f"No backend type associated with device type {device.type}: this group is weft's, "
+                'for the CPU; initialise torch.distributed with backends for both, such as "cpu:'
+                'weft,cuda:nccl"'
+            )
+        return self._others()
+
     def _others(self) -> dist.ProcessGroup:
         if self.others is None:
             # an empty group, for backends that read `others` while they are made
@@ -563,24 +582,3 @@ def _first(tensors: Sequence[Tensor]) -> Tensor:
 def _list(tensors: Any) -> list[Tensor]:
     """The list of tensors of an argument, bare or in a list; without one an empty list."""
     return [*tensors[0]] if tensors and not isinstance(tensors[0], Tensor) else [*tensors]
-
-
-_of_torch = dist.monitored_barrier  # it refuses all backends except gloo
-
-
-@uncompiled_function
-@functools.wraps(_of_torch)
-def _monitored_barrier(
-    group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
-) -> None:
-    chosen = dist.group.WORLD if group is None else group
-    if isinstance(chosen, Group):
-        chosen.monitored_barrier(
-            timedelta(seconds=timeout) if isinstance(timeout, float | int) else timeout,
-            wait_all_ranks,
-        )
-    else:
-        _of_torch(group, timeout, wait_all_ranks)
-
-
-dist.monitored_barrier = distributed_c10d.monitored_barrier = _monitored_barrier

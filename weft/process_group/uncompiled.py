@@ -16,7 +16,7 @@ _dynamo = torch._C._dynamo.eval_frame
 _SKIP = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.SKIP)
 
 
-def uncompiled(kind: Kind) -> Kind:
+def uncompiled_methods(kind: Kind) -> Kind:
     """The class, whose own methods the compiler calls as they are, as it does those of torch's
     process groups and works, which are native.
     """
@@ -24,11 +24,11 @@ def uncompiled(kind: Kind) -> Kind:
         if isinstance(member, property):
             member = member.fget
         if isinstance(member, FunctionType):
-            uncompiled_function(member)
+            uncompiled(member)
     return kind
 
 
-def uncompiled_function(function: Function) -> Function:
+def uncompiled(function: Function) -> Function:
     """The function, which the compiler neither inlines nor compiles, nor what it calls."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     _dynamo.set_code_exec_strategy(function.__code__, _SKIP)

@@ -27,14 +27,14 @@ from torch import Tensor
 
 import weft._native as _native
 from weft.errors import PeerTimeout, WeftError
-from weft.process_group.uncompiled import uncompiled
+from weft.process_group.uncompiled import uncompiled_methods
 from weft.world import World
 from weft.world.rendezvous import time_left
 
 _NO_LIMIT = timedelta(0)  # the value of no limit in torch's native code
 
 
-@uncompiled
+@uncompiled_methods
 class Work(dist.Work):
     """An asynchronous operation and the `tensors` that it fills; `progress` runs it, and the
     callbacks of its futures.
@@ -130,7 +130,7 @@ _callbacks_lock = threading.RLock()  # a signal handler may interrupt its owner
 _thread = threading.local()  # `callback_depth`: 0, or one more than that of the callback thread
 
 
-@uncompiled
+@uncompiled_methods
 class CombinedWork(Work):
     """Several works as one."""
 
@@ -154,7 +154,7 @@ class CombinedWork(Work):
         self.end()
 
 
-@uncompiled
+@uncompiled_methods
 class GlooWork(Work):
     """A work of gloo; `cause` returns the error to raise in place of gloo's."""
 
