@@ -129,6 +129,12 @@ def tracing_modes() -> Sequence[TorchDispatchMode]:
     return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _TRACING)]
 
 
+def waited(tensor: Tensor) -> Tensor:
+    """The tensor of a functional collective's result, once it is there; any other as it is."""
+    wait = None if type(tensor) in PLAIN else getattr(tensor, "trigger_wait", None)
+    return tensor if wait is None else wait()
+
+
 def _of_another_type(value: object, argument: str) -> str:
     kind = type(value).__name__
     if not isinstance(value, Tensor):

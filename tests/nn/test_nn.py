@@ -9,6 +9,7 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed._functional_collectives as functional
 import torch.distributed.tensor.parallel as torch_styles
 from support.ranks import on_ranks
 from torch import nn
@@ -163,6 +164,11 @@ def _redistributed_inputs(world):
         )
         assert y.placements == (Replicate(),)
         assert_near(y.to_local().detach(), expected, str(placement))
+    # the result of a functional collective, which may not be there yet
+    pending = functional.all_reduce(x / world.ranks, "sum", mesh)
+    assert type(pending) is functional.AsyncCollectiveTensor
+    plain = sharded(model, mesh, weft.nn, Replicate())
+    assert_near(plain.down(plain.up(pending)).detach(), expected)
     results = []
     # a layer whose local input is the unsharded one, and whose output is sharded
     for styles in (

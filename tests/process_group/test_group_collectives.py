@@ -217,6 +217,80 @@ def test_other_collectives_of_torch():
     on_ranks(others, 2, context=group)
 
 
+def of_functional_results(world):
+    """Results of functional collectives, which may not be there yet, are arguments of others."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def pending(*shape, call=0):
+        return functional.all_reduce(data(rank, *shape, call=call), "sum", world)
+
+    def there(*shape, call=0):
+        return sum(data(r, *shape, call=call) for r in range(ranks))
+
+    for asynchronous in (False, True):
+        x = pending(4)
+        assert type(x) is functional.AsyncCollectiveTensor
+        work = dist.all_reduce(x, async_op=asynchronous)
+        if asynchronous:
+            work.wait()
+        same(x.clone(), ranks * there(4))
+        x, root = pending(4) + rank, pending(4)
+        dist.broadcast(x, 1)
+        dist.reduce(root, 0)
+        same(x, there(4) + 1)
+        same(root.clone(), (ranks if rank == 0 else 1) * there(4))
+    outs = [pending(4, call=1) for _ in range(ranks)]
+    dist.all_gather(outs, pending(4))
+    for out in outs:
+        same(out.clone(), there(4))
+    out = pending(2, 4)
+    world.all_gather_single(out, pending(4)).wait()
+    same(out.clone(), there(4).expand(2, 4))
+    out = pending(2)
+    world.reduce_scatter_single(out, pending(4)).wait()
+    same(out.clone(), 2 * there(4)[2 * rank : 2 * rank + 2])
+    out = pending(4)
+    dist.all_to_all_single(out, pending(4, call=1))
+    same(out.clone(), there(4, call=1)[2 * rank : 2 * rank + 2].repeat(2))
+    x, peer = pending(4), 1 - rank
+    work = dist.isend(pending(4, call=2), peer)
+    dist.recv(x, peer)
+    work.wait()
+    same(x.clone(), there(4, call=2))
+    with dist._coalescing_manager():
+        dist.all_reduce(x)
+    same(x.clone(), ranks * there(4, call=2))
+    same(functional.all_gather_tensor(pending(4), 0, world).clone(), there(4).repeat(2))
+
+
+def integers(world):
+    """Averages of integers are exact and rounded toward zero, where sums have more digits."""
+    random = torch.Generator().manual_seed(3)
+    for dtype in WHOLE:
+        least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+        numbers = torch.tensor([least, least + 1, -1 if least else 1, 0, most - 1, most]).to(dtype)
+        rows = [numbers[torch.randint(6, (50,), generator=random)] for _ in range(2)]
+        sums = [sum(column) for column in zip(*(row.tolist() for row in rows), strict=True)]
+        expected = torch.tensor([abs(each) // 2 * (1 if each > 0 else -1) for each in sums])
+        for inference in (False, True):
+            with torch.inference_mode(inference):
+                x, y, z = (rows[dist.get_rank()].clone() for _ in range(3))
+            dist.all_reduce(x, dist.ReduceOp.AVG)
+            dist.all_reduce(y, dist.ReduceOp.AVG, async_op=True).wait()
+            dist.reduce(z, 1, dist.ReduceOp.AVG)
+            for found in (x, y, z)[: 2 + dist.get_rank()]:
+                same(found, expected.to(dtype))
+
+
+def test_functional_results_and_integer_averages():
+    on_ranks(_both, 2, context=group)
+
+
+def _both(world):
+    of_functional_results(world)
+    integers(world)
+
+
 def expanded(world):
     """A tensor with several elements in one place, such as an expanded one, is reduced in that
     place.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from weft.checks import check_module
+from weft.checks import check_module, waited
 from weft.kernels.weights import DTYPES, Weight
 from weft.nn.frozen import FrozenWeight
 from weft.nn.layout import Layout, as_dtensor, chunk_sizes, local, normal, part
@@ -168,6 +168,7 @@ class ShardedLinear(nn.Linear):
             dtypes = (
                 DTYPES if weight is None or torch.is_autocast_enabled("cpu") else (weight.dtype,)
             )
+            x = waited(x)
             arguments.check_input(x, "input", self.world, dtypes)
         if not (dims := x.dim()):
             raise ValueError(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
+from weft.checks import waited
 from weft.world import World
 
 
@@ -51,7 +52,7 @@ def as_dtensor(
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; a plain tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return waited(tensor.to_local()) if isinstance(tensor, DTensor) else tensor
 
 
 def summed(parameter: Tensor | None) -> Tensor | None:

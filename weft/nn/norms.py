@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from weft.checks import check_tensor
+from weft.checks import check_tensor, waited
 from weft.nn.layout import Layout, as_dtensor, normal, summed
 
 
@@ -21,6 +21,7 @@ class ShardedNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not isinstance(x, DTensor) and not torch.compiler.is_compiling():
+            x = waited(x)
             check_tensor(x, "input")
             if x.device.type != self.layout.on_mesh().device_type or not x.is_floating_point():
                 raise ValueError(

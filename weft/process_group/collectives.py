@@ -45,9 +45,10 @@ _ON_BOOLEANS = {
     "min": "min",
     "band": "min",
 }
+
 _COMBINE: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda rows: rows.sum(0, dtype=rows.dtype),
-    "avg": lambda rows: rows.mean(0),
+    "avg": lambda rows: _integer_mean(rows) if rows.dtype in _INTEGERS else rows.mean(0),
     "product": lambda rows: rows.prod(0, dtype=rows.dtype),
     "max": lambda rows: rows.amax(0),
     "min": lambda rows: rows.amin(0),
@@ -70,7 +71,7 @@ def all_reduce(world: World, tensor: Tensor, op: Any, timeout: float | None = No
         here = _reduced_here(world, own, kind, timeout)
     else:
         weft_all_reduce(here, op=kind, out=here, world=world, timeout=timeout)
-    _finish(here, tensor, op, world)
+    _put(here, tensor)
 
 
 def reduce(world: World, tensor: Tensor, op: Any, root: int, timeout: float | None = None) -> None:
@@ -85,7 +86,7 @@ def reduce(world: World, tensor: Tensor, op: Any, root: int, timeout: float | No
         mine = here if world.rank == root else here.new_empty(0)
         weft_reduce_scatter(here, op=kind, out=mine, shard_rows=sizes, world=world, timeout=timeout)
     if world.rank == root:
-        _finish(here, tensor, op, world)
+        _put(here, tensor)
 
 
 def broadcast(world: World, tensor: Tensor, root: int, timeout: float | None = None) -> None:
@@ -282,7 +283,7 @@ def _reduce_scatter(
         weft_reduce_scatter(
             here.view(-1), op=kind, out=mine, shard_rows=sizes, world=world, timeout=timeout
         )
-    _finish(mine, out, op, world)
+    _put(mine, out)
 
 
 def _scaled(tensor: Tensor, op: Any) -> Tensor:
@@ -299,8 +300,6 @@ def _reducible(tensor: Tensor, op: Any) -> tuple[str, Tensor | None]:
     kind = "sum" if _kind(op) == "premul_sum" else _kind(op)
     if tensor.dtype == torch.bool and kind in _ON_BOOLEANS:
         return _ON_BOOLEANS[kind], _movable(tensor).view(torch.uint8)
-    if kind == "avg" and tensor.dtype in _INTEGERS:
-        kind = "sum"  # and divided by `_finish`
     if tensor.dtype in _SUPPORTED.get(kind, ()) or (tensor.is_complex() and kind in ("sum", "avg")):
         return kind, _movable(tensor)
     if not _defined(kind, tensor.dtype):
@@ -322,6 +321,18 @@ def _combined(rows: Tensor, kind: str) -> Tensor:
     )
 
 
+def _integer_mean(rows: Tensor) -> Tensor:
+    """The mean of integers, exact, rounded toward zero."""
+    ranks = len(rows)
+    if rows.dtype != torch.int64:
+        return rows.sum(0, dtype=torch.int64).div(ranks, rounding_mode="trunc").to(rows.dtype)
+    # their sum may have more than 64 bits
+    whole = rows.div(ranks, rounding_mode="floor")
+    rest = (rows - whole * ranks).sum(0)
+    mean = whole.sum(0) + rest.div(ranks, rounding_mode="floor")
+    return mean + ((mean < 0) & (rest % ranks != 0))
+
+
 @functools.cache
 def _defined(kind: str, dtype: torch.dtype) -> bool:
     """Whether `_combined` supports a reduction of this dtype."""
@@ -330,13 +341,6 @@ def _defined(kind: str, dtype: torch.dtype) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _finish(here: Tensor, tensor: Tensor, op: Any, world: World) -> None:
-    """Put a reduced operand into `tensor`."""
-    if _kind(op) == "avg" and tensor.dtype in _INTEGERS:
-        here.div_(world.ranks, rounding_mode="trunc")
-    _put(here, tensor)
 
 
 def _reduced_here(world: World, tensor: Tensor, kind: str, timeout: float | None) -> Tensor:

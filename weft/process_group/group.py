@@ -16,6 +16,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from weft.checks import PLAIN, waited
 from weft.errors import PeerTimeout, WeftError
 from weft.ops.barrier import barrier
 from weft.process_group import collectives
@@ -30,7 +31,6 @@ _CPU = torch.device("cpu")
 _DONE = Work(())  # of synchronous calls
 _DONE.end()
 _TAGS = 1 << 63
-_PLAIN = (Tensor, torch.nn.Parameter)
 _MESSAGES = "messages, since its ranks are on several hosts"
 _DETECTION = 1.0  # seconds within which the world detects a lost peer
 
@@ -96,8 +96,8 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return self._issue([tensor], opts, collectives.all_reduce, tensor, opts.reduceOp)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        opts = _options(c10d.AllreduceCoalescedOptions, opts)
-        if not _first(tensors).is_cpu:
+        opts, tensors = _options(c10d.AllreduceCoalescedOptions, opts), _some(tensors)
+        if not tensors[0].is_cpu:
             return self._elsewhere(tensors[0]).allreduce_coalesced(tensors, opts)
         return self._issue(tensors, opts, collectives.all_reduce_coalesced, tensors, opts.reduceOp)
 
@@ -134,7 +134,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return self._issue([out], opts, collectives.reduce_scatter, out, tensors, opts.reduceOp)
 
     def reduce_scatter_single(self, out: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
-        opts = _options(c10d.ReduceScatterOptions, opts)
+        opts, out, tensor = _options(c10d.ReduceScatterOptions, opts), waited(out), waited(tensor)
         if not out.is_cpu:
             return self._elsewhere(out)._reduce_scatter_base(out, tensor, opts)
         return self._issue(
@@ -178,7 +178,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return CombinedWork([self.allgather(outs, tensor, opts) for outs, tensor in by_tensor])
 
     def all_gather_single(self, out: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
-        opts = _options(c10d.AllgatherOptions, opts)
+        opts, out, tensor = _options(c10d.AllgatherOptions, opts), waited(out), waited(tensor)
         if not out.is_cpu:
             return self._elsewhere(out)._allgather_base(out, tensor, opts)
         return self._issue([out], opts, collectives.all_gather_single, out, tensor)
@@ -223,8 +223,12 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     def alltoall(
         self, outs: list[Tensor], tensors: list[Tensor], opts: Any = None, timeout: Timeout = None
     ) -> dist.Work:
-        opts = _options(c10d.AllToAllOptions, opts, timeout)
-        if not _first(outs).is_cpu:
+        opts, outs, tensors = (
+            _options(c10d.AllToAllOptions, opts, timeout),
+            _some(outs),
+            _some(tensors),
+        )
+        if not outs[0].is_cpu:
             return self._elsewhere(outs[0]).alltoall(outs, tensors, opts)
         return self._issue(outs, opts, collectives.all_to_all, outs, tensors)
 
@@ -238,6 +242,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         timeout: Timeout = None,
     ) -> dist.Work:
         opts = _options(c10d.AllToAllOptions, opts, timeout)
+        out, tensor = waited(out), waited(tensor)
         if not out.is_cpu:
             return self._elsewhere(out).alltoall_base(
                 out, tensor, [*output_sizes], [*input_sizes], opts
@@ -547,7 +552,7 @@ _all_reduce, _broadcast = _unknown_to_autograd("all_reduce_"), _unknown_to_autog
 
 def _not_recorded(operator: Any, tensor: Tensor) -> None:
     """Let torch warn in a backward pass through an overwritten tensor, as for its own backends."""
-    if torch.is_grad_enabled() and type(tensor) in _PLAIN:
+    if torch.is_grad_enabled() and type(tensor) in PLAIN:
         operator(tensor)
 
 
@@ -570,15 +575,16 @@ def _options(kind: type[Options], opts: Any, timeout: Timeout = None, **fields: 
 
 def _one(tensors: Any) -> Tensor:
     """The only tensor of an argument, bare or in a list."""
-    return tensors if isinstance(tensors, Tensor) else _first(tensors)
+    return waited(tensors if isinstance(tensors, Tensor) else _some(tensors)[0])
 
 
-def _first(tensors: Sequence[Tensor]) -> Tensor:
+def _some(tensors: Sequence[Tensor]) -> list[Tensor]:
     if not tensors:
         raise ValueError("a collective needs at least one tensor; got an empty list")
-    return tensors[0]
+    return [*map(waited, tensors)]
 
 
 def _list(tensors: Any) -> list[Tensor]:
     """The list of tensors of an argument, bare or in a list; without one an empty list."""
-    return [*tensors[0]] if tensors and not isinstance(tensors[0], Tensor) else [*tensors]
+    listed = tensors[0] if tensors and not isinstance(tensors[0], Tensor) else tensors
+    return [*map(waited, listed)]
