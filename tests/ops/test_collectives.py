@@ -46,6 +46,36 @@ def test_uneven_sizes():
     on_ranks(uneven, 3)
 
 
+def without_rows(world):
+    """A rank without rows passes a view whose columns have distances; others have rows, or none."""
+    nothing, some = torch.empty(4, 6)[:0, ::2], torch.randn(2, 3)
+    theirs = everyones(some)[1]
+    mine = some if world.rank else nothing
+    assert torch.equal(weft.all_gather(mine, shard_rows=[0, 2]), theirs)
+    b = torch.randn(3, 2)
+    product = weft.all_gather_matmul(mine, everyones(b)[0], shard_rows=[0, 2])
+    torch.testing.assert_close(product, theirs @ everyones(b)[0])
+    for none in (nothing, torch.empty(0, 3)):
+        mine = nothing if world.rank else none
+        assert weft.all_reduce(mine).shape == (0, 3)
+        assert weft.all_to_all(mine).shape == (0, 3)
+        assert weft.broadcast(mine, 0).shape == (0, 3)
+        out = torch.empty(4, 6)[:0, ::2] if world.rank else torch.empty(0, 3)
+        assert weft.reduce_scatter(mine, shard_rows=[0, 0], out=out) is out
+    for shape, dim in itertools.product([(0, 5), (0, 2, 3), (2, 0, 3), (2, 3, 0)], (0, 1, -1)):
+        expected = list(shape)
+        expected[dim] *= world.ranks
+        for algorithm, chunk_rows in itertools.product(("pull", "push", "ring"), (1, 3)):
+            gathered = weft.all_gather(
+                torch.empty(shape), dim=dim, chunk_rows=chunk_rows, algorithm=algorithm
+            )
+            assert list(gathered.shape) == expected
+
+
+def test_tensors_without_elements():
+    on_ranks(without_rows, 2)
+
+
 def same_bits(world):
     for dtype in FLOATS:
         a = torch.randn(5000).to(dtype)

@@ -291,6 +291,98 @@ def _both(world):
     integers(world)
 
 
+def layouts(world):
+    """Ranks may pass tensors of other strides, shapes and types than each other, if they have as
+    many elements.
+    """
+    rank, before = dist.get_rank(), world.world.executor.calls
+    x, kinds = data(rank, 4, 6), range(6)
+    every = [data(r, 4, 6) for r in range(2)]
+
+    def as_kind(tensor, kind):
+        if kind == 1:
+            return tensor.t().contiguous().t()
+        if kind == 2:
+            return nn.Parameter(tensor, requires_grad=rank == 1)
+        if kind == 3:
+            return tensor.view(-1)
+        if kind == 4:
+            return tensor.view(2, len(tensor) // 2, -1)
+        return tensor.new_zeros(len(tensor), 9)[:, :6].copy_(tensor) if kind == 5 else tensor
+
+    for mine in ((kind, 0) if rank else (0, kind) for kind in kinds):
+        for of_input, of_output in (mine, mine[::-1], (mine[rank], mine[rank])):
+            out = as_kind(torch.zeros(8, 6), of_output)
+            world.all_gather_single(out, as_kind(x, of_input)).wait()
+            same(out.detach().reshape(8, 6), torch.cat(every))
+            for op in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT):
+                out = as_kind(torch.zeros(2, 6), of_output)
+                world.reduce_scatter_single(out, as_kind(x, of_input), _scatter(op)).wait()
+                whole = sum(every) if op == dist.ReduceOp.SUM else every[0] * every[1]
+                same(out.detach().reshape(2, 6), whole[2 * rank : 2 * rank + 2])
+            out = as_kind(torch.zeros(4, 6), of_output)
+            dist.all_to_all_single(out, as_kind(x, of_input))
+            same(
+                out.detach().reshape(4, 6),
+                torch.cat([each[2 * rank : 2 * rank + 2] for each in every]),
+            )
+    sent, received = [[1, 3], [2, 2]][rank], [[1, 2], [3, 2]][rank]
+    parts = [every[0].split([1, 3])[rank], every[1].split([2, 2])[rank]]
+    out = torch.zeros(sum(received), 6)
+    if rank:  # in parts of elements
+        x, out, sent, received = x.view(-1), out.view(-1), [12, 12], [18, 12]
+    dist.all_to_all_single(out, x, received, sent)
+    same(out.view(-1, 6), torch.cat(parts))
+    with pytest.raises(ValueError, match="sends rank 0 2 elements, but rank 0 expects 1"):
+        dist.all_to_all_single(
+            torch.zeros(2 + rank), torch.zeros(3), [1, 1 + rank], [2 - rank, 1 + rank]
+        )
+    assert world.world.executor.calls > before
+
+
+def overlapping(world):
+    """An output may be any part of the input."""
+    rank = dist.get_rank()
+    rows, every = data(rank, 6, 40), [data(r, 6, 40) for r in range(2)]
+    for start in (0, 1, 3):
+        x = rows.clone()
+        world.reduce_scatter_single(x[start : start + 3], x, _scatter(dist.ReduceOp.SUM)).wait()
+        same(x[start : start + 3], sum(every)[3 * rank : 3 * rank + 3])
+        y = torch.cat([rows, rows])
+        world.all_gather_single(y, y[start : start + 6]).wait()
+        same(y, torch.cat([torch.cat([each, each])[start : start + 6] for each in every]))
+        z = torch.cat([rows, rows])
+        dist.all_to_all_single(z[start : start + 6], z[:6])
+        same(z[start : start + 6], torch.cat([each[3 * rank : 3 * rank + 3] for each in every]))
+
+
+def test_layouts_of_ranks_that_differ():
+    on_ranks(_layouts, 2, context=group)
+
+
+def _layouts(world):
+    layouts(world)
+    overlapping(world)
+    one_element(world)
+
+
+def one_element(world):
+    """A single element has any stride."""
+    rank, peer = dist.get_rank(), 1 - dist.get_rank()
+    x = data(rank, 1, 5)[:, 2]
+    y = torch.zeros(1, 5, dtype=x.dtype)[:, 2]
+    work = dist.isend(x, peer)
+    dist.recv(y, peer)
+    work.wait()
+    same(y, data(peer, 1, 5)[:, 2])
+    dist.all_reduce(x)
+    same(x, sum(data(r, 1, 5)[:, 2] for r in range(2)))
+    for side in ("input", "output"):
+        scalar, pair = torch.tensor(1.0), torch.zeros(2)
+        with pytest.raises(ValueError, match=f"the {side} must have at least one dimension"):
+            dist.all_to_all_single(*((pair, scalar) if side == "input" else (scalar, pair)))
+
+
 def expanded(world):
     """A tensor with several elements in one place, such as an expanded one, is reduced in that
     place.

@@ -172,7 +172,7 @@ def check(
         pushed = symmetric_out and (not symmetric or size >= world.thresholds.pushed_bytes)
         algorithm = "push" if hosts or pushed else "pull"
     if chunk_rows is not None:
-        chunk = lead * chunk_rows
+        chunk = max(1, lead * chunk_rows)
     elif algorithm == "pull" and not symmetric:
         chunk = _chunk(world, matrix, most)
     elif algorithm == "push" and symmetric_out and hosts is None:

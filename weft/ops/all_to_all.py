@@ -82,12 +82,26 @@ def _check(
     input_split_sizes: Sequence[int] | None,
     output_split_sizes: Sequence[int] | None,
 ) -> CollectiveCall:
+    return check(world, a, out, input_split_sizes, output_split_sizes, "rows")
+
+
+def check(
+    world: World,
+    a: Tensor,
+    out: Tensor | None,
+    input_split_sizes: Sequence[int] | None,
+    output_split_sizes: Sequence[int] | None,
+    unit: str,
+) -> CollectiveCall:
+    """The checked call, of which another operator may be made, too; `unit` is the name of a's rows
+    in errors.
+    """
     collective.check_input(a, world)
     dims.normal(0, a.dim())
     even = input_split_sizes is None and output_split_sizes is None
     sent, received = _splits(world, a.shape[0], input_split_sizes, output_split_sizes)
     result = arguments.result(out, (sum(received), *a.shape[1:]), a.dtype, [a], world)
-    counts = (sent,) * world.ranks if even else _exchange_splits(world, sent, received)
+    counts = (sent,) * world.ranks if even else _exchange_splits(world, sent, received, unit)
     matrix, hosts = as_matrix(a), world.topology
     symmetric = world.is_symmetric(matrix)
     rows, tensors = [*chain(*counts)], {"a": matrix, "out": as_matrix(result)}
@@ -144,7 +158,7 @@ def _check_sizes(world: World, a: Tensor, out: Tensor | None) -> CollectiveCall:
 
 
 def _exchange_splits(
-    world: World, ins: tuple[int, ...], outs: tuple[int, ...]
+    world: World, ins: tuple[int, ...], outs: tuple[int, ...], unit: str
 ) -> tuple[tuple[int, ...], ...]:
     """The number of rows that every rank sends to every rank; collective. A difference between
     sender and receiver raises `ValueError` on all ranks.
@@ -156,7 +170,7 @@ def _exchange_splits(
     if not torch.equal(sent, expected):
         sender, receiver = [int(i) for i in (sent != expected).nonzero()[0]]
         raise ValueError(
-            f"rank {sender} sends rank {receiver} {sent[sender, receiver]} rows, but rank "
-            f"{receiver} expects {expected[sender, receiver]} rows from it"
+            f"rank {sender} sends rank {receiver} {sent[sender, receiver]} {unit}, but rank "
+            f"{receiver} expects {expected[sender, receiver]} {unit} from it"
         )
     return tuple(tuple(row) for row in sent.tolist())

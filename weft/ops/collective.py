@@ -45,7 +45,7 @@ from weft.engines.engine import Engine
 from weft.engines.program import Program
 from weft.errors import PeerTimeout
 from weft.kernels.weights import DTYPES as FLOATS
-from weft.ops import arguments, measured
+from weft.ops import arguments, dims, measured
 from weft.ops.measured import Plans
 from weft.plan import Plan
 from weft.plan.values import REDUCTIONS
@@ -255,17 +255,15 @@ def check_reduction(a: Tensor, op: str, world: World) -> None:
 
 def as_matrix(tensor: Tensor, dim: int = 0) -> Tensor:
     """The tensor as contiguous rows: one for each index of the dimensions up to `dim`."""
-    return tensor.contiguous().view(
-        math.prod(tensor.shape[: dim + 1]), math.prod(tensor.shape[dim + 1 :])
-    )
+    shape = math.prod(tensor.shape[: dim + 1]), math.prod(tensor.shape[dim + 1 :])
+    return dims.adjacent(tensor.contiguous().view(shape))
 
 
 def as_rows(tensor: Tensor) -> Tensor:
     """The tensor as a matrix with a row for each index of dimension 0: a view, with any distance
     between rows, if the elements of each row are contiguous.
     """
-    rows = tensor.reshape(len(tensor), math.prod(tensor.shape[1:]))
-    return rows if rows.shape[1] <= 1 or rows.stride(1) == 1 else rows.contiguous()
+    return dims.adjacent(tensor.reshape(len(tensor), math.prod(tensor.shape[1:])))
 
 
 def parts(

@@ -31,7 +31,11 @@ def to_front(tensor: Tensor, dim: int) -> Tensor:
     columns are its last dimension. It is a view if the strides permit.
     """
     front = tensor.movedim(dim, 0) if dim else tensor
-    matrix = front.reshape(math.prod(front.shape[:-1]), front.shape[-1])
+    return adjacent(front.reshape(math.prod(front.shape[:-1]), front.shape[-1]))
+
+
+def adjacent(matrix: Tensor) -> Tensor:
+    """The matrix if the columns of each row are adjacent, else a copy of which that is true."""
     if matrix.shape[1] <= 1 or matrix.stride(1) == 1:
         return matrix
     # `contiguous` would return an empty matrix as it is

@@ -53,7 +53,7 @@ def reduce_scatter(
         [tensor([2]), tensor([4])]
     """
     shards = None if shard_rows is None else arguments.as_key(shard_rows)
-    return collective.run(_check, a, out, (op, dim, shards, algorithm), world, timeout)
+    return collective.run(check, a, out, (op, dim, shards, algorithm), world, timeout)
 
 
 def reduce_scatter_async(
@@ -79,10 +79,10 @@ def reduce_scatter_async(
         [tensor([2]), tensor([4])]
     """
     shards = None if shard_rows is None else arguments.as_key(shard_rows)
-    return collective.start(_check, a, out, (op, dim, shards, algorithm), world, timeout)
+    return collective.start(check, a, out, (op, dim, shards, algorithm), world, timeout)
 
 
-def _check(
+def check(
     world: World,
     a: Tensor,
     out: Tensor | None,
@@ -91,6 +91,7 @@ def _check(
     shard_rows: Sequence[int] | None,
     algorithm: str,
 ) -> CollectiveCall:
+    """The checked call, of which another operator may be made, too."""
     collective.check_reduction(a, op, world)
     arguments.check_algorithm(algorithm, schedule.COLLECTIVE, world)
     dim = dims.normal(dim, a.dim())

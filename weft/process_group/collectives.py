@@ -1,7 +1,8 @@
 """The collectives of torch.distributed, synchronous, by operators of weft.
 
 Tensors may have any strides, any dtype, gradients, and no elements. Tensors that weft supports are
-passed on directly, so that its call cache works; others by a view or a copy. Dtypes that weft does
+passed on directly, so that its call cache works; others by a view or a copy. Plans are of elements,
+one after another, since shapes and strides may differ between ranks. Dtypes that weft does
 not support are moved as integers of their size; complex numbers are added as pairs. Reductions that
 weft does not support (products, bits, other dtypes) are gathered, and computed by the ranks that
 need the result, in rank order.
@@ -12,6 +13,7 @@ need the result, in rank order.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,11 +24,16 @@ from torch import Tensor
 from weft.checks import name
 from weft.kernels.weights import DTYPES as FLOATS
 from weft.kernels.weights import FLOAT8
+from weft.ops import collective
 from weft.ops.all_gather import all_gather as weft_all_gather
+from weft.ops.all_gather import check as check_all_gather
 from weft.ops.all_reduce import all_reduce as weft_all_reduce
 from weft.ops.all_to_all import all_to_all as weft_all_to_all
+from weft.ops.all_to_all import check as check_all_to_all
+from weft.ops.arguments import overlap
 from weft.ops.broadcast import broadcast as weft_broadcast
-from weft.ops.collective import ANY, NUMBERS
+from weft.ops.collective import ANY, NUMBERS, CollectiveCall, same_place
+from weft.ops.reduce_scatter import check as check_reduce_scatter
 from weft.ops.reduce_scatter import reduce_scatter as weft_reduce_scatter
 from weft.world import World
 
@@ -107,12 +114,17 @@ def all_gather_single(
             f"the output must have {world.ranks} times the {tensor.numel()} elements of the input; "
             f"got {out.numel()}"
         )
-    if tensor.dtype in ANY and _is_plain(tensor) and _is_plain(out) and _joins(out, tensor, world):
-        weft_all_gather(tensor, out=out, world=world, timeout=timeout)
-    else:
-        full = _movable(out)
-        weft_all_gather(_movable(tensor).view(-1), out=full.view(-1), world=world, timeout=timeout)
-        _put(full, out)
+    target = _movable(out)
+    collective.run(_check_all_gather, _movable(tensor), target, (), world, timeout)
+    if target is not out:
+        _put(target, out)
+
+
+def _check_all_gather(world: World, a: Tensor, out: Tensor) -> CollectiveCall:
+    own, whole = a.view(-1), out.view(-1)
+    part = whole.narrow(0, world.rank * len(own), len(own))
+    own = _apart(own, whole, same_place(own, part))
+    return check_all_gather(world, own, whole, 0, None, "auto", *(None,) * 5)
 
 
 def all_gather(
@@ -145,15 +157,25 @@ def reduce_scatter_single(
             f"got {tensor.numel()}"
         )
     kind = _kind(op)
-    if (
-        tensor.dtype in _SUPPORTED.get(kind, ())
-        and _is_plain(tensor)
-        and _is_plain(out)
-        and _joins(tensor, out, world)
-    ):
-        weft_reduce_scatter(tensor, out=out, op=kind, world=world, timeout=timeout)
+    if tensor.dtype in _SUPPORTED.get(kind, ()):
+        target = _movable(out)
+        collective.run(
+            _check_reduce_scatter, _movable(tensor), target, (kind, None), world, timeout
+        )
+        if target is not out:
+            _put(target, out)
     else:
         _reduce_scatter(world, out, tensor, [out.numel()] * world.ranks, op, timeout)
+
+
+def _check_reduce_scatter(
+    world: World, a: Tensor, out: Tensor, op: str, shard_rows: tuple[int, ...] | None
+) -> CollectiveCall:
+    whole, own = a.view(-1), out.view(-1)
+    start = world.rank * len(own) if shard_rows is None else sum(shard_rows[: world.rank])
+    part = whole.narrow(0, start, len(own))
+    whole = _apart(whole, own, same_place(own, part))
+    return check_reduce_scatter(world, whole, own, op, 0, shard_rows, "auto")
 
 
 def reduce_scatter(
@@ -187,18 +209,32 @@ def all_to_all_single(
     _check_split(tensor, input_sizes, "input", world)
     _check_split(out, output_sizes, "output", world)
     source, target = _movable(tensor), _movable(out)
+    sizes: tuple[Sequence[int] | None, Sequence[int] | None] = None, None
     if input_sizes or output_sizes:
-        input_sizes = input_sizes or [len(tensor) // world.ranks] * world.ranks
-        output_sizes = output_sizes or [len(out) // world.ranks] * world.ranks
-    weft_all_to_all(
-        source,
-        out=target,
-        input_split_sizes=input_sizes or None,
-        output_split_sizes=output_sizes or None,
-        world=world,
-        timeout=timeout,
-    )
-    _put(target, out)
+        sizes = _in_elements(source, input_sizes, world), _in_elements(target, output_sizes, world)
+    collective.run(_check_all_to_all, source, target, sizes, world, timeout)
+    if target is not out:
+        _put(target, out)
+
+
+def _in_elements(full: Tensor, sizes: Sequence[int], world: World) -> tuple[int, ...]:
+    """The elements of each part of `full`, of which `sizes` are the rows; even parts if empty."""
+    if not sizes:
+        return (full.numel() // world.ranks,) * world.ranks
+    return tuple(size * math.prod(full.shape[1:]) for size in sizes)
+
+
+def _check_all_to_all(
+    world: World,
+    a: Tensor,
+    out: Tensor,
+    input_split_sizes: tuple[int, ...] | None,
+    output_split_sizes: tuple[int, ...] | None,
+) -> CollectiveCall:
+    sent, received = a.view(-1), out.view(-1)
+    sent = _apart(sent, received)
+    sizes = input_split_sizes, output_split_sizes
+    return check_all_to_all(world, sent, received, *sizes, "elements")
 
 
 def all_to_all(
@@ -252,7 +288,8 @@ def all_reduce_coalesced(
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The elements of a tensor, one after another, as bytes: its own memory if contiguous."""
-    return _movable(tensor).view(-1).view(torch.uint8)
+    # a single element has any stride, with which torch would not view it as bytes
+    return _movable(tensor).as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _reduce_scatter(
@@ -279,10 +316,8 @@ def _reduce_scatter(
         )
         mine = _combined(mine, kind)
     else:
-        mine = _movable(out).view(here.dtype).view(-1)
-        weft_reduce_scatter(
-            here.view(-1), op=kind, out=mine, shard_rows=sizes, world=world, timeout=timeout
-        )
+        mine, options = _movable(out).view(here.dtype), (kind, tuple(sizes))
+        collective.run(_check_reduce_scatter, here, mine, options, world, timeout)
     _put(mine, out)
 
 
@@ -414,9 +449,11 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
-def _joins(full: Tensor, part: Tensor, world: World) -> bool:
-    """Whether `full` is one `part` for each rank, joined along the first dimension."""
-    return part.dim() > 0 and full.shape == (world.ranks * len(part), *part.shape[1:])
+def _apart(a: Tensor, out: Tensor, in_place: bool = False) -> Tensor:
+    """An input that `out` does not overwrite: `a` itself, or a copy if they overlap and weft does
+    not work `in_place`. Plans do not depend on it, so ranks may differ.
+    """
+    return a.clone() if overlap(a, out) and not in_place else a
 
 
 def _check_dtypes(first: Tensor, *others: Tensor) -> None:
@@ -436,6 +473,11 @@ def _check_count(tensors: Sequence[Tensor], world: World) -> None:
 
 
 def _check_split(full: Tensor, sizes: Sequence[int], side: str, world: World) -> None:
+    if not full.dim():
+        raise ValueError(
+            f"the {side} must have at least one dimension, whose rows are sent; got a tensor with "
+            "none"
+        )
     rows = len(full)
     if sizes and (len(sizes) != world.ranks or sum(sizes) != rows):
         raise ValueError(

@@ -96,8 +96,8 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return self._issue([tensor], opts, collectives.all_reduce, tensor, opts.reduceOp)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        opts, tensors = _options(c10d.AllreduceCoalescedOptions, opts), _some(tensors)
-        if not tensors[0].is_cpu:
+        opts, tensors = _options(c10d.AllreduceCoalescedOptions, opts), [*map(waited, tensors)]
+        if not _first(tensors).is_cpu:
             return self._elsewhere(tensors[0]).allreduce_coalesced(tensors, opts)
         return self._issue(tensors, opts, collectives.all_reduce_coalesced, tensors, opts.reduceOp)
 
@@ -134,7 +134,9 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return self._issue([out], opts, collectives.reduce_scatter, out, tensors, opts.reduceOp)
 
     def reduce_scatter_single(self, out: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
-        opts, out, tensor = _options(c10d.ReduceScatterOptions, opts), waited(out), waited(tensor)
+        opts = _options(c10d.ReduceScatterOptions, opts)
+        if not (type(out) is type(tensor) is Tensor):
+            out, tensor = waited(out), waited(tensor)
         if not out.is_cpu:
             return self._elsewhere(out)._reduce_scatter_base(out, tensor, opts)
         return self._issue(
@@ -178,7 +180,9 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return CombinedWork([self.allgather(outs, tensor, opts) for outs, tensor in by_tensor])
 
     def all_gather_single(self, out: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
-        opts, out, tensor = _options(c10d.AllgatherOptions, opts), waited(out), waited(tensor)
+        opts = _options(c10d.AllgatherOptions, opts)
+        if not (type(out) is type(tensor) is Tensor):
+            out, tensor = waited(out), waited(tensor)
         if not out.is_cpu:
             return self._elsewhere(out)._allgather_base(out, tensor, opts)
         return self._issue([out], opts, collectives.all_gather_single, out, tensor)
@@ -223,12 +227,9 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     def alltoall(
         self, outs: list[Tensor], tensors: list[Tensor], opts: Any = None, timeout: Timeout = None
     ) -> dist.Work:
-        opts, outs, tensors = (
-            _options(c10d.AllToAllOptions, opts, timeout),
-            _some(outs),
-            _some(tensors),
-        )
-        if not outs[0].is_cpu:
+        opts = _options(c10d.AllToAllOptions, opts, timeout)
+        outs, tensors = [*map(waited, outs)], [*map(waited, tensors)]
+        if not _first(outs).is_cpu:
             return self._elsewhere(outs[0]).alltoall(outs, tensors, opts)
         return self._issue(outs, opts, collectives.all_to_all, outs, tensors)
 
@@ -242,7 +243,8 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         timeout: Timeout = None,
     ) -> dist.Work:
         opts = _options(c10d.AllToAllOptions, opts, timeout)
-        out, tensor = waited(out), waited(tensor)
+        if not (type(out) is type(tensor) is Tensor):
+            out, tensor = waited(out), waited(tensor)
         if not out.is_cpu:
             return self._elsewhere(out).alltoall_base(
                 out, tensor, [*output_sizes], [*input_sizes], opts
@@ -575,13 +577,14 @@ def _options(kind: type[Options], opts: Any, timeout: Timeout = None, **fields: 
 
 def _one(tensors: Any) -> Tensor:
     """The only tensor of an argument, bare or in a list."""
-    return waited(tensors if isinstance(tensors, Tensor) else _some(tensors)[0])
+    tensor = tensors if isinstance(tensors, Tensor) else _first(tensors)
+    return tensor if type(tensor) is Tensor else waited(tensor)
 
 
-def _some(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _first(tensors: Sequence[Tensor]) -> Tensor:
     if not tensors:
         raise ValueError("a collective needs at least one tensor; got an empty list")
-    return [*map(waited, tensors)]
+    return tensors[0]
 
 
 def _list(tensors: Any) -> list[Tensor]:
