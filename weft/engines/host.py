@@ -219,7 +219,8 @@ class HostProgram(Program):
             if self.ended(min(max(left, 0.0), 0.05)):
                 self.engine.pending.remove(self)
                 if self.compiled.wait_failure(0)[0] != _native.WaitStatus.none:
-                    raise self.stopped(0, self.timeout)
+                    self.failure = self.stopped(0, self.timeout)
+                    raise self.failure
                 self._record()
             elif left <= 0:
                 return False

@@ -210,6 +210,11 @@ class Program(ABC):
         `exclusive`.
         """
 
+    started = 0
+    """The number of times that it was started."""
+    failure: BaseException | None = None
+    """The error of the started execution that `join` has waited for."""
+
     @abstractmethod
     def start(self, binding: Any, retained: object = None, timeout: float | None = None) -> None:
         """Begin `execute` in the background; `retained`, the owner of the memory it uses, is kept

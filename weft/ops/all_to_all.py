@@ -13,10 +13,11 @@ from weft.checks import integers
 from weft.ops import arguments, collective, dims, granularity
 from weft.ops.all_gather import check as check_all_gather
 from weft.ops.collective import CollectiveCall, Handle, as_matrix, planned
+from weft.ops.deferred import DeferredHandle
 from weft.schedules import all_to_all as schedule
 from weft.schedules.thresholds import EAGER_BUFFER_BYTES
 from weft.schedules.workload import PIECES, pieces
-from weft.world import World
+from weft.world import World, current
 
 
 def all_to_all(
@@ -61,6 +62,11 @@ def all_to_all_async(
 ) -> Handle:
     """Begin `all_to_all`, with the same arguments, and return at once.
 
+    Split sizes are exchanged in the background. Rows begin to move only after that: when `done` or
+    `wait` of the handle is called, or before this rank's next collective call, which first waits
+    until all ranks have made this one. To overlap the rows with a computation, call `done` from
+    time to time. A difference between the sizes is a `ValueError` of `wait`.
+
     Examples:
         >>> def overlapped():
         ...     handle = weft.all_to_all_async(torch.tensor([1, 2]) + 10 * weft.init().rank)
@@ -72,7 +78,17 @@ def all_to_all_async(
     """
     sent = None if input_split_sizes is None else arguments.as_key(input_split_sizes)
     received = None if output_split_sizes is None else arguments.as_key(output_split_sizes)
-    return collective.start(_check, a, out, (sent, received), world, timeout)
+    if sent is None and received is None:
+        return collective.start(_check, a, out, (None, None), world, timeout)
+    world = current(world)
+    ins, outs, result = _operands(world, a, out, sent, received)
+    exchange = collective.start(_check_sizes, _sizes(ins, outs), None, (), world, timeout)
+
+    def prepare(every: Tensor) -> CollectiveCall:
+        return _call(world, a, result, _agreed(every, world, "rows"), True)
+
+    description = collective.describe("all_to_all", a, _check, (sent, received))
+    return DeferredHandle(world, exchange, prepare, description, result, timeout)
 
 
 def _check(
@@ -96,12 +112,34 @@ def check(
     """The checked call, of which another operator may be made, too; `unit` is the name of a's rows
     in errors.
     """
+    sent, received, result = _operands(world, a, out, input_split_sizes, output_split_sizes)
+    if input_split_sizes is None and output_split_sizes is None:
+        return _call(world, a, result, (sent,) * world.ranks, False)
+    sizes = collective.run(_check_sizes, _sizes(sent, received), None, (), world, None)
+    return _call(world, a, result, _agreed(sizes, world, unit), True)
+
+
+def _operands(
+    world: World,
+    a: Tensor,
+    out: Tensor | None,
+    input_split_sizes: Sequence[int] | None,
+    output_split_sizes: Sequence[int] | None,
+) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
+    """The numbers of rows that this rank sends to each rank and receives from each, and the
+    result.
+    """
     collective.check_input(a, world)
     dims.normal(0, a.dim())
-    even = input_split_sizes is None and output_split_sizes is None
     sent, received = _splits(world, a.shape[0], input_split_sizes, output_split_sizes)
     result = arguments.result(out, (sum(received), *a.shape[1:]), a.dtype, [a], world)
-    counts = (sent,) * world.ranks if even else _exchange_splits(world, sent, received, unit)
+    return sent, received, result
+
+
+def _call(
+    world: World, a: Tensor, result: Tensor, counts: Sequence[Sequence[int]], exchanged: bool
+) -> CollectiveCall:
+    """The call in which rank r sends ``counts[r][p]`` rows to rank p."""
     matrix, hosts = as_matrix(a), world.topology
     symmetric = world.is_symmetric(matrix)
     rows, tensors = [*chain(*counts)], {"a": matrix, "out": as_matrix(result)}
@@ -120,14 +158,14 @@ def check(
             read=partial(planner, 1, symmetric_a=True),
         )
         first = next(iter(plans.values()))()
-        return CollectiveCall(first, rows, tensors, result, (), not even, plans, to_peers)
+        return CollectiveCall(first, rows, tensors, result, (), exchanged, plans, to_peers)
     if granularity.moved_eagerly(world, to_peers, symmetric):
         plan = schedule.eager(world.levels)
     else:
         cut = 1 if symmetric or hosts else pieces(max(rows), chunk)
         few = hosts is not None and not symmetric and most <= EAGER_BUFFER_BYTES
         plan = planner(cut, symmetric_a=symmetric, hosts=hosts, few=few)
-    return CollectiveCall(plan, rows, tensors, result, (), not even)
+    return CollectiveCall(plan, rows, tensors, result, (), exchanged)
 
 
 def _splits(
@@ -157,14 +195,15 @@ def _check_sizes(world: World, a: Tensor, out: Tensor | None) -> CollectiveCall:
     return call._replace(name="sizes of all_to_all")
 
 
-def _exchange_splits(
-    world: World, ins: tuple[int, ...], outs: tuple[int, ...], unit: str
-) -> tuple[tuple[int, ...], ...]:
-    """The number of rows that every rank sends to every rank; collective. A difference between
-    sender and receiver raises `ValueError` on all ranks.
+def _sizes(sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """A rank's split sizes as they are gathered."""
+    return torch.tensor([sent, received], device="cpu").view(1, -1)
+
+
+def _agreed(every: Tensor, world: World, unit: str) -> tuple[tuple[int, ...], ...]:
+    """The number of rows that every rank sends to every rank, of all ranks' split sizes. A
+    difference between sender and receiver raises `ValueError`, so on all ranks.
     """
-    own = torch.tensor([ins, outs], device="cpu").view(1, -1)
-    every = collective.run(_check_sizes, own, None, (), world, None)
     sizes = every.view(world.ranks, 2, world.ranks)
     sent, expected = sizes[:, 0], sizes[:, 1].t()
     if not torch.equal(sent, expected):

@@ -3,7 +3,8 @@ executes without Python.
 
 Every rank must make the call. It returns when the result is complete and peers no longer read the
 inputs. The ``_async`` form returns a `Handle` at once and runs on the native lane (the first call
-of its kind may wait for peers, to allocate a workspace together); its tensors must not be accessed
+of its kind may wait for peers, to allocate a workspace together; all-to-alls with split sizes begin
+later, `all_to_all_async`); its tensors must not be accessed
 before `Handle.wait`. At most 16 asynchronous calls of a world run concurrently; the next call
 blocks until the first has ended. Calls are executed in the order in which they are made. Results do
 not depend on the order of arrival: they are bitwise equal on every run.
@@ -100,11 +101,16 @@ class Handle:
 
     def __init__(self, program: Program, call: CollectiveCall) -> None:
         self._program, self._result = program, call.result
+        self._number = program.started
         self._call: CollectiveCall | None = call
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
-        return self._call is None or self._program.done()
+        return self._call is None or self._reused() or self._program.done()
+
+    def _reused(self) -> bool:
+        """Whether a later call has started the program again, which the end of this one permits."""
+        return self._program.started != self._number
 
     def wait(self, timeout: float | None = None) -> Tensor:
         """Wait for the result, and return it.
@@ -115,11 +121,22 @@ class Handle:
         """
         if self._call is not None:
             check_timeout(timeout)
-            if not self._program.join(float("inf") if timeout is None else timeout):
-                raise PeerTimeout(f"{self._program.plan.operator} is not done after {timeout:g} s")
+            if not self._join(timeout):
+                operator = self._program.plan.operator
+                raise PeerTimeout(f"{operator} is not done after {timeout:g} s")
             self._call.finish()
             self._call = None
         return self._result
+
+    def _join(self, timeout: float | None) -> bool:
+        """Wait until the call has ended, and raise its error; False after `timeout` seconds."""
+        if self._call is None or self._reused():
+            return True
+        if not self._program.join(float("inf") if timeout is None else timeout):
+            return False
+        if self._program.failure is not None:
+            raise self._program.failure
+        return True
 
 
 def run(
@@ -142,7 +159,7 @@ def run(
             result: Tensor = cached
             return result
     call = check(world, a, out, *options)
-    description = _description(check, call, a, options)
+    description = describe(_name(call), a, check, options)
     trial = left = None
     if len(call.plans) > 1:
         choices = measured.choices(world, description, timeout)
@@ -176,16 +193,21 @@ def start(
 ) -> Handle:
     """Begin a collective and return at once."""
     world = current(world)
-    own = engine(world)
     check_timeout(timeout)
     call = check(world, a, out, *options)
+    return begin(world, call, describe(_name(call), a, check, options), timeout)
+
+
+def begin(world: World, call: CollectiveCall, description: str, timeout: float | None) -> Handle:
+    """Begin a checked call and return at once."""
+    own = engine(world)
     if call.plans and (choices := own.selections.get(measured.Choices)):
         call = call._replace(plan=choices.expected(call.key, call.plans))
     with world.exclusive:
         own.limit_outstanding()
         program = _idle(own, call)
-        description = _description(check, call, a, options)
         program.start(program.bind(call.tensors, call.rows, description), call, timeout)
+        program.started += 1
     return Handle(program, call)
 
 
@@ -197,11 +219,13 @@ def _idle(own: Engine, call: CollectiveCall) -> Program:
     return next(program for program in programs if program.idle())
 
 
-def _description(
-    check: Check, call: CollectiveCall, a: Tensor, options: tuple[Hashable, ...]
-) -> str:
+def _name(call: CollectiveCall) -> str:
+    return call.name or call.plan.operator
+
+
+def describe(operator: str, a: Tensor, check: Check, options: tuple[Hashable, ...]) -> str:
     """A call as errors of all ranks show it: operator, tensor and options that are not defaults."""
-    return _describe(call.name or call.plan.operator, a.shape, a.dtype, _options(check), options)
+    return _described(operator, a.shape, a.dtype, _options(check), options)
 
 
 @lru_cache
@@ -211,7 +235,7 @@ def _options(check: Check) -> tuple[str, ...]:
 
 
 @lru_cache(1024)
-def _describe(
+def _described(
     operator: str,
     shape: torch.Size,
     dtype: torch.dtype,

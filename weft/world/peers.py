@@ -63,13 +63,15 @@ class FailOnError:
 
 class Exclusive:
     """Context of a part of a call during which no other thread may call, as ranks make calls in one
-    order. A second thread closes the world.
+    order: a deferred call begins before. A second thread closes the world.
     """
 
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
 
     def __enter__(self) -> None:
+        if self.peers.deferred is not None:
+            self.peers.deferred.begin()
         try:
             self.peers.executor.enter()
         except WeftError as error:
@@ -102,6 +104,8 @@ class Peers:
 
     maker = "weft.init()"
     """The call that makes another such world, for errors."""
+    deferred: Any = None
+    """The call, if there is one, whose method `begin` is to be called before the next call."""
     returned: Collection[int] = ()
     """The ranks of a local world that have returned from its `run`."""
 

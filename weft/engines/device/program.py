@@ -279,7 +279,8 @@ class DeviceProgram(FixedProgram):
                     return False
         except BaseException as error:
             self.engine.pending.remove(self)
-            raise self.world.fail(error) from None
+            self.failure = self.world.fail(error)
+            raise self.failure from None
         self.engine.pending.remove(self)
         self.retained = None
         self.world.executor.end(self.compiled)
