@@ -200,6 +200,38 @@ def closed(world):
     return kept.sum().item()
 
 
+def workspaces_end(world):
+    """Those of a closed world are unmapped, also if the world is still referred to and its calls
+    were cached, outstanding or failed; symmetric tensors stay.
+    """
+    kept = world.empty(1000).fill_(5.0)
+    rows, b = torch.ones(1 << 13, 64), weft.pack(torch.ones(64, 8))
+    for _ in range(3):
+        weft.all_gather_matmul(rows, b, algorithm="push")
+        weft.all_reduce(torch.ones(1 << 18))
+    workspace = world.engine.workspace.data_ptr()
+    assert workspace in memory.segments
+    handle = weft.all_gather_async(torch.ones(5))
+    if world.rank == 0:
+        weft.barrier()
+        world.close()
+    else:
+        with pytest.raises(weft.PeerLost, match="rank 0"):
+            for _ in range(2):
+                weft.barrier()
+        world.close()
+    assert handle.wait().tolist() == [1.0] * 10
+    gc.collect()
+    assert workspace not in memory.segments
+    assert kept.sum() == 5000
+    with pytest.raises(weft.WeftError, match="this world is closed"):
+        weft.all_gather_matmul(rows, b, algorithm="push")
+
+
+def test_workspaces_end_with_their_world():
+    on_ranks(workspaces_end, 2)
+
+
 def test_a_closed_world_refuses_calls():
     assert on_ranks(closed, 2) == [12.0, 12.0]
 

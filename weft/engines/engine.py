@@ -264,6 +264,9 @@ class Engine(ABC):
         for program in self.pending:
             program.stop(_STOP_SECONDS)
 
+    def release(self) -> None:  # noqa: B027, streams may still use the memory
+        """Drop what refers to the workspace of a closed world, if nothing uses it any more."""
+
     def workspace_replaced(self) -> None:  # noqa: B027, most programs look up its address
         """Drop programs that contain addresses of the workspace, which is about to be replaced."""
 

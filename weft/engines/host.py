@@ -70,6 +70,21 @@ class HostEngine(Engine):
     ) -> HostProgram:
         return HostProgram(self, plan, tensors, dtypes)
 
+    def release(self) -> None:
+        executor = self.world.executor
+        try:
+            executor.enter()
+        except WeftError:  # a call of another thread, or one that a signal handler has interrupted
+            return
+        try:
+            if all(program.done() for program in self.pending):
+                self.calls.clear()
+                self.programs.clear()
+                self.parts.clear()
+                self.workspace = self.segment = None
+        finally:
+            executor.leave()
+
 
 class HostProgram(Program):
     """A plan compiled into instructions over blocks, which the native core interprets; it pauses

@@ -3,11 +3,11 @@ executes without Python.
 
 Every rank must make the call. It returns when the result is complete and peers no longer read the
 inputs. The ``_async`` form returns a `Handle` at once and runs on the native lane (the first call
-of its kind may wait for peers, to allocate a workspace together; all-to-alls with split sizes begin
-later, `all_to_all_async`); its tensors must not be accessed
-before `Handle.wait`. At most 16 asynchronous calls of a world run concurrently; the next call
-blocks until the first has ended. Calls are executed in the order in which they are made. Results do
-not depend on the order of arrival: they are bitwise equal on every run.
+of its kind may wait for peers, to allocate a workspace together; an all-to-all with split sizes
+begins later); its tensors must not be accessed before `Handle.wait`. At most 16 asynchronous calls
+of a world run concurrently; the next call blocks until the first has ended. Calls are executed in
+the order in which they are made. Results do not depend on the order of arrival: they are bitwise
+equal on every run.
 
 The call cache has the calls on tensors of the same layouts (dtype, shape, strides; the address in
 symmetric memory, if in any); a repeated call is fastest with `out`. Symmetric tensors

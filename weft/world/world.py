@@ -267,8 +267,8 @@ class World(Peers):
     def close(self) -> None:
         """Leave the world, once all asynchronous transfers are complete.
 
-        Peers may complete calls that do not need this rank; memory lives until its last tensor is
-        gone. In a forked child it does nothing.
+        Peers may complete calls that do not need this rank. Symmetric memory lives until its last
+        tensor is gone, workspaces end with the world. In a forked child it does nothing.
         """
         if self.forked:
             return
@@ -289,6 +289,9 @@ class World(Peers):
                 self.engine.abandon()
         if self.relay is not None:
             self.relay.close()
+        self.deferred = None
+        if self.engine is not None:
+            self.engine.release()
 
     def __enter__(self) -> World:
         return self
