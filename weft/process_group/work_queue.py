@@ -64,7 +64,7 @@ class Work(dist.Work):
             seconds = timeout.total_seconds()
             self._advance(seconds if seconds > 0 else None)
             if not self.done:
-                raise PeerTimeout(f"the operation is not done after {seconds:g} s")
+                raise PeerTimeout(f"the operation is not done, and timed out after {seconds:g} s")
         if self.error is not None:
             raise self.error
         return True

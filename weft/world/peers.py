@@ -233,7 +233,10 @@ class Peers:
 
     def lost(self, peer: int, how: str, doing: str) -> WeftError:
         """The error for a lost peer that this rank waited for; closes the world."""
-        message = f"{self.name_of(peer)} {how} while rank {self.rank} waited {doing}"
+        message = (
+            f"{self.name_of(peer)} {how} while rank {self.rank} waited {doing}"
+            f"{self.also('Connection closed by peer')}"
+        )
         return self.fail(PeerLost(message, how, self.pids[peer] * self.same_host(peer)), peer)
 
     def name_of(self, peer: int) -> str:
@@ -260,9 +263,15 @@ class Peers:
         return self.fail(
             PeerTimeout(
                 f"rank {self.rank} waited {seconds:g} s {doing}: {self.name_of(late)} {why}; "
-                f"{advice}"
+                f"{advice}{self.also(f'timed out after {seconds:g} s')}"
             )
         )
+
+    def also(self, words: str) -> str:
+        """The end of a message of a process group of torch.distributed: `words` of gloo's, by which
+        frameworks recognise an error that another group survives.
+        """
+        return f" ({words})" if self.group_name else ""
 
     def fail(
         self, error: BaseException, culprit: int | None = None, in_background: bool = False
