@@ -49,7 +49,7 @@ def check_tensor(tensor: object, argument: str, traced: bool = False) -> None:
     kinds = _TRACED if traced and tracing_modes() else PLAIN
     if not isinstance(tensor, Tensor) or type(tensor) not in kinds:
         raise TypeError(_of_another_type(tensor, argument))
-    _check_transforms(tensor, argument, traced)
+    check_untransformed(tensor, argument, traced)
     if not traced:
         check_untraced(argument)
     elif type(tensor) in PLAIN:
@@ -66,6 +66,28 @@ def check_tensor(tensor: object, argument: str, traced: bool = False) -> None:
         raise ValueError(
             f"{argument} is a {view} view: pass {argument}.resolve_conj().resolve_neg()"
         )
+
+
+def check_own_elements(tensor: Tensor, argument: str) -> None:
+    """Raise `TypeError` or `ValueError` if the elements of a tensor are not its own, but those of a
+    trace, of a transform of torch.func, or of a forward-mode gradient.
+    """
+    if isinstance(tensor, (FakeTensor, FunctionalTensor)):
+        raise TypeError(_of_another_type(tensor, argument))
+    if in_modes():
+        check_untransformed(tensor, argument)
+        check_untraced(argument)
+
+
+def in_modes() -> bool:
+    """Whether this thread sees operators of torch, or is in a transform of torch.func or in a
+    forward-mode gradient: only there the elements of plain tensors may not be their own.
+    """
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or forward_ad._current_level >= 0
+        or _functorch.peek_interpreter_stack() is not None
+    )
 
 
 def check_untraced(subject: str) -> None:
@@ -90,8 +112,10 @@ def _check_fake(argument: str) -> None:
             )
 
 
-def _check_transforms(tensor: Tensor, argument: str, traced: bool) -> None:
-    """Raise `ValueError` for a tensor that stands for others, or has a tangent."""
+def check_untransformed(tensor: Tensor, argument: str, traced: bool = False) -> None:
+    """Raise `ValueError` for a tensor that stands for others in a transform of torch.func, or has a
+    tangent. With `traced` the transform may be one that traces operators.
+    """
     found = transforms(tensor)
     if refused := found - ({_FUNCTIONALIZE} if traced else set()):
         raise ValueError(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from weft.checks import check_module, waited
+from weft.checks import check_module, check_untransformed, in_modes, waited
 from weft.kernels.weights import DTYPES, Weight
 from weft.nn.frozen import FrozenWeight
 from weft.nn.layout import Layout, as_dtensor, chunk_sizes, local, normal, part
@@ -161,7 +161,13 @@ class ShardedLinear(nn.Linear):
             # that of a weight in the place of the parameter is checked where the weight is read
             weight = self._parameters.get("weight")
             # the operator checks the rest
-            if type(x) is Tensor and x.is_cpu and weight is not None and x.dtype is weight.dtype:
+            if (
+                type(x) is Tensor
+                and x.is_cpu
+                and weight is not None
+                and x.dtype is weight.dtype
+                and not in_modes()
+            ):
                 accepted = self._accepted.get(x.dim())
                 if accepted is not None:
                     return x, accepted
@@ -169,7 +175,8 @@ class ShardedLinear(nn.Linear):
                 DTYPES if weight is None or torch.is_autocast_enabled("cpu") else (weight.dtype,)
             )
             x = waited(x)
-            arguments.check_input(x, "input", self.world, dtypes)
+            check_untransformed(x, "input")
+            arguments.check_input(x, "input", self.world, dtypes, traced=True)
         if not (dims := x.dim()):
             raise ValueError(
                 "input must have features in its last dimension; got a tensor with no dimension"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.checks import tracing_modes
 from weft.kernels.products import multiply
 from weft.kernels.weights import Weight
 from weft.nn.layout import chunk_sizes
@@ -51,7 +52,7 @@ def column_product(x: Tensor, weight: Weight, bias: Tensor | None, world: World)
 
 def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """This rank's ``x @ weight + bias``."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or tracing_modes():
         y: Tensor = torch.ops.weft.product(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
         return y if bias is None else y + bias
     y = x.new_empty(*x.shape[:-1], weight.shape[1])

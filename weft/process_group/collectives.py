@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.checks import name
+from weft.checks import name, overlap
 from weft.kernels.weights import DTYPES as FLOATS
 from weft.kernels.weights import FLOAT8
 from weft.ops import collective
@@ -30,7 +30,6 @@ from weft.ops.all_gather import check as check_all_gather
 from weft.ops.all_reduce import all_reduce as weft_all_reduce
 from weft.ops.all_to_all import all_to_all as weft_all_to_all
 from weft.ops.all_to_all import check as check_all_to_all
-from weft.ops.arguments import overlap
 from weft.ops.broadcast import broadcast as weft_broadcast
 from weft.ops.collective import ANY, NUMBERS, CollectiveCall, same_place
 from weft.ops.reduce_scatter import check as check_reduce_scatter

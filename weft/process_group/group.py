@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from weft.checks import PLAIN, waited
+from weft.checks import PLAIN, check_own_elements, in_modes, waited
 from weft.errors import PeerTimeout, WeftError
 from weft.ops.barrier import barrier
 from weft.process_group import collectives
@@ -272,6 +272,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         if not tensor.is_cpu:
             work: dist.Work = getattr(self._elsewhere(tensor), call)([tensor], *to)
             return work
+        check_own_elements(tensor, "tensor")
         if peer is not None and (not 0 <= peer < self.size() or peer == self.rank()):
             raise ValueError(
                 f"the peer of rank {self.rank()} must be another rank of this group of "
@@ -425,6 +426,9 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     def _issue(
         self, tensors: Sequence[Tensor], opts: Any, call: Callable[..., None], *args: Any
     ) -> dist.Work:
+        if in_modes():
+            for tensor in _tensors(args):
+                check_own_elements(tensor, "tensor")
         seconds = opts.timeout.total_seconds()
         limit = seconds if seconds > 0 else None
         if opts.asyncOp or self.coalesced is not None:
@@ -585,6 +589,14 @@ def _first(tensors: Sequence[Tensor]) -> Tensor:
     if not tensors:
         raise ValueError("a collective needs at least one tensor; got an empty list")
     return tensors[0]
+
+
+def _tensors(args: Sequence[Any]) -> Iterator[Tensor]:
+    """All tensors of a call's arguments."""
+    for each in args:
+        for tensor in each if isinstance(each, (list, tuple)) else (each,):
+            if isinstance(tensor, Tensor):
+                yield tensor
 
 
 def _list(tensors: Any) -> list[Tensor]:
