@@ -306,7 +306,7 @@ def test_commands(command, tmp_path):
     """
     found, group, rest = resolve(command.words)
     found.make_context(found.name, [*rest], parent=group)
-    if command.words[0] in ("plan", "predict"):
+    if command.words[0] in ("plan", "predict") and "fuzz" not in command.words:
         printed = re.sub(r"\s+", " ", run(WEFT, *command.words, cwd=tmp_path))
         for shown in re.split("…|\n", command.printed):
             assert re.sub(r"\s+", " ", shown).strip() in printed

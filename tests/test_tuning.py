@@ -101,6 +101,7 @@ EXCEPTIONS = {
     """,
     "time limit: seconds until something counts as failed, or between checks whether it has": """
         native/kernels/clock.hpp: kLongestWait
+        native/kernels/clock.hpp: kStopped
         native/memory/signals.hpp: kSlice
         native/memory/transfers.hpp: kNever
         native/memory/transfers.hpp: kForever
@@ -109,6 +110,7 @@ EXCEPTIONS = {
         weft/engines/device/kernels/symmetric.py: _POLLS_PER_SECOND
         weft/engines/engine.py: _STOP_SECONDS
         weft/engines/network.py: _POLL_SECONDS
+        weft/measure/fuzz.py: _TIMEOUT
         weft/measure/timing.py: TIMEOUT
         weft/process_group/group.py: _DETECTION
         weft/process_group/messages.py: _LIVENESS
@@ -159,6 +161,13 @@ EXCEPTIONS = {
         weft/measure/calibrate.py: _SENT
         weft/measure/calibrate.py: _WARM
         weft/measure/calibrate.py: _WIDTHS
+        weft/measure/fuzz.py: POOL
+        weft/measure/fuzz.py: _BATCH
+        weft/measure/fuzz.py: _CALLS
+        weft/measure/fuzz.py: _MULTIPLIED
+        weft/measure/fuzz.py: _NUMBERS
+        weft/measure/fuzz.py: _ROWS
+        weft/measure/fuzz.py: _WIDEST
         weft/measure/timing.py: BUDGET
         weft/measure/tune_device.py: _COPYING
         weft/measure/tune_device.py: _LINKS

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from weft import PlanError, verify
-from weft.engines.program import kinds
+from weft.engines.program import kinds, moves
 from weft.plan import Notify, Signal
 from weft.plan.lazy import PerRank
 from weft.schedules.all_gather import all_gather
@@ -46,7 +46,7 @@ def derived(plan, rank):
         plan.promised(rank),
         plan.signal_names(),
         plan.shared_buffers(),
-        kinds(plan, dtypes, {}),
+        kinds(moves(plan), dtypes, {}),
         plan.buffers,
         plan.pieces,
     )

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import socket
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -54,6 +55,8 @@ class Outcome(NamedTuple):
     result: Any
     error: BaseException | None = None
     trace: str = ""
+    printed: str = ""
+    """What all ranks wrote to standard output and error."""
 
 
 def serve(modules: Sequence[str] = ()) -> None:
@@ -128,11 +131,27 @@ def start(
     """Call ``fn(world, *args)`` on `ranks` ranks and return the outcome of each; `context` makes
     the world or process group that a rank passes to `fn`.
     """
+    with tempfile.NamedTemporaryFile("r", prefix="weft-test-", errors="replace") as printed:
+        outcomes = _start(fn, ranks, args, limit, context, printed.name)
+        text = printed.read()
+    return [outcome and outcome._replace(printed=text) for outcome in outcomes]
+
+
+def _start(
+    fn: Callable[..., Any],
+    ranks: int,
+    args: tuple[Any, ...],
+    limit: float,
+    context: Callable[[], Any],
+    printed: str,
+) -> list[Outcome | None]:
     port = free_port()
     pipes = [_context.Pipe(duplex=False) for _ in range(ranks)]
     processes = [
         _context.Process(
-            target=_main, args=(fn, context, rank, ranks, port, args, pipes[rank][1]), daemon=True
+            target=_main,
+            args=(fn, context, rank, ranks, port, args, pipes[rank][1], printed),
+            daemon=True,
         )
         for rank in range(ranks)
     ]
@@ -175,7 +194,8 @@ def on_ranks(
         if outcome is None or outcome.error is not None
     ]
     if failures:
-        raise AssertionError("\n".join(failures))
+        printed = next((f"\nranks printed:\n{each.printed}" for each in outcomes if each), "")
+        raise AssertionError("\n".join(failures) + printed)
     return [outcome.result for outcome in outcomes if outcome]
 
 
@@ -223,7 +243,12 @@ def _main(
     port: int,
     args: tuple[Any, ...],
     end: Any,
+    printed: str,
 ) -> None:
+    file = os.open(printed, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.close(file)
     torch.set_num_threads(1)
     # torch.manual_seed prepares accelerators, too, which takes milliseconds
     torch.default_generator.manual_seed(rank)

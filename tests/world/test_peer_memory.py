@@ -20,7 +20,7 @@ from weft.schedules.all_gather import all_gather
 from weft.world import peer_memory
 from weft.world.peer_memory import Probe
 
-NUMBERS = peer_memory.LEAST_BYTES // 4  # float32 of a tensor that is just large enough
+NUMBERS = peer_memory.LEAST_BYTES // 4 + 1  # float32 of a tensor that is just large enough
 
 
 @pytest.fixture(scope="module", autouse=True)

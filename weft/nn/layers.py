@@ -41,7 +41,7 @@ class ShardedLinear(nn.Linear):
     _sharded: ClassVar[Mapping[str, int]]
     """The dimension along which each sharded parameter is sharded."""
     frozen: FrozenWeight | None
-    """The weight that `weft.nn.freeze` was promised not to change."""
+    """The weight, if its owner has promised that it does not change (`weft.nn.freeze`)."""
     _accepted: dict[int, Placement]
     """The placement of plain inputs that need no redistribution, by their number of dimensions."""
 
@@ -175,8 +175,8 @@ class ShardedLinear(nn.Linear):
                 DTYPES if weight is None or torch.is_autocast_enabled("cpu") else (weight.dtype,)
             )
             x = waited(x)
-            check_untransformed(x, "input")
             arguments.check_input(x, "input", self.world, dtypes, traced=True)
+            check_untransformed(x, "input")
         if not (dims := x.dim()):
             raise ValueError(
                 "input must have features in its last dimension; got a tensor with no dimension"
