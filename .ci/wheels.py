@@ -75,7 +75,7 @@ def test() -> None:
     """Install a wheel in an environment with Python only, and run the README's first program."""
     bare = HOME / "bare"
     python, constraints = bare / "bin/python", ROOT / "constraints.txt"
-    [wheel] = DIST.glob(f"weft-*-{TAG}-manylinux*_{platform.machine()}.whl")
+    [wheel] = DIST.glob(f"torch_weft-*-{TAG}-manylinux*_{platform.machine()}.whl")
     run(sys.executable, "-m", "venv", "--clear", bare)
     run(python, "-m", "pip", "install", "--quiet", "--constraint", constraints, f"{wheel}[cli]")
     program = (ROOT / "README.md").read_text().split("```python\n", 1)[1].split("```", 1)[0]

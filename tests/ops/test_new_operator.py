@@ -13,16 +13,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.on_path import ONLY_ON_PATH
 
 import weft
 from weft import _native
 
 DOCUMENT = Path(__file__).parents[2] / "docs/new-operator.md"
 FILES = dict(re.findall(r"```py\n# (weft/\S+)\n+(.*?)```", DOCUMENT.read_text(), re.S))
-ONLY_ON_PATH = """import sys
-sys.meta_path = [each for each in sys.meta_path if not type(each).__module__.startswith("_editable")]
-"""
-"""An editable installation comes before the path; this removes it."""
 
 
 @pytest.fixture(scope="module")

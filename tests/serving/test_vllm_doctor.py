@@ -10,6 +10,7 @@ import pytest
 from support.vllm_client import BIN, ROOT, needs_vllm
 from test_vllm_plugin import PLATFORM, described, modules
 
+from weft import installation
 from weft.doctor import vllm as doctor
 
 START = "from weft.cli import app; app(['doctor', '--vllm'])"
@@ -37,7 +38,8 @@ def test_an_environment_without_vllm(tmp_path):
     status, lines = report(tmp_path)
     assert status == 1
     [problem] = wrong(lines)
-    assert problem.startswith('there is no vLLM: pip install "weft[vllm]" --extra-index-url ')
+    install = installation.command("vllm")
+    assert problem.startswith(f"there is no vLLM: {install} --extra-index-url ")
 
 
 def fake(folder, *, on_cpus=True, version="0.99.0+cpu", source=PLATFORM):

@@ -1,8 +1,7 @@
 """Access to the benchmarks that are in weft's repository, but not in its wheel.
 
 They compare weft with other systems, and are the package `weft_benchmarks` in the repository's
-folder ``benchmarks``. It is next to the package `weft` if `weft` is installed in place (``pip
-install -e``).
+folder ``benchmarks``. It is next to the package `weft` if `weft` is installed in place.
 """
 
 from __future__ import annotations
@@ -13,13 +12,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from weft.installation import checkout, in_place
+
 COMMANDS = ("overlap", "p2p", "serving")
 """The benchmarks that are commands of ``weft bench``."""
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 MISSING = (
-    "is in weft's repository and not in its wheel: clone the repository, run "
-    '`pip install -e ".[cli]"` in it, and start weft from that environment'
+    f"is in weft's repository and not in its wheel: run {in_place('cli')}"
+    f"{'' if checkout() else ', and start weft from that environment'}"
 )
 
 

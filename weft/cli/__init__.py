@@ -12,6 +12,7 @@ import typer
 
 import weft
 from weft.cli import bench, fuzz, machine, mutants, options, plan, predict, report, show
+from weft.installation import hides, in_place
 
 app = typer.Typer(
     cls=options.PlainErrors,
@@ -73,6 +74,13 @@ def run(
     """
     if not module and not Path(script).is_file():
         options.refuse("SCRIPT", f"there is no file {script}")
+    folder = Path.cwd() if module else Path(script).resolve().parent
+    if hides(folder):
+        options.refuse(
+            "SCRIPT",
+            f"in {folder} weft's sources, which have no native core, hide the weft that is "
+            f"installed: run {in_place('cli')} once, or start in another folder",
+        )
     from weft.world.launcher import run as run_ranks
 
     raise typer.Exit(run_ranks(ranks, script, arguments or [], bind, module))

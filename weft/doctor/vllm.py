@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from weft import installation
 from weft.vllm import settings, surface
 from weft.vllm.package import OTHER, installed
 from weft.world import placement
@@ -55,7 +56,7 @@ def findings() -> Iterator[Finding]:
         yield Finding(
             "vLLM",
             "not installed",
-            f'there is no vLLM: pip install "weft[vllm]" --extra-index-url {CPU_INDEX}',
+            f"there is no vLLM: {installation.command('vllm')} --extra-index-url {CPU_INDEX}",
         )
         return
     yield Finding("vLLM", f"{package.name} {package.version}")

@@ -14,7 +14,7 @@ def progress(task: str, steps: int, *, shown: bool = True) -> Iterator[Callable[
 
     That function draws it, since a thread would disturb the measurement.
     """
-    # of the extra weft[cli], which the library does not need
+    # of the extra cli, which the library does not need
     from rich.console import Console
     from rich.progress import (
         BarColumn,

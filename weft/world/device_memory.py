@@ -17,6 +17,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 import weft._native as _native
+from weft import installation
 from weft.checks import name as dtype_name
 from weft.errors import WeftError
 from weft.schedules.device_options import DEFAULT, DeviceOptions
@@ -118,8 +119,8 @@ def _check_triton(need: str, instead: str = "") -> None:
         found = triton.__version__
     if found is None or TorchVersion(found) < _TRITON:
         raise WeftError(
-            f"{need} Triton {_TRITON} or newer, and there is {found or 'none'}: install "
-            f"weft[gpu]{instead}"
+            f"{need} Triton {_TRITON} or newer, and there is {found or 'none'}: "
+            f"{installation.command('gpu')}{instead}"
         )
 
 
