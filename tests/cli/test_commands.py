@@ -19,13 +19,14 @@ from support.ranks import on_ranks
 from typer.testing import CliRunner
 
 import weft
-from weft.bench import plots, report
+from weft.bench import plots, report, torch_products
 from weft.bench import subjects as case
 from weft.bench.alone import ALONE
 from weft.bench.baselines import (
     all_gather_matmul,
     matmul_all_reduce,
     matmul_reduce_scatter,
+    products,
 )
 from weft.bench.fused import Result, measure
 from weft.bench.fused_baselines import LABELS
@@ -63,6 +64,7 @@ SCHEMA = {
         ("compute", "compute in chunks", "communicate", "sequential", "pipelined"), TIMES
     ),
     "baselines_ms": dict.fromkeys(("gloo+torch.mm", "one process"), TIMES),
+    "baselines_multiply_in": str,
     "streamed_ms": dict,
     "speedup": float,
     "overlap_percent": float,
@@ -195,6 +197,25 @@ def test_a_view_beyond_the_budget_is_run_once(monkeypatch):
             {"slow": lambda: calls.append(1)}, warmup=3, iterations=20
         )
     assert times["slow"].iterations == len(calls) == 1
+
+
+class Paced(Stopwatch):
+    """A stopwatch by which each call takes its number of seconds, without waiting for them."""
+
+    def time(self, call, calls=1):
+        return float(call())
+
+
+def test_slow_views_get_their_share_of_the_budget(monkeypatch):
+    monkeypatch.setattr(timing, "BUDGET", 24.0)
+    seconds = {"fast": 0.01, "slower": 2.0, "slow": 5.0, "very slow": 6.0}
+    with weft.init() as world:
+        views = {name: lambda each=each: each for name, each in seconds.items()}
+        begun = []
+        times = Paced(world).interleave(views, warmup=3, iterations=20, begins=begun.append)
+    assert begun == [*seconds]
+    runs = {name: time.iterations for name, time in times.items()}
+    assert runs == {"fast": 20, "slower": 3, "slow": 3, "very slow": 1}
 
 
 @pytest.mark.parametrize(
@@ -333,6 +354,42 @@ def test_baseline_multiplies_all_rows(rows, monkeypatch):
     out = torch.empty(sum(rows), 2)
     all_gather_matmul(shards[0], b, out, rows)()
     torch.testing.assert_close(out, torch.cat(shards).float() @ b.float())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_baselines_multiply_in_float32_where_torch_has_no_fast_product(monkeypatch, bias):
+    """As on a processor whose bfloat16 product takes 100 times as long."""
+    monkeypatch.setattr(torch_products, "slowdown", lambda dtype: 100.0)
+    used = []
+    mm, addmm = torch.mm, torch.addmm
+    monkeypatch.setattr(torch, "mm", lambda x, b, **k: used.append(x.dtype) or mm(x, b, **k))
+    monkeypatch.setattr(
+        torch, "addmm", lambda c, x, b, **k: used.append(x.dtype) or addmm(c, x, b, **k)
+    )
+    x, b, added = (torch.randn(*shape).bfloat16() for shape in ((9, 70), (70, 5), (5,)))
+    out = torch.full((9, 5), torch.nan, dtype=torch.bfloat16)
+    products([(x[:4], out[:4]), (x[4:], out[4:])], b, added if bias else None)()
+    exact = x.float() @ b.float() + (added.float() if bias else 0)
+    assert torch.equal(out, exact.bfloat16())
+    assert used == [torch.float32] * 2
+
+
+def test_a_result_says_in_which_dtype_baselines_multiply():
+    settings = AllGatherMatmul(shape=Shape(1000, 1000, 500), dtype="bfloat16")
+    made = result(settings=settings, multiplied_in="float32")
+    assert report.to_json(made)["baselines_multiply_in"] == "float32"
+    assert "gloo+torch.mm in float32" in text_of(made)
+    assert report.to_json(result(settings=settings))["baselines_multiply_in"] == "bfloat16"
+    assert " in float32" not in text_of(result(settings=settings))
+
+
+def test_the_reason_for_another_dtype_is_measured(monkeypatch):
+    seconds = {torch.bfloat16: 0.05, torch.float16: 0.0011, torch.float32: 0.001}
+    monkeypatch.setattr(torch_products, "_seconds", seconds.__getitem__)
+    torch_products.slowdown.cache_clear()
+    assert "takes 50 times as long as in float32" in torch_products.sentence(torch.bfloat16)
+    assert torch_products.sentence(torch.float16) == torch_products.sentence(torch.float32) == ""
+    torch_products.slowdown.cache_clear()
 
 
 def test_json_of_a_result():

@@ -20,7 +20,7 @@ from weft.bench import cascade, fused, subjects
 from weft.bench.settings import AllGatherMatmul
 from weft.bench.values import Shape
 from weft.bench.views import verify
-from weft.cli import app
+from weft.cli import app, options
 from weft.measure.timing import Stopwatch
 from weft.measure.verification import Problem
 
@@ -308,7 +308,7 @@ def test_any_two_options_are_refused_by_name_or_measured(monkeypatch):
     def started(measure, ranks, settings, **_):
         raise Started(ranks, settings)
 
-    monkeypatch.setattr(import_module("weft.world.launcher"), "launch", started)
+    monkeypatch.setattr(options, "on_ranks", started)
     given = [(name, value) for name, values in VALUES.items() for value in values]
     reached = 0
     for pair in itertools.combinations(given, 2):

@@ -4,10 +4,26 @@ from __future__ import annotations
 
 import os
 import pty
+import signal
 import subprocess
 import sys
+import time
+
+import pytest
+
+from weft.measure.launched import on_ranks
 
 PREDICT = "predict all-gather-matmul --machine ascend-910b1 --sweep ranks=2:4"
+
+
+def at_interrupt():
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    return signal.SIGINT in blocked, signal.getsignal(signal.SIGINT)
+
+
+def test_ctrl_c_ends_ranks_that_measure_at_once():
+    """Python's own handler would wait for the end of a call of torch's."""
+    assert on_ranks(at_interrupt, 1, threads=1) == (False, signal.SIG_DFL)
 
 
 def errors(terminal):
@@ -27,3 +43,31 @@ def errors(terminal):
 def test_a_terminal_shows_a_progress_bar():
     assert b"predicting" in errors(terminal=True)
     assert b"predicting" not in errors(terminal=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shown", ["starting", "preparing", "measuring"])
+def test_a_benchmark_shows_each_step_and_ctrl_c_ends_it(shown):
+    options = ["--shape", "4096x2048x1024", "--iterations", "1000"]
+    command = [sys.executable, "-m", "weft", "bench", "all-gather-matmul", *options]
+    reader, writer = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    with (
+        open(reader, "rb", buffering=0) as screen,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=writer, env=environment, start_new_session=True
+        ) as process,
+    ):
+        os.close(writer)
+        seen, limit = b"", time.monotonic() + 60
+        while shown.encode() not in seen:
+            assert time.monotonic() < limit, seen
+            seen += screen.read(1 << 16)
+        os.killpg(process.pid, signal.SIGINT)
+        while b"stopped by SIGINT" not in seen:
+            assert time.monotonic() < limit, seen
+            seen += screen.read(1 << 16)
+        assert process.wait(timeout=20) == 130
+    assert b"Traceback" not in seen
+    hide, show = b"\x1b[?25l", b"\x1b[?25h"
+    assert seen.rfind(show) >= seen.rfind(hide), "the cursor is hidden"

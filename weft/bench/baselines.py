@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.bench.torch_products import computed_in
 from weft.kernels.methods import on_device
 from weft.plan.binding import split
 from weft.world import World
@@ -113,8 +114,9 @@ def products(
     pieces: Sequence[tuple[Tensor, Tensor]], b: Tensor, bias: Tensor | None = None
 ) -> Callable[[], None]:
     """A call that multiplies rows by `b` with ``torch.mm``, or ``torch.addmm`` with a bias, for
-    pairs of rows and results. On a CPU operands are converted to the dtype of the results, `b` and
-    the bias only once; a GPU's products do so.
+    pairs of rows and results. On a CPU operands are converted to the dtype of the results, or to
+    float32 if torch has no fast product of that; `b` and the bias only once. A GPU's products do
+    so themselves.
     """
 
     def on_gpu() -> None:
@@ -123,15 +125,20 @@ def products(
 
     if b.is_cuda:
         return on_gpu
-    dtype = pieces[0][1].dtype
+    dtype = computed_in(pieces[0][1].dtype)
     wide, added = b.to(dtype), None if bias is None else bias.to(dtype)
+
+    def multiply(rows: Tensor, out: Tensor | None) -> Tensor:
+        if added is None:
+            return torch.mm(rows.to(dtype), wide, out=out)
+        return torch.addmm(added, rows.to(dtype), wide, out=out)
 
     def call() -> None:
         for rows, result in pieces:
-            if added is None:
-                torch.mm(rows.to(result.dtype), wide, out=result)
+            if result.dtype == dtype:
+                multiply(rows, result)
             else:
-                torch.addmm(added, rows.to(result.dtype), wide, out=result)
+                result.copy_(multiply(rows, None))
 
     return call
 

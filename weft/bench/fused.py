@@ -24,11 +24,14 @@ from weft.bench.fused_baselines import LABELS, call_of
 from weft.bench.harness import environment, link_of
 from weft.bench.neighbours import neighbours
 from weft.bench.settings import FusedSettings
+from weft.bench.torch_products import computed_in, sentence
 from weft.bench.traces import traces
-from weft.bench.views import View, Views, interleave, product_on, verify
+from weft.bench.views import View, Views, product_on, timed
+from weft.checks import name as dtype_name
 from weft.engines import engine
 from weft.kernels.packed import pack
 from weft.kernels.weights import Weight
+from weft.measure.progress import progress
 from weft.measure.timing import Statistics, Stopwatch, session, stopwatch_of
 from weft.measure.verification import Check, Problem
 from weft.ops import fused
@@ -62,6 +65,7 @@ class Result:
         environment: the ranks, the link, the neighbours (None if not asked for), the machine and
             the versions, as in the JSON.
         notes: further sentences that explain the times.
+        multiplied_in: the dtype in which the baselines multiply, "" if it is that of the results.
         streamed: where auto has selected to communicate first, the times of an algorithm that
             multiplies while rows arrive.
         without_gathered: if the calls return the gathered rows, the times of one that does not.
@@ -78,6 +82,7 @@ class Result:
     environment: dict[str, Any]
     traces: list[Trace]
     notes: tuple[str, ...] = ()
+    multiplied_in: str = ""
     streamed: dict[str, Statistics] = field(default_factory=dict)
     without_gathered: dict[str, Statistics] = field(default_factory=dict)
     cascade: list[Agreement] = field(default_factory=list)
@@ -217,12 +222,22 @@ class Subject(Views):
         return self.empty(rows[rank], columns, dtype=dtype)
 
     @property
+    def multiplied_in(self) -> str:
+        """The dtype in which the baselines multiply, "" if it is that of the results."""
+        dtype = self.out_dtype
+        if not self.settings.baselines or not self.compared or self.world.device.type == "cuda":
+            return ""
+        return "" if computed_in(dtype) == dtype else dtype_name(computed_in(dtype))
+
+    @property
     def general_notes(self) -> Iterator[str]:
         """Sentences on the weight and the kernels of its products."""
         if self.world.device.type == "cpu":
             yield "The weight is packed" + (
                 "; baselines have a plain weight." if self.compared else "."
             )
+        if self.multiplied_in:
+            yield sentence(self.out_dtype)
         if self.world.matmul_backend == "triton":
             yield "compute is torch's product; all others multiply by weft's kernel."
 
@@ -329,16 +344,15 @@ def measure(
         ) as world,
         neighbours(world, settings.neighbours),
     ):
-        stopwatch = stopwatch_of(world)
-        subject, traced = make_subject(settings, world, stopwatch), list[Trace]()
+        stopwatch, traced = stopwatch_of(world), list[Trace]()
+        with progress("preparing", 1, shown=world.rank == 0):
+            subject = make_subject(settings, world, stopwatch)
 
-        def race() -> dict[str, Statistics]:
-            times = interleave(subject, stopwatch, settings)
+        def trace() -> None:
             if settings.trace or settings.timeline:
                 traced.extend(traces(subject, stopwatch))
-            return times
 
-        times, checks = verify(subject, world, race)
+        times, checks = timed(subject, stopwatch, settings, trace)
         cascade = []
         if settings.return_gathered:
             cascade = compare_with_cascade(subject, world, 2 * len(subject.views))
@@ -367,6 +381,7 @@ def measure(
             },
             traces=traced,
             notes=(*subject.notes, *subject.general_notes),
+            multiplied_in=subject.multiplied_in,
             streamed={name: times[name] for name in filter(None, [subject.streamed])},
             without_gathered={name: times[name] for name in (WITHOUT_GATHERED,) if name in times},
             cascade=cascade,

@@ -52,6 +52,7 @@ def to_json(result: Result) -> dict[str, Any]:
         "link": environment["link"],
         "times_ms": times_ms(result.times),
         "baselines_ms": times_ms(result.baselines),
+        "baselines_multiply_in": result.multiplied_in or settings.result_dtype,
         "streamed_ms": times_ms(result.streamed),
         **_figures(result),
         "hidden_percent": {trace.title: hidden(trace) for trace in result.traces},
@@ -141,7 +142,12 @@ def overlaps(report: dict[str, Any]) -> bool:
 
 
 def called(report: dict[str, Any], name: str) -> str:
-    """The name of a measured call for readers: that of weft's call has its algorithm."""
+    """The name of a measured call for readers: that of weft's call has its algorithm, that of a
+    baseline the dtype of its product if it is not that of the results.
+    """
+    other = report.get("baselines_multiply_in", report.get("out_dtype"))
+    if name in report["baselines_ms"] and other != report.get("out_dtype"):
+        return f"{name} in {other}"
     if name != "pipelined":
         return name
     return f"{name if overlaps(report) else 'weft'} ({_variant(report)})"

@@ -76,13 +76,16 @@ def times_of(result: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def cut_short(result: dict[str, Any]) -> Iterator[Text]:
-    """A warning for each measured call that had fewer runs than were asked for, being slow."""
-    iterations = options_of(result).get("iterations", 0)
-    for name, time in times_of(result).items():
-        if time.get("runs", iterations) < iterations:
-            yield Text(
-                f"{name} is too slow for {iterations} runs: {time['runs']} measured.", "yellow"
-            )
+    """A warning of measured calls that had fewer runs than were asked for, being slow."""
+    asked = options_of(result).get("iterations", 0)
+    runs = {name: time.get("runs", asked) for name, time in times_of(result).items()}
+    if few := {name: number for name, number in runs.items() if number < asked}:
+        least, most = min(few.values()), max(few.values())
+        measured = f"{least}" if least == most else f"{least} to {most}"
+        verb = "is" if len(few) == 1 else "are"
+        yield Text(
+            f"{', '.join(few)} {verb} too slow for {asked} runs: {measured} measured.", "yellow"
+        )
 
 
 def milliseconds(times: Mapping[str, float]) -> Iterator[str]:

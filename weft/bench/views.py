@@ -14,12 +14,12 @@ from torch import Tensor
 from weft.bench.harness import poison, verified, worst
 from weft.kernels.methods import on_device
 from weft.kernels.products import multiply
-from weft.measure.progress import progress
+from weft.measure.progress import Advance, progress, unseen
 from weft.measure.timing import Statistics, Stopwatch
 from weft.measure.verification import Check
 from weft.world import World
 
-Times = TypeVar("Times")
+Found = TypeVar("Found")
 
 
 class Rounds(Protocol):
@@ -52,16 +52,37 @@ class Views(ABC):
         """Fill the inputs with the data of this run."""
 
 
+def timed(
+    subject: Views,
+    stopwatch: Stopwatch,
+    rounds: Rounds,
+    also: Callable[[], None] = lambda: None,
+) -> tuple[dict[str, Statistics], dict[str, Check]]:
+    """The times of all views, measured alternately, and their checks as of `verify`, with a
+    progress bar on rank 0. `also` is called between the measurement and the last checks.
+    """
+    steps = 3 * len(subject.views) + rounds.iterations + max(rounds.warmup, 1) - 1
+    with progress("verifying", steps, shown=stopwatch.world.rank == 0) as advance:
+
+        def race() -> dict[str, Statistics]:
+            times = _interleave(subject, stopwatch, rounds, advance)
+            also()
+            return times
+
+        return verify(subject, stopwatch.world, race, advance)
+
+
 def verify(
-    subject: Views, world: World, race: Callable[[], Times]
-) -> tuple[Times, dict[str, Check]]:
+    subject: Views, world: World, race: Callable[[], Found], advance: Advance = unseen
+) -> tuple[Found, dict[str, Check]]:
     """The result of `race`, and the worst check of every view on any rank, before and after it.
 
     Each check is a run on new inputs, into poisoned outputs; ``pipelined`` is the last, so its
-    output remains.
+    output remains. `advance` is called before each.
     """
 
     def check(name: str, run: int) -> Check:
+        advance(f"verifying {name}")
         view = subject.views[name]
         subject.renew(run)
         poison(*view.outputs)
@@ -70,23 +91,23 @@ def verify(
         return worst(world, view.check(run))
 
     names = sorted(subject.views, key="pipelined".__eq__)
-    times, checks = verified(names, check, race)
-    return times, dict(zip(names, checks, strict=True))
+    found, checks = verified(names, check, race)
+    return found, dict(zip(names, checks, strict=True))
 
 
-def interleave(subject: Views, stopwatch: Stopwatch, rounds: Rounds) -> dict[str, Statistics]:
-    """The times of all views, measured alternately, with a progress bar on rank 0."""
-    with progress(
-        "measuring", rounds.iterations + max(rounds.warmup, 1) - 1, shown=stopwatch.world.rank == 0
-    ) as advance:
-        calls = {name: view.call for name, view in subject.views.items()}
-        return stopwatch.interleave(
-            calls,
-            rounds.warmup,
-            rounds.iterations,
-            advance,
-            lambda name: subject.views[name].around(),
-        )
+def _interleave(
+    subject: Views, stopwatch: Stopwatch, rounds: Rounds, advance: Advance
+) -> dict[str, Statistics]:
+    """The times of all views, measured alternately."""
+    calls = {name: view.call for name, view in subject.views.items()}
+    return stopwatch.interleave(
+        calls,
+        rounds.warmup,
+        rounds.iterations,
+        lambda: advance("measuring"),
+        lambda name: subject.views[name].around(),
+        lambda name: advance(f"first call of {name}"),
+    )
 
 
 def product_on(device: torch.device) -> Callable[..., None]:

@@ -54,14 +54,14 @@ def calibrate(
     options.check_files(json_file, None)
     options.check_cache()
     from weft.measure import calibrate as calibration
-    from weft.world.launcher import launch
+    from weft.measure.launched import on_ranks
 
     if options.world_size(ranks)[0] is not None:
         _calibrate_network(threads, json_file)
         return
     count = ranks or max(2, len(os.sched_getaffinity(0)) // threads)
     with options.failing("weft calibrate", json_file):
-        profile = launch(calibration.measure, count, threads, threads=threads)[0]
+        profile = on_ranks(calibration.measure, count, threads, threads=threads)
         machine.remember(profile)
     console = Console(stderr=json_file == "-")
     table = tables.table(("", " ", "spread"), left=("", " "))

@@ -22,6 +22,7 @@ from rich.console import Console
 import weft.cache as cache
 from weft.bench import conditions, repeat, repository
 from weft.bench.settings import ENGINES
+from weft.measure.launched import on_ranks
 from weft.measure.progress import progress
 from weft.plan.trace import Trace
 from weft.predict import machine
@@ -299,11 +300,19 @@ def failing(command: str, json_file: str | None = None) -> Iterator[None]:
             text = refused[1] if refused else error
             typer.echo(f"{command}: {text}", err=True)
             raise typer.Exit(2 if refused or isinstance(error, ValueError) else 1) from None
-        except SystemExit as stopped:  # of a signal that the launcher of ranks handles
+        except KeyboardInterrupt:
+            _stopped(command, signal.SIGINT)
+            raise typer.Exit(128 + signal.SIGINT) from None
+        except SystemExit as stopped:  # of another signal that the launcher of ranks handles
             if isinstance(stopped.code, int) and stopped.code > 128:
-                name = signal.Signals(stopped.code - 128).name
-                typer.echo(f"{command}: stopped by {name}", err=True)
+                _stopped(command, signal.Signals(stopped.code - 128))
             raise
+
+
+def _stopped(command: str, by: signal.Signals) -> None:
+    """Say that a signal has stopped a command, whose progress bar hides the cursor."""
+    Console(stderr=True).show_cursor()
+    typer.echo(f"{command}: stopped by {by.name}", err=True)
 
 
 def tracked(task: str, cases: Sequence[Settings]) -> Iterator[Settings]:
@@ -363,13 +372,14 @@ def run_benchmark(
     )
     threads = 1 if in_process else threads_for(settings.threads, ranks)
     settings = replace(settings, ranks=ranks, threads=threads)
-    from weft.world.launcher import launch
-
     with failing("weft bench", settings.json_file):
+        if rank is None and sys.stderr.isatty():  # the ranks' progress bar comes seconds later
+            sys.stderr.write(f"starting {ranks} ranks\r")
+            sys.stderr.flush()
         found = (
             measure(settings)
             if rank is not None
-            else launch(measure, ranks, settings, threads=threads)[0]
+            else on_ranks(measure, ranks, settings, threads=threads)
         )
     result = to_json(found)
     if not rank:

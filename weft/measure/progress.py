@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic
+from typing import Protocol
+
+
+class Advance(Protocol):
+    """Advance a progress bar by one step; a `task`, which begins now, is shown at once."""
+
+    def __call__(self, task: str = ...) -> None: ...
+
+
+def unseen(task: str = "") -> None:
+    """The `Advance` of no bar."""
 
 
 @contextmanager
-def progress(task: str, steps: int, *, shown: bool = True) -> Iterator[Callable[[], None]]:
+def progress(task: str, steps: int, *, shown: bool = True) -> Iterator[Advance]:
     """A progress bar on stderr, if `shown` and stderr is a terminal; the yielded function advances
-    it by one step.
+    it.
 
     That function draws it, since a thread would disturb the measurement.
     """
@@ -26,17 +37,19 @@ def progress(task: str, steps: int, *, shown: bool = True) -> Iterator[Callable[
 
     console = Console(stderr=True)
     if not (shown and console.is_terminal):
-        yield lambda: None
+        yield unseen
         return
     text = TextColumn("{task.description}")
     columns = (text, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, auto_refresh=False, transient=True) as bar:
-        number, drawn = bar.add_task(task, total=steps), 0.0
+        number, drawn, latest = bar.add_task(task, total=steps), 0.0, task
 
-        def advance() -> None:
-            nonlocal drawn
-            bar.advance(number)
-            if monotonic() - drawn > 0.1:
+        def advance(task: str = "") -> None:
+            nonlocal drawn, latest
+            begins = task not in ("", latest)
+            latest = task or latest
+            bar.update(number, advance=1, description=latest)
+            if begins or monotonic() - drawn > 0.1:
                 drawn = monotonic()
                 bar.refresh()
 

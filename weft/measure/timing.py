@@ -30,8 +30,11 @@ from weft.world import World, init
 from weft.world.device_memory import device_of_rank
 from weft.world.memory import exchange
 
-BUDGET = 10.0
-"""The most seconds for all iterations of one view; slower views get fewer iterations."""
+BUDGET = 24.0
+"""The most seconds for all iterations of all views, each of which has an equal share: slower views
+get fewer iterations, but `FEWEST`, unless one takes a quarter of it.
+"""
+FEWEST = 3
 
 TIMEOUT = 600.0  # seconds; a baseline may take longer on one rank than on another
 
@@ -180,23 +183,32 @@ class Stopwatch:
         iterations: int,
         advance: Callable[[], None] = lambda: None,
         around: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
+        begins: Callable[[str], object] = lambda name: None,
     ) -> dict[str, Statistics]:
         """The statistics of each of `views`, timed once per round of a `race`.
 
         `around` makes the context in which a view is called, and which its time does not include.
+        `begins` is called with the name of each view before its first call.
 
         There is at least one warm-up round. The first one finds views whose iterations would take
-        longer than `BUDGET`: they get fewer iterations. If a single call takes that long, its first
-        time is the only one.
+        longer than their share of the `BUDGET`: they get fewer iterations. If a single call takes a
+        quarter of it, its first time is the only one.
         """
 
         def time(name: str) -> float:
             with around(name):
                 return self.time(views[name])
 
-        first = largest(self.world, [time(name) for name in views])
+        def first_time(name: str) -> float:
+            begins(name)
+            return time(name)
+
+        first = largest(self.world, [first_time(name) for name in views])
+        share = BUDGET / len(views)
         most = [
-            0 if seconds >= BUDGET else min(iterations, max(1, int(BUDGET / max(seconds, 1e-9))))
+            0
+            if seconds >= BUDGET / 4
+            else min(iterations, max(FEWEST, int(share / max(seconds, 1e-9))))
             for seconds in first
         ]
         timed = [partial(time, name) for name in views]

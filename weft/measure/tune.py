@@ -13,6 +13,7 @@ from weft.engines import engine
 from weft.engines.device.options import hardware
 from weft.kernels.packed import pack
 from weft.measure import tune_device
+from weft.measure.launched import on_ranks
 from weft.measure.progress import progress
 from weft.measure.timing import Stopwatch, session
 from weft.ops import fused
@@ -75,11 +76,8 @@ def measure(questions: list[Question], iterations: int, threads: int) -> list[li
 
 def tune(questions: list[Question], iterations: int, threads: int) -> list[list[Answer]]:
     """Measure, and store the fastest variant of every case. Answers are sorted, fastest first."""
-    from weft.world.launcher import launch
-
-    answers: list[list[Answer]] = launch(
-        measure, questions[0].case.ranks, questions, iterations, threads, threads=threads
-    )[0]
+    ranks = questions[0].case.ranks
+    answers = on_ranks(measure, ranks, questions, iterations, threads, threads=threads)
     for (case, _, link), found in zip(questions, answers, strict=True):
         found.sort(key=lambda answer: answer.median)
         _remember(case, link, found[0])
@@ -106,10 +104,7 @@ def tune_streams(
     cases: list[Workload], iterations: int, place: dict[str, Any]
 ) -> list[list[Answer]]:
     """`tune` on the device and by the engine of a `place`."""
-    from weft.world.launcher import launch
-
-    answers: list[list[Answer]]
-    answers, on = launch(measure_streams, cases[0].ranks, cases, iterations, place)[0]
+    answers, on = on_ranks(measure_streams, cases[0].ranks, cases, iterations, place)
     for case, found in zip(cases, answers, strict=True):
         _remember(case, None, found[0], on)
     return answers

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def launch(
         )
         raise SystemExit(1)
     _check_picklable(fn)
-    multiprocessing.set_forkserver_preload(["torch", "weft.world"])
+    _start_server()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -81,6 +82,19 @@ def launch(
             raise KeyboardInterrupt from None
         raise SystemExit(128 + error.sigval) from None
     return [results[rank] for rank in range(ranks)]
+
+
+def _start_server() -> None:
+    """Start the server of new processes, if there is none, so that Ctrl-C does not reach it: it
+    would end its imports with a traceback. Ranks inherit that, until `_rank`.
+    """
+    multiprocessing.set_forkserver_preload(["torch", "weft.world"])
+    resource_tracker.ensure_running()  # which would let Ctrl-C through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _check_picklable(fn: Callable[..., Any]) -> None:
@@ -151,6 +165,7 @@ def _how(failure: ProcessFailure) -> str:
 
 def _rank(threads: int, bind: bool, fn: Callable[..., Any], *args: Any) -> Any:
     """Run `fn` in a launched process with its share of threads, and record its exception."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if bind:
         placement.bind(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]), threads)
     os.environ[placement.OFF] = "0"  # `weft.init` must not bind again

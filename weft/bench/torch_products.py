@@ -1,0 +1,50 @@
+"""The dtype in which baselines multiply on a CPU: float32 where torch has no fast product of their
+own, as on processors without instructions for bfloat16.
+"""
+
+from __future__ import annotations
+
+import functools
+from time import perf_counter
+
+import torch
+
+_SLOW = 8.0
+"""A product that takes this many times as long as in float32 is by no kernel made for its dtype."""
+_ROWS, _WIDTH = 64, 512
+_RUNS = 3  # after one that makes the kernel
+
+
+def computed_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which baselines multiply operands of `dtype`."""
+    return torch.float32 if slowdown(dtype) > _SLOW else dtype
+
+
+def sentence(dtype: torch.dtype) -> str:
+    """Why baselines multiply in another dtype than theirs, "" if they do not."""
+    if computed_in(dtype) == dtype:
+        return ""
+    name = str(dtype).removeprefix("torch.")
+    return (
+        f"torch has no fast {name} product on this processor: of {_ROWS} rows torch.mm takes "
+        f"{slowdown(dtype):.0f} times as long as in float32. So the baselines multiply in float32."
+    )
+
+
+@functools.cache
+def slowdown(dtype: torch.dtype) -> float:
+    """How many times as long as in float32 ``torch.mm`` takes for a product of few rows."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return 1.0
+    return _seconds(dtype) / _seconds(torch.float32)
+
+
+@torch.inference_mode()
+def _seconds(dtype: torch.dtype) -> float:
+    x, b = torch.randn(_ROWS, _WIDTH).to(dtype), torch.randn(_WIDTH, _WIDTH).to(dtype)
+    times = []
+    for _ in range(1 + _RUNS):
+        start = perf_counter()
+        torch.mm(x, b)
+        times.append(perf_counter() - start)
+    return min(times[1:])
