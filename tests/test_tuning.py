@@ -121,7 +121,10 @@ EXCEPTIONS = {
         weft/world/lanes.py: _LOOK
         weft/world/relay.py: _LINGER
         weft/world/relay.py: _NOTICED
+        weft/world/details.py: _ANSWERS
         weft/world/reports.py: _PEER_ENDS
+        weft/world/stopped.py: _NOTICED
+        weft/world/stopped.py: _RAISED
         weft/world/rendezvous.py: STARTING
         weft/world/rendezvous.py: _GIVE_UP
         weft/world/rendezvous.py: _PATIENCE

@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import threading
+from collections.abc import Mapping
+
+from weft.differences import difference
 
 _LOG = logging.getLogger("weft")
 
@@ -17,7 +20,9 @@ class WeftError(_Error):
     """Base of all errors below; raised itself for the use of a closed world.
 
     Where torch is loaded it is a `torch.distributed.DistBackendError`, so that handlers of torch's
-    errors catch weft's. `record` is the file that ``weft doctor --flight`` reads, or "".
+    errors catch weft's. `record` is the file that ``weft doctor --flight`` reads, or "". `reporter`
+    is the rank of the job that reports in full an error that several ranks raise, -1 if all do, and
+    `detailed` tells whether the message has lines on the ranks' places.
 
     Examples:
         >>> local = weft.local_world(2)
@@ -29,13 +34,18 @@ class WeftError(_Error):
     """
 
     record = ""
+    reporter = -1
+    detailed = False
+
+    def add(self, line: str) -> None:
+        """Add a line to the message."""
+        self.args = (f"{self}\n  {line}",)
 
     def name_record(self, file: str) -> None:
         """Add the file of the flight recorder to the message."""
         if not self.record:
-            self.record, text = file, str(self)
-            shows = f"weft doctor --flight {file} shows the calls of all ranks"
-            self.args = (f"{text}\n  {shows}" if "\n" in text else f"{text}; {shows}",)
+            self.record = file
+            self.add(f"weft doctor --flight {file} shows the calls of all ranks")
 
 
 def in_use(thread: int) -> WeftError:
@@ -97,7 +107,7 @@ class MismatchError(WeftError):
     """The ranks did not make the same call; the message shows the difference and both calls.
 
     Algorithms and plans are logged at level DEBUG of the logger ``weft``, and shown in the message
-    if nothing else differs. `ranks` are the two ranks shown.
+    if nothing else differs. `calls` are the two calls shown, by rank.
 
     Examples:
         >>> with weft.local_world(2) as local:
@@ -105,12 +115,24 @@ class MismatchError(WeftError):
         Traceback (most recent call last):
             ...
         weft.errors.MismatchError: the ranks do not make the same call: shapes differ
-          rank 0: all_reduce((4,) float32, op=sum)
-          rank 1: all_reduce((5,) float32, op=sum)
+          rank 0: all_reduce((4,) float32, op=sum), at ...
+          rank 1: all_reduce((5,) float32, op=sum), at ...
+          pass tensors of one shape on all ranks, such as batches of one length
           weft doctor --flight ... shows the calls of all ranks
     """
 
-    ranks: tuple[int, ...] = ()
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.calls = {int(rank): call for rank, call in _CALL.findall(message)}
+
+    def locate(self, places: Mapping[int, str]) -> None:
+        """Add to each call the place at which its rank makes it, such as ``train.py:12``."""
+
+        def located(found: re.Match[str]) -> str:
+            place = places.get(int(found[1]))
+            return f"{found[0]}, at {place}" if place else found[0]
+
+        self.args = (_CALL.sub(located, str(self)),)
 
     @classmethod
     def between(cls, number: int, rank: int, call: str, peer: int, theirs: str) -> MismatchError:
@@ -123,7 +145,7 @@ class MismatchError(WeftError):
         (one, plan), (other, plan_of_other) = [text.partition("\n")[::2] for text in both.values()]
         plans = (plan, plan_of_other)
         if one != other:
-            why, shown = _difference(one, other), [one, other]
+            why, shown = difference(one, other), [one, other]
         elif _algorithm(plan) != _algorithm(plan_of_other):
             why = (
                 "algorithms differ (pass one algorithm= on all ranks, or give all hosts the same "
@@ -133,37 +155,11 @@ class MismatchError(WeftError):
         else:
             why, shown = "plans differ", [*plans]
         lines = [f"\n  rank {number}: {each}" for number, each in zip(both, shown, strict=True)]
-        error = cls(f"the ranks do not make the same call: {why}{''.join(lines)}")
-        error.ranks = tuple(both)
-        return error
+        return cls(f"the ranks do not make the same call: {why}{''.join(lines)}")
 
 
-def _difference(one: str, other: str) -> str:
-    """A phrase for how two calls differ, each ``operator(shape dtype, option=value, …)``."""
-    if one.partition("(")[0] != other.partition("(")[0]:
-        return "operators differ"
-    found = [
-        part
-        for part, pattern in _PARTS.items()
-        if re.findall(pattern, one) != re.findall(pattern, other)
-    ]
-    options, others = [dict(re.findall(r"(\w+)=([^=]*)(?:, |\))", call)) for call in (one, other)]
-    dtypes = {
-        name for name, value in (options | others).items() if re.search(_PARTS["dtypes"], value)
-    }
-    found += [
-        name
-        for name in options | others
-        if name not in dtypes and options.get(name) != others.get(name)
-    ]
-    one_option = len(found) == 1 and found[0] not in _PARTS
-    return f"{' and '.join(found) or 'arguments'} differ{'s' if one_option else ''}"
-
-
-_PARTS = {
-    "shapes": r"\(\d*,[\d, ]*\)|\[[\d, ]*\] rows x \d+|\(\) ",
-    "dtypes": r"\b(?:b?float|u?int|bool|complex)\w*",
-}
+_CALL = re.compile(r"\n  rank (\d+): (.*)")
+"""A line with the call of a rank."""
 
 
 def _algorithm(plan: str) -> str:

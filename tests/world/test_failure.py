@@ -266,16 +266,31 @@ def test_ranks_that_make_different_calls_are_shown_both(how, one, other):
         "results of weft tune and weft calibrate)",
         "place": "plans differ",
     }
+    branch = "look for a branch, or a loop of another length, that depends on the rank"
+    one_shape = "pass tensors of one shape on all ranks, such as batches of one length"
+    to_float32 = r"convert one of them, as by \.to\(torch\.float32\) on rank 2"
+    shards = "pass the rows of every rank as shard_rows= on all ranks, here 64 on rank [01] and {} on rank 2"
+    cures = {
+        "rows": shards.format(60),
+        "cached": shards.format(8),
+        **dict.fromkeys(["other", "again"], branch),
+        **dict.fromkeys(["dtype", "asynchronous", "part"], to_float32),
+        "collective": one_shape,
+        "columns": "pass rows of one K, the columns of a and the rows of b, on all ranks",
+        "op": "pass one op= on all ranks",
+        "source": "pass one source= on all ranks",
+    }
     for rank, outcome in enumerate(start(disagree, 3, how)):
         assert outcome.error is None, outcome.error
         message, logged = outcome.result
         first, *lines, recorded = message.splitlines()
         assert first == f"the ranks do not make the same call: {differs[how]}"
         assert recorded.startswith("  weft doctor --flight ")
-        assert [line[:8] for line in lines] in (
-            ["  rank 0", "  rank 2"],
-            ["  rank 1", "  rank 2"],
-        ), lines
+        assert re.fullmatch(cures.get(how, ""), "".join(lines[2:]).strip()), lines
+        shown = [line[:8] for line in lines[:2]]
+        assert shown in (["  rank 0", "  rank 2"], ["  rank 1", "  rank 2"]), lines
+        if f"  rank {rank}" in shown:  # where both make the call
+            assert all(re.search(r", at .*test_failure\.py:\d+$", line) for line in lines[:2])
         assert lines[0][10:].startswith(one), lines
         assert lines[1][10:].startswith(other), lines
         if rank != 2 and "of this world" in logged:

@@ -41,14 +41,19 @@ def script(tmp_path):
     return str(path)
 
 
-def run(*command):
+def run(*command, cwd=None):
     environment = {
         key: value
         for key, value in os.environ.items()
         if key not in ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT")
     }
     return subprocess.run(
-        [str(word) for word in command], capture_output=True, text=True, timeout=90, env=environment
+        [str(word) for word in command],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env=environment,
+        cwd=cwd,
     )
 
 
@@ -134,35 +139,102 @@ def test_weft_run_names_the_first_failed_rank_and_exits_with_its_code(how, code,
     assert sum("Traceback" in line for line in before) == (code == 1), (
         "of the rank that failed first"
     )
-    assert not [line for line in before if "rank0" in line and "PeerLost: rank 1" not in line], (
-        "one line at most"
-    )
+    # whether or not rank 0 has noticed before the launcher ends it
+    lost = [line.removeprefix("[rank0]: ") for line in before if line.startswith("[rank0]: ")]
+    assert re.match(r"PeerLost: rank 1 \(pid \d+\) ", lost[0])
+    assert lost[1] == f"  rank 0 is at {path}:7; rank 1 had made no call"
+    assert len(lost) == 3, "and the file of the flight recorder"
     assert "elastic" not in done.stderr
 
 
+def outcome_of(folder, program, code=1):
+    """The lines of stderr of a program that fails on 2 ranks, without "[rank…]: "."""
+    (folder / "program.py").write_text(textwrap.dedent(program))
+    done = run(BIN / "weft", "run", "-n", 2, "program.py", cwd=folder)
+    assert done.returncode == code, done.stderr
+    return [re.sub(r"^\[rank\d\]: ", "", line) for line in done.stderr.splitlines()]
+
+
 @pytest.mark.slow
-def test_weft_run_prints_an_error_in_a_few_lines(tmp_path):
-    script = tmp_path / "differ.py"
-    script.write_text(
-        "import torch, weft\nworld = weft.init()\nweft.all_reduce(torch.ones(4 + world.rank))\n"
+def test_weft_run_shows_different_calls_with_both_places_and_the_cure_once(tmp_path):
+    lines = outcome_of(
+        tmp_path,
+        """
+        import torch, weft
+        with weft.init() as world:
+            if world.rank:
+                weft.all_gather(torch.ones(5, 2))
+            else:
+                weft.all_gather(torch.ones(4, 2))
+        """,
     )
-    done = run(BIN / "weft", "run", "-n", 2, script)
-    assert done.returncode == 1
-    *lines, last = done.stderr.splitlines()
-    assert len(lines) <= 11, done.stderr
     for line in (
-        "  rank 0: all_reduce((4,) float32, op=sum)",
-        "  rank 1: all_reduce((5,) float32, op=sum)",
+        "  rank 0: all_gather((4, 2) float32, dim=0), at program.py:7",
+        "  rank 1: all_gather((5, 2) float32, dim=0), at program.py:5",
+        "  pass shard_rows=[4, 5] on all ranks, if their rows differ",
+        "MismatchError: as on rank 0",
     ):
-        assert any(each.endswith(line) for each in lines), done.stderr
-    assert not [line for line in lines if "File" in line and str(script) not in line], (
-        "the user's part of the traceback"
-    )
+        assert lines.count(line) == 1, lines
+    assert sum("Traceback" in line for line in lines) == 1, "the user's part of it"
+    assert not [line for line in lines if "File" in line and "program.py" not in line]
+    pattern = r"weft run: first failure: rank [01] \(pid \d+\) failed: MismatchError, see above"
+    assert re.fullmatch(pattern, lines[-1])
+    assert len(lines) == 10, lines
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_wait_reports_a_death_too(tmp_path):
+    """The launcher ends it with SIGTERM, which it answers by its error."""
+    program = """import os, signal, time, weft
+with weft.init() as world:
+    weft.barrier()
+    if world.rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+"""
+    lost, where, record, last = outcome_of(tmp_path, program, 137)
     assert re.fullmatch(
-        r"weft run: first failure: rank [01] \(pid \d+\) failed: MismatchError: .* shapes "
-        r"differ",
-        last,
+        r"PeerLost: rank 1 \(pid \d+\) died while rank 0 was at work of its own", lost
     )
+    assert where == "  rank 0 is at program.py:6; rank 1 had ended call 1"
+    assert record.startswith("  weft doctor --flight ")
+    assert last.endswith(" was ended by SIGKILL")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("begin", "call"),
+    [
+        ("with weft.init() as world:", "weft.all_reduce(torch.ones(4))"),
+        # torch waits for these calls in C++, and has the error as text
+        (
+            "dist.init_process_group('weft'); model = DDP(torch.nn.Linear(2, 2))\nif True:",
+            "model(torch.ones(1, 2)).sum().backward()",
+        ),
+    ],
+    ids=["weft", "DDP"],
+)
+def test_weft_run_shows_that_a_rank_made_fewer_calls(tmp_path, begin, call):
+    program = f"""import os, torch, torch.distributed as dist, weft
+from torch.nn.parallel import DistributedDataParallel as DDP
+{begin}
+    for step in range(5 - int(os.environ["RANK"])):
+        {call}
+if dist.is_initialized():
+    dist.destroy_process_group()
+"""
+    lost, where, cause, record, last = outcome_of(tmp_path, program)
+    made = re.fullmatch(
+        r"PeerLost: rank 1 \(pid \d+\) closed its world while rank 0 waited for .* of all_reduce "
+        r"call (\d+) \(.*\)",
+        lost,
+    )
+    line = program.splitlines().index(f"        {call}") + 1
+    assert where == f"  rank 0 is at program.py:{line}; rank 1 had ended call {int(made[1]) - 1}"
+    assert cause.startswith("  likely cause: rank 1 makes fewer calls, as with fewer batches, ")
+    assert record.startswith("  weft doctor --flight ")
+    pattern = r"weft run: first failure: rank 0 \(pid \d+\) failed: PeerLost, see above"
+    assert re.fullmatch(pattern, last)
 
 
 @pytest.mark.slow

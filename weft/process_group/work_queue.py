@@ -122,7 +122,7 @@ class Work(dist.Work):
 
     def _value(self, _: object) -> list[Tensor]:
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(None)  # torch would show its frames, all of weft's
         return list(self.tensors)
 
 

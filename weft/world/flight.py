@@ -4,7 +4,7 @@ written to a file when a world fails. ``weft doctor --flight`` reads it.
 The folder is that of the variable WEFT_FLIGHT, by default ``flight`` in the cache directory, where
 only the files of the newest worlds are kept; with WEFT_FLIGHT=0 nothing is written, and
 WEFT_FLIGHT=1 is as without it. Where the
-variable names a folder, a rank that SIGTERM ends writes its file, too.
+variable names a folder, a rank that SIGTERM ends writes its file, too (`weft.world.stopped`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ import hashlib
 import json
 import logging
 import os
-import signal
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +46,11 @@ def folder() -> Path | None:
         return None if chosen == _OFF else Path(chosen)
     stored = cache.directory()
     return stored and stored / "flight"
+
+
+def has_own_folder() -> bool:
+    """Whether the variable names a folder."""
+    return _chosen() not in ("", _OFF)
 
 
 def _chosen() -> str:
@@ -89,32 +92,6 @@ def write(world: Peers, error: BaseException, culprit: int | None) -> Path | Non
             reason,
         )
         return None
-
-
-def write_at_sigterm(open_worlds: Callable[[], Iterable[Peers]]) -> None:
-    """Let SIGTERM write the files of the open worlds before it ends this process, if the variable
-    names a folder and the program has no handler of its own.
-    """
-    if (
-        not _chosen()
-        or folder() is None
-        or threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-    ):
-        return
-
-    def end(number: int, frame: object) -> None:
-        for world in open_worlds():
-            write(world, SystemExit(STOPPED), None)
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-
-    def leave_to_system() -> None:
-        if signal.getsignal(signal.SIGTERM) is end:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    signal.signal(signal.SIGTERM, end)
-    os.register_at_fork(after_in_child=leave_to_system)
 
 
 def _record(world: Peers, error: BaseException, culprit: int | None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -163,6 +164,13 @@ def _how(failure: ProcessFailure) -> str:
     return f"ended with exit code {failure.exitcode}"
 
 
+def _summary(failure: ProcessFailure) -> str:
+    """A phrase for how a rank ended that has printed its own exception."""
+    if kind := re.match(r"(PeerLost|PeerTimeout|MismatchError):", _message(failure)):
+        return f"failed: {kind[1]}, see above"
+    return _how(failure).partition("\n")[0]
+
+
 def _rank(threads: int, bind: bool, fn: Callable[..., Any], *args: Any) -> Any:
     """Run `fn` in a launched process with its share of threads, and record its exception."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -200,7 +208,7 @@ def run(
             torchrun.run(torchrun.parse_args(command))
     except ChildFailedError as error:
         rank, failure = _first(error)
-        how = _how(failure).partition("\n")[0]  # the rank has printed the rest
+        how = _summary(failure)
         print(
             f"weft run: first failure: rank {rank} (pid {failure.pid}) {how}",
             file=sys.stderr,

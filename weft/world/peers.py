@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
+import math
 import os
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
@@ -26,7 +27,7 @@ from weft.schedules.levels import (
     numbered,
 )
 from weft.schedules.thresholds import agreed
-from weft.world import flight, peer_memory
+from weft.world import details, flight, peer_memory
 from weft.world.relay import Relay
 from weft.world.rendezvous import RankInfo
 
@@ -97,9 +98,10 @@ class Peers:
     (the number of each rank in a larger job, for errors), `number` (of this world in this process),
     `identity` (its name in files, equal on all ranks), `group_name` (of the process group of
     torch.distributed whose world it is, or ""), `recorded` (the file of its flight recorder),
-    `closed` (the reason, or None), `unreported` (whether a background thread closed it and no call
-    has raised the error yet), `forked` (whether this process is a forked child of the one that made
-    it).
+    `closed` (the reason, or None), `failed_at` (the time of the error that closed it, by the
+    monotonic clock), `places` (of peers in the user's program, after a mismatch), `unreported`
+    (whether a background thread closed it and no call has raised the error yet), `forked` (whether
+    this process is a forked child of the one that made it).
     """
 
     maker = "weft.init()"
@@ -149,6 +151,8 @@ class Peers:
         self.group_name = ""
         self.recorded: Path | None = None
         self.closed: str | None = None
+        self.places = dict[int, str]()  # of peers in the user's program, after a mismatch
+        self.failed_at = math.inf
         self.forked = False
         self.unreported = False
         self.keepalive: list[object] = []  # memory that lives as long as the world
@@ -212,7 +216,7 @@ class Peers:
 
     def failure(self, doing: str) -> WeftError:
         """The error for a failure that a peer caused or reported while this rank waited `doing`, a
-        phrase; closes the world.
+        phrase, or "" if it did not wait; closes the world.
         """
         self.unreported = False
         kind, culprit, text = self.mesh.failure()
@@ -232,9 +236,12 @@ class Peers:
         return self.lost(culprit, how, doing)
 
     def lost(self, peer: int, how: str, doing: str) -> WeftError:
-        """The error for a lost peer that this rank waited for; closes the world."""
+        """The error for a lost peer that this rank waited for, `doing` as in `failure`; closes the
+        world.
+        """
+        waited = f"waited {doing}" if doing else "was at work of its own"
         message = (
-            f"{self.name_of(peer)} {how} while rank {self.rank} waited {doing}"
+            f"{self.name_of(peer)} {how} while rank {self.rank} {waited}"
             f"{self.also('Connection closed by peer')}"
         )
         return self.fail(PeerLost(message, how, self.pids[peer] * self.same_host(peer)), peer)
@@ -284,13 +291,23 @@ class Peers:
             text = text.encode(errors="replace")[:8000].decode(errors="ignore")
             self.mesh.abort(type(error).__name__, self.rank if culprit is None else culprit, text)
             self.unreported, self.closed = in_background, f"{type(error).__name__}: {error}"
+            self.failed_at = time.monotonic()
             if self.relay is not None:
                 self.relay.close()  # no message may arrive in memory that is returned to the caller
             self.recorded = flight.write(self, error, culprit)
             _log.info("world %s has failed: %s", self.identity, self.closed)
+        if not (in_background or self.forked):
+            details.add(self, error, culprit)
         if self.recorded is not None and isinstance(error, WeftError):
             error.name_record(str(self.recorded))
         return error  # type: ignore[return-value]
+
+    def keep_place(self, peer: int, note: str) -> bool:
+        """Whether a note has the place of a peer in the user's program, which is kept then."""
+        if not note.startswith(details.PLACE):
+            return False
+        self.places[peer] = note.removeprefix(details.PLACE)
+        return True
 
     def _control_segment(self) -> _native.Segment:
         """The segment of headers and counters, exchanged before calls can be checked."""
@@ -358,7 +375,10 @@ def receive(
     deadline = _native.Deadline(peers.timeout)
     while True:
         try:
-            return peers.mesh.receive(peer, 0.05)  # returns so that Python can handle signals
+            note, file = peers.mesh.receive(peer, 0.05)  # returns, so that signals are handled
+            if not peers.keep_place(peer, note):
+                return note, file
+            continue
         except RuntimeError as error:
             why = str(error)
         look()

@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import select
 import sys
 from collections.abc import Callable
 from types import TracebackType
 
+import weft.errors as errors
 from weft.errors import MismatchError, PeerLost, WeftError
 
 ON = "WEFT_REPORTS"
@@ -22,9 +24,14 @@ _PEER_ENDS = 2.0
 """Seconds for which a rank that lost a peer waits for the end of its process."""
 
 
+def launched() -> bool:
+    """Whether `weft run` started this rank."""
+    return os.environ.get(ON) == "1"
+
+
 def report_as_launched() -> None:
     """Install the report of uncaught exceptions, if `weft run` started this rank."""
-    if os.environ.get(ON) == "1":
+    if launched():
         sys.excepthook = _reporting(sys.excepthook)
 
 
@@ -41,20 +48,54 @@ def _reporting(before: Hook) -> Hook:
     ) -> None:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+        error = _of_callback(error) or error
         if isinstance(error, PeerLost | KeyboardInterrupt) or _reported_by_peer(error):
-            print(f"{kind.__name__}: {error}".removesuffix(": "), file=sys.stderr)
+            print(f"{type(error).__name__}: {_short(error)}".removesuffix(": "), file=sys.stderr)
         else:
             if isinstance(error, WeftError) and not logging.getLogger("weft").isEnabledFor(
                 logging.DEBUG
             ):
                 trace = _of_the_user(trace)
-            before(kind, error.with_traceback(trace), trace)
+            before(type(error), error.with_traceback(trace), trace)
         if isinstance(error, PeerLost) and error.pid:
             _wait_for_end_of(error.pid)
         if isinstance(error, Exception):
             get_error_handler().record_exception(error)
 
     return report
+
+
+def _of_callback(error: BaseException) -> WeftError | None:
+    """The error of weft's that torch reports as the text of another, which has the frames of a
+    thread of weft's, None if it is no such text: DDP waits for collectives in C++.
+    """
+    found = _CALLBACK.match(str(error)) if type(error) is RuntimeError else None
+    return getattr(errors, found[1])(found[2]) if found else None
+
+
+_CALLBACK = re.compile(
+    r"Got the following error when running the callback: "
+    r"(PeerLost|PeerTimeout|MismatchError): (.*?)(?:\n\nAt:\n.*)?\Z",
+    re.DOTALL,
+)
+
+
+def _short(error: BaseException) -> str:
+    """The message of an error, as far as no other rank prints it."""
+    if not isinstance(error, WeftError) or error.reporter in (-1, _rank()):
+        return str(error)
+    if isinstance(error, MismatchError):
+        return f"as on rank {error.reporter}"
+    return "\n".join(str(error).splitlines()[:2])
+
+
+def _reported_by_peer(error: BaseException) -> bool:
+    """Whether a peer reports the same error in full."""
+    return isinstance(error, MismatchError) and error.reporter not in (-1, _rank())
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "-1"))
 
 
 def _wait_for_end_of(pid: int) -> None:
@@ -67,13 +108,6 @@ def _wait_for_end_of(pid: int) -> None:
             select.select([process], [], [], _PEER_ENDS)
         finally:
             os.close(process)
-
-
-def _reported_by_peer(error: BaseException) -> bool:
-    """Whether a peer reports the same error, with this rank's call."""
-    return isinstance(error, MismatchError) and os.environ.get("RANK", "") in [
-        str(rank) for rank in error.ranks[1:]
-    ]
 
 
 def _of_the_user(trace: TracebackType | None) -> TracebackType | None:

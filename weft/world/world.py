@@ -30,7 +30,7 @@ from weft.checks import (
 from weft.errors import WeftError
 from weft.plan import Plan
 from weft.schedules.device_options import DEFAULT, DeviceOptions
-from weft.world import device_memory, flight, memory, peer_memory, placement, topology
+from weft.world import device_memory, memory, peer_memory, placement, stopped, topology
 from weft.world.forked import keep
 from weft.world.listener import Listener, listen_to_hosts
 from weft.world.peers import Backend, Peers
@@ -469,7 +469,7 @@ def _connect(
         world = World(rank, infos, mesh, timeout, backend, relay)
         unless_made.pop_all()
         log_made(world)
-        flight.write_at_sigterm(lambda: [each for each in _alive.values() if not each.closed])
+        stopped.report_first(lambda: [*_alive.values()])
         return world
 
 
