@@ -122,6 +122,7 @@ EXCEPTIONS = {
         weft/world/relay.py: _LINGER
         weft/world/relay.py: _NOTICED
         weft/world/details.py: _ANSWERS
+        weft/world/launcher.py: _LONG
         weft/world/reports.py: _PEER_ENDS
         weft/world/stopped.py: _NOTICED
         weft/world/stopped.py: _RAISED

@@ -12,6 +12,7 @@ import sys
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
+from weft import variables
 from weft.version import __version__
 
 if TYPE_CHECKING:
@@ -101,6 +102,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES or name in _HOME:
+        variables.check()
     if name in _PACKAGES:
         return importlib.import_module(f"weft.{name}")
     if name not in _HOME:
@@ -113,15 +116,7 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-# the native core reads the variable when it is loaded, which may be long after this
-if (_stores := os.environ.get("WEFT_STORES") or "adaptive") not in (
-    "adaptive",
-    "cached",
-    "streaming",
-):
-    raise ValueError(f"WEFT_STORES is adaptive, cached or streaming; got {_stores!r}")
-
-if os.environ.get("WEFT_LOG"):
+if os.environ.get("WEFT_LOG") in variables.VALUES["WEFT_LOG"]:
     importlib.import_module("weft.log").configure()
 
 if "torch" in sys.modules:  # otherwise torch registers the backend when it is imported

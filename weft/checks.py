@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from difflib import get_close_matches
 from functools import cache
 from numbers import Real
 
@@ -213,6 +213,12 @@ def check_module(module: object, argument: str) -> None:
         raise TypeError(f"{argument} must be a torch.nn.Module; got {type(module).__name__}")
 
 
+def suggestion(given: object, names: Collection[str]) -> str:
+    """A phrase with the name that was probably meant, "" if none is like it."""
+    near = get_close_matches(str(given).rpartition(".")[2].lower(), names, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
 def integer(number: object, expected: str) -> int:
     """An integer. Raises `TypeError` with the text `expected` for anything else."""
     try:
@@ -249,14 +255,6 @@ def check_ranks(ranks: object) -> None:
     """Raise `ValueError` or `TypeError` unless `ranks` is a number of ranks for a new world."""
     if integer(ranks, "ranks must be an integer") < 1:
         raise ValueError(f"at least one rank is needed; got {ranks}")
-
-
-def switched_on(variable: str) -> bool:
-    """Whether an environment variable is not 0. Raises `ValueError` unless it is 0, 1 or unset."""
-    value = os.environ.get(variable) or "1"
-    if value not in ("0", "1"):
-        raise ValueError(f"{variable} is 0 or 1; got {value!r}")
-    return value == "1"
 
 
 LONGEST = 1e6

@@ -9,18 +9,13 @@ import os
 from collections.abc import Callable
 
 VARIABLE = "WEFT_LOG"
-LEVELS = ("debug", "info", "warning", "error")
 
 rank_here: Callable[[], int | None] = lambda: None  # noqa: E731
 """The rank of this thread, None before it is known; `weft.world` replaces it."""
 
 
 def configure() -> None:
-    """Add the handler. Raises `ValueError` if the variable is no level."""
-    level = os.environ[VARIABLE]
-    if level not in LEVELS:
-        *most, last = LEVELS
-        raise ValueError(f"{VARIABLE} is {', '.join(most)} or {last}; got {level!r}")
+    """Add the handler at the level of the variable."""
     handler = logging.StreamHandler()
     handler.setFormatter(
         logging.Formatter(
@@ -30,7 +25,7 @@ def configure() -> None:
     handler.addFilter(_with_rank)
     log = logging.getLogger("weft")
     log.addHandler(handler)
-    log.setLevel(level.upper())
+    log.setLevel(os.environ[VARIABLE].upper())
     log.propagate = False  # else a handler of the program would print each line again
 
 

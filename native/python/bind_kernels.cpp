@@ -39,7 +39,7 @@ void bind_kernels(nb::module_& m) {
     return number;
   });
 
-  // `weft/__init__.py` has checked the variable
+  // `weft/variables.py` has checked it
   if (const char* name = std::getenv("WEFT_STORES"); name && *name) set_stores(stores_named(name));
   m.def("stores", [] { return name_of(stores()); });
 

@@ -53,12 +53,5 @@ def test_results_do_not_depend_on_the_kind_of_stores(stores, tmp_path):
     assert done.stdout.split() == 2 * [stores or "adaptive"], done.stderr
 
 
-def test_an_unknown_kind_of_stores_is_refused(tmp_path):
-    done = run(tmp_path / "program.py", "import weft", "fast")
-    assert done.stderr.endswith(
-        "ValueError: WEFT_STORES is adaptive, cached or streaming; got 'fast'\n"
-    )
-
-
 def test_plans_and_the_native_core_have_eager_buffers_of_one_size():
     assert _native.Executor.eager_bytes == thresholds.EAGER_BUFFER_BYTES

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import weft
-from weft.world import placement
+from weft.cli import app
+from weft.world import launcher, placement
 from weft.world.topology import assign
 
 # the cores of two ranks with a thread each
@@ -269,9 +271,49 @@ def test_weft_run_runs_modules(tmp_path):
         2,
         "['-x']",
     )
-    refused = run(BIN / "weft", "run", "package")
-    assert refused.returncode == 2
-    assert "there is no file package" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["package"], "there is no file package"),
+        (["folder"], "folder is a folder: name a script in it, as folder/train.py"),
+    ],
+)
+def test_weft_run_refuses_what_python_cannot_run(words, answer, tmp_path, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["run", *words], env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert answer in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "note"),
+    [
+        (["--nproc-per-node", "3", "x.py"], 3, ""),
+        (["-n", "3", "x.py", "-n", "4"], 3, ""),
+        (
+            ["x.py", "-n", "4"],
+            2,
+            "-n 4 after x.py is the script's; for weft run: weft run -n 4 x.py",
+        ),
+        (["x.py", "--ranks=4"], 2, "weft run --ranks=4 x.py"),
+        (["x.py", "--numbers", "4"], 2, ""),
+        (["x.py"], 2, ""),
+    ],
+)
+def test_options_for_the_ranks(words, ranks, note, tmp_path, monkeypatch):
+    """torchrun's name is one of weft's; options after the script are the script's, with a note."""
+    started = []
+    monkeypatch.setattr(launcher, "run", lambda ranks, *_: started.append(ranks) or 0)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").touch()
+    done = CliRunner().invoke(app, ["run", *words], env={"COLUMNS": "200"})
+    assert started == [ranks]
+    assert note in done.stderr
+    assert bool(note) == bool(done.stderr)
 
 
 @pytest.mark.slow

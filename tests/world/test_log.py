@@ -97,7 +97,8 @@ def test_the_rank_is_that_of_the_job():
 def imported(value):
     """The process that imports weft with this value of the variable."""
     program = (
-        "import logging, weft; log = logging.getLogger('weft'); print(log.handlers, log.level)"
+        "import logging, weft; log = logging.getLogger('weft'); print(log.handlers, log.level); "
+        "weft.PeerLost"
     )
     return subprocess.run(
         [sys.executable, "-c", program],

@@ -38,7 +38,8 @@ TWO_RANKS = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "2950
         ),
         (
             TypeError,
-            "group must be a process group of torch.distributed; got int",
+            "group must be a process group of torch.distributed; got int: weft run -n 4 script.py "
+            "starts 4 ranks",
             lambda: weft.init(4),
         ),
         (

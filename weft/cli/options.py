@@ -33,8 +33,15 @@ Settings = TypeVar("Settings")
 SINGLE_RANK = "a single rank has no peer to exchange anything with: use 2 or more"
 
 
-class PlainErrors(typer.core.TyperGroup):
+_FIRST = "run", "doctor", "bench"
+"""The commands that help lists first, in this order: groups would come before them."""
+
+
+class Commands(typer.core.TyperGroup):
     """The group of all commands, which refuses values in the words of users."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*dict.fromkeys((*_FIRST, *super().list_commands(ctx)))]
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -179,7 +179,10 @@ def check_algorithm(algorithm: str, operator: Operator | Collective, world: Worl
         name for name in operator.algorithms if name not in (*shared_memory_only, *launched)
     )
     if not known:
-        raise ValueError(f"there is no algorithm {algorithm!r}; choose auto or one of {others}")
+        raise ValueError(
+            f"there is no algorithm {algorithm!r}; choose auto or one of {others}"
+            f"{checks.suggestion(algorithm, (*operator.algorithms, 'auto'))}"
+        )
     raise ValueError(
         f"{algorithm} is not possible in this world: {shared_memory_only[algorithm]}; choose "
         f"{others}"

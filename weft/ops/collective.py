@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from weft.checks import check_timeout
+from weft.checks import check_timeout, suggestion
 from weft.checks import name as dtype_name
 from weft.engines import engine
 from weft.engines.engine import Engine
@@ -273,7 +273,10 @@ def check_not_recorded(tensor: Tensor, name: str) -> None:
 def check_reduction(a: Tensor, op: str, world: World) -> None:
     """Raise an error unless `op` is a reduction that is defined for the dtype of `a`."""
     if op not in REDUCTIONS:
-        raise ValueError(f"there is no reduction {op!r}; choose one of {', '.join(REDUCTIONS)}")
+        raise ValueError(
+            f"there is no reduction {op!r}; choose one of {', '.join(REDUCTIONS)}"
+            f"{suggestion(op, REDUCTIONS)}"
+        )
     check_input(a, world, FLOATS if op == "avg" else NUMBERS)
 
 

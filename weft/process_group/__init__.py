@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from weft import variables
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import _DistributedBackendOptions
 
@@ -31,6 +33,7 @@ def register() -> None:
 
 def _group(group: _DistributedBackendOptions, options: object) -> Group:
     """The constructor that torch calls, on all ranks."""
+    variables.check()
     from weft.process_group.group import Group
     from weft.process_group.replaced import replace
 

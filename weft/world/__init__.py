@@ -1,6 +1,6 @@
 """Worlds of ranks: start, rendezvous, shared memory, one-sided calls and failures."""
 
-from weft.world.reports import report_as_launched
+from weft.world.reports import report_uncaught
 from weft.world.world import Recorder as Recorder
 from weft.world.world import World as World
 from weft.world.world import by_number as by_number
@@ -10,4 +10,4 @@ from weft.world.world import default_here as default_here
 from weft.world.world import init as init
 from weft.world.world import init_by_store as init_by_store
 
-report_as_launched()
+report_uncaught()

@@ -24,8 +24,11 @@ from torch.distributed.elastic.multiprocessing.errors import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from weft.checks import check_ranks
-from weft.world import placement, reports
+from weft.world import hints, placement, reports
 from weft.world.placement import threads_per_rank
+
+_LONG = 80
+"""Characters from which on the last line of `run` does not repeat an exception."""
 
 
 def launch(
@@ -166,9 +169,10 @@ def _how(failure: ProcessFailure) -> str:
 
 def _summary(failure: ProcessFailure) -> str:
     """A phrase for how a rank ended that has printed its own exception."""
-    if kind := re.match(r"(PeerLost|PeerTimeout|MismatchError):", _message(failure)):
-        return f"failed: {kind[1]}, see above"
-    return _how(failure).partition("\n")[0]
+    how = _how(failure).partition("\n")[0]
+    if (kind := re.match(r"failed: \w+", how)) and len(how) > _LONG:
+        return f"{kind[0]}, see above"
+    return how
 
 
 def _rank(threads: int, bind: bool, fn: Callable[..., Any], *args: Any) -> Any:
@@ -178,7 +182,15 @@ def _rank(threads: int, bind: bool, fn: Callable[..., Any], *args: Any) -> Any:
         placement.bind(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]), threads)
     os.environ[placement.OFF] = "0"  # `weft.init` must not bind again
     torch.set_num_threads(threads)
-    return record(fn)(*args)
+
+    def hinted() -> Any:
+        try:
+            return fn(*args)
+        except Exception as error:
+            hints.add(error, error.__traceback__)
+            raise
+
+    return record(hinted)()
 
 
 def run(

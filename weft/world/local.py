@@ -23,6 +23,7 @@ import weft._native as _native
 from weft.checks import check_ranks, integers, limited
 from weft.errors import PeerLost, WeftError
 from weft.schedules.device_options import DEFAULT, DeviceOptions
+from weft.world import hints
 from weft.world.device_memory import check_device, check_options, check_products
 from weft.world.listener import Address
 from weft.world.peer_memory import probe
@@ -139,6 +140,7 @@ class LocalWorld:
                     torch.cuda.current_stream().synchronize()
                     return result
             except BaseException as error:
+                hints.add(error, error.__traceback__)
                 self.worlds[rank].fail(error)
                 raise
             finally:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import weft._native as _native
-from weft.checks import switched_on
+from weft import variables
 
 LEAST_BYTES = 2 << 20
 """Size of the smallest tensors that are in huge pages, that of a page."""
@@ -58,7 +58,7 @@ class Probe(NamedTuple):
 
 def probe() -> Probe:
     """The probe of this process."""
-    read = switched_on("WEFT_READ_PEERS")
+    read = variables.value("WEFT_READ_PEERS") != "0"
     return Probe(_NUMBER.value, ctypes.addressof(_NUMBER) if read else 0, huge_pages())
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from weft.checks import switched_on
+from weft import variables
 from weft.schedules.thresholds import Thresholds
 from weft.world import topology
 from weft.world.topology import Topology
@@ -73,7 +73,7 @@ def bind_as_launched() -> None:
     WEFT_BIND is 0.
     """
     ranks, rank = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", -1))
-    if not switched_on(OFF) or ranks < 2 or not 0 <= rank < ranks:
+    if variables.value(OFF) == "0" or ranks < 2 or not 0 <= rank < ranks:
         return
     with contextlib.suppress(ProcessLookupError):  # its launcher has ended
         if os.sched_getaffinity(0) == os.sched_getaffinity(os.getppid()):

@@ -465,8 +465,12 @@ def member(group: object) -> dist.ProcessGroup:
             "this process is not a member of the group: only members call weft.init(group)"
         )
     if not isinstance(group, dist.ProcessGroup):
+        number = (
+            f": weft run -n {group} script.py starts {group} ranks, each of which calls weft.init()"
+        )
         raise TypeError(
             f"group must be a process group of torch.distributed; got {type(group).__name__}"
+            f"{number if isinstance(group, int) else ''}"
         )
     return group
 

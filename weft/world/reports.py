@@ -1,6 +1,6 @@
-"""Reports of uncaught exceptions in ranks that ``weft run`` started: no traceback for the fault of
-a peer or Ctrl-C, the user's part of it for an error of weft's, and all of it at level DEBUG of the
-logger ``weft``.
+"""Reports of uncaught exceptions, with hints. In ranks that ``weft run`` started: no traceback for
+the fault of a peer or Ctrl-C, the user's part of it for an error of weft's, and all of it at level
+DEBUG of the logger ``weft``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from types import TracebackType
 
 import weft.errors as errors
 from weft.errors import MismatchError, PeerLost, WeftError
+from weft.world import hints
 
 ON = "WEFT_REPORTS"
 """The variable that ``weft run`` sets for its ranks."""
 
+_log = logging.getLogger("weft")
 _PEER_ENDS = 2.0
 """Seconds for which a rank that lost a peer waits for the end of its process."""
 
@@ -29,13 +31,27 @@ def launched() -> bool:
     return os.environ.get(ON) == "1"
 
 
-def report_as_launched() -> None:
-    """Install the report of uncaught exceptions, if `weft run` started this rank."""
-    if launched():
-        sys.excepthook = _reporting(sys.excepthook)
+def report_uncaught() -> None:
+    """Install the report of uncaught exceptions, with all of the above if `weft run` started this
+    rank, else with hints only.
+    """
+    hook = _hinting(sys.excepthook)
+    sys.excepthook = _reporting(hook) if launched() else hook
 
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+def _hinting(before: Hook) -> Hook:
+    """The hook `before` with hints in the message."""
+
+    def report(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        hints.add(error, error.__traceback__ or trace)
+        before(kind, error, trace)
+
+    return report
 
 
 def _reporting(before: Hook) -> Hook:
@@ -52,9 +68,8 @@ def _reporting(before: Hook) -> Hook:
         if isinstance(error, PeerLost | KeyboardInterrupt) or _reported_by_peer(error):
             print(f"{type(error).__name__}: {_short(error)}".removesuffix(": "), file=sys.stderr)
         else:
-            if isinstance(error, WeftError) and not logging.getLogger("weft").isEnabledFor(
-                logging.DEBUG
-            ):
+            if _raised_by_weft(error, trace) and not _log.isEnabledFor(logging.DEBUG):
+                hints.add(error, trace)
                 trace = _of_the_user(trace)
             before(type(error), error.with_traceback(trace), trace)
         if isinstance(error, PeerLost) and error.pid:
@@ -110,10 +125,22 @@ def _wait_for_end_of(pid: int) -> None:
             os.close(process)
 
 
+def _raised_by_weft(error: BaseException, trace: TracebackType | None) -> bool:
+    """Whether an error tells of a mistake in the use of weft."""
+    if not isinstance(error, ValueError | TypeError):
+        return isinstance(error, WeftError)
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("weft.")
+
+
 def _of_the_user(trace: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback before it enters weft."""
-    if trace is None or str(trace.tb_frame.f_globals.get("__name__")).startswith("weft."):
+    """The part of a traceback before it enters weft, without torch's calls of modules."""
+    name = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+    if trace is None or name.startswith("weft."):
         return None
+    if name == "torch.nn.modules.module":
+        return _of_the_user(trace.tb_next)
     return TracebackType(
         _of_the_user(trace.tb_next), trace.tb_frame, trace.tb_lasti, trace.tb_lineno
     )

@@ -283,7 +283,7 @@ class World(Peers):
             if self.relay is not None:
                 self.relay.finish()
             self.mesh.leave()
-            self.closed = "it was closed"
+            self.closed = "close() was called, or its with block ended"
             _log.info("closed world %s after call %d", self.identity, self.executor.calls)
             if self.engine is not None:
                 self.engine.abandon()
