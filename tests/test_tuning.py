@@ -128,6 +128,7 @@ EXCEPTIONS = {
         weft/world/stopped.py: _RAISED
         weft/world/rendezvous.py: STARTING
         weft/world/rendezvous.py: _GIVE_UP
+        weft/world/rendezvous.py: _NAMED
         weft/world/rendezvous.py: _PATIENCE
         weft/world/rendezvous.py: _RETRY
         weft/world/world.py: _TIMEOUT

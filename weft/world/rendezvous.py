@@ -39,6 +39,7 @@ STARTING = 300.0
 _MESSAGE_BYTES, _TAG = 1 << 14, 0x7FFFFFFE  # of the messages of a `GroupRendezvous`
 _GIVE_UP = 0.5  # seconds that a rank which gives up may take to inform the others
 _PATIENCE = 10.0  # seconds of waiting for ranks, after which a warning names them
+_NAMED = 15.0  # seconds in which the name of rank 0's host must become known
 _RETRY = 0.05  # seconds between attempts to connect to rank 0
 _JOB = "WEFT_JOB"  # the variable with the job in which this process was started
 _log = logging.getLogger("weft")
@@ -110,10 +111,9 @@ def _store(rank: int, ranks: int, address: str, port: int, timeout: float) -> St
     advice = "is it started, and are MASTER_ADDR and MASTER_PORT equal on all ranks and reachable?"
     # else torchrun serves the store
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    _resolve(address, deadline)
     try:
-        if serves:
-            _resolve(address, deadline)
-        else:
+        if not serves:
             _reach(address, port, deadline)
         tcp = TCPStore(
             address,
@@ -168,21 +168,26 @@ def _store(rank: int, ranks: int, address: str, port: int, timeout: float) -> St
 
 
 def _resolve(address: str, deadline: float) -> None:
-    """Return once the address of rank 0 has been resolved: names of containers may be late."""
-    warned = False
+    """Return once the address of rank 0 has been resolved: the name of a container may be some
+    seconds late.
+    """
+    deadline, warned = min(deadline, time.monotonic() + _NAMED), False
     while True:
         try:
             socket.getaddrinfo(address, None)
             return
-        except OSError as error:
-            why = (
-                f"MASTER_ADDR is {address!r}, which cannot be resolved ({error.strerror}): set it "
-                "to the name or address of rank 0's host"
-            )
-        if time.monotonic() >= deadline:
-            raise WeftError(why)
+        except socket.gaierror as error:
+            why, possible = error.strerror, True
+        except UnicodeError:  # an empty or very long part
+            why, possible = "no name of a host", False
+        text = (
+            f"MASTER_ADDR is {address!r}, which cannot be resolved ({why}): set it to the name or "
+            "address of rank 0's host"
+        )
+        if not possible or time.monotonic() >= deadline:
+            raise WeftError(text)
         if not warned:
-            _log.warning("%s", why)
+            _log.warning("%s", text)
             warned = True
         time.sleep(_RETRY)
 
