@@ -191,11 +191,12 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
     tables.print_notes(
         console,
         *tables.checking(result),
-        *tables.above_the_limit(result),
+        *tables.noisy(result),
         *tables.cut_short(result),
         tables.verdict(
             result, "on every rank, before and after timing, on new inputs and poisoned outputs."
         ),
+        *tables.disturbed(result),
         tables.machine(result),
     )
 
@@ -205,7 +206,7 @@ def _sentence(way: dict[str, Any]) -> str:
     figures = (
         f"speedup {way['speedup']:.2f}x (sequential / overlapped); "
         f"{way['overlap_percent']:.0f} % of communicate hidden; "
-        f"limit ratio {way['limit_ratio']:.3f} (overlapped / max(compute, communicate); 1 is the "
+        f"limit ratio {way['limit_ratio']:.2f} (overlapped / max(compute, communicate); 1 is the "
         "limit)"
     )
     if "gather" not in way:

@@ -106,6 +106,7 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
             "every element, bit by bit, in targets poisoned before every implementation and size, "
             "before and after timing.",
         ),
+        *tables.disturbed(result),
         tables.machine(result),
     )
 

@@ -273,6 +273,7 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
             f"{result['tolerance']:g} of the "
             "largest element off.",
         ),
+        *tables.disturbed(result),
         tables.machine(result),
     )
 

@@ -31,6 +31,7 @@ def report(
     topology=SMALL,
     team=None,
     thresholds=(),
+    waited=0.0,
 ):
     name, addresses = f"node-{host}", {"lo": "127.0.0.1"}
     return doctor.RankReport(
@@ -47,6 +48,8 @@ def report(
         topology,
         team or threads,
         dict(thresholds),
+        waited,
+        20.1,
     )
 
 
@@ -111,6 +114,19 @@ def test_faults_are_reported(reports, links, offsets, patterns):
     assert all(re.search(pattern, text) for pattern, text in zip(patterns, texts, strict=True)), (
         texts
     )
+
+
+def test_other_programs_on_the_cores_are_noticed_but_no_fault():
+    idle, disturbed = report(0, cores=(0,)), report(1, cores=(1,), waited=0.34)
+    [text] = doctor._busy([idle, disturbed, report(2, "two")])
+    assert text.startswith(
+        "rank 1 on node-one waited for a core in 34% of the time of its products, at a load of "
+        "20.1 on 2 core(s): other programs are running"
+    )
+    assert [*doctor._problems([idle, disturbed], {}, [0, 0])] == []
+    # ranks that share a core wait for each other, which is a fault
+    shared = [report(0, cores=(0,), waited=0.5), report(1, cores=(0,), waited=0.5)]
+    assert [*doctor._busy(shared)] == []
 
 
 @pytest.mark.parametrize(

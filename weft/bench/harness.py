@@ -25,6 +25,7 @@ from weft.measure.timing import Statistics, largest
 from weft.measure.verification import CPU, Check
 from weft.version import __version__
 from weft.world import World
+from weft.world.placement import time_of_thread
 
 _FILES = {"json_file", "plot", "trace", "timeline", "save_outputs", "save_data"}
 """The options that name files, which are not in a result."""
@@ -94,9 +95,17 @@ def environment(world: World, settings: Any, **baselines: str) -> dict[str, Any]
     return {
         "options": options_of(settings),
         "date": utc(),
-        "machine": host(cores, torch.get_num_threads()) | on_gpu,
+        "machine": host(cores, torch.get_num_threads())
+        | {"waited_for_core_percent": waited()}
+        | on_gpu,
         "versions": versions(world.device) | baselines,
     }
+
+
+def waited() -> float:
+    """The percentage of the time in which this thread was to run for which it waited for a core."""
+    ran, late = time_of_thread()
+    return round(100 * late / max(1, ran + late), 1)
 
 
 def host(cores: int, threads: int) -> dict[str, Any]:

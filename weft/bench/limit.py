@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from weft.bench import tables
+from weft.bench import noise, tables
 from weft.predict import figures
 
 
@@ -23,6 +23,7 @@ class Bar(NamedTuple):
     name: str
     milliseconds: float
     parts: list[Part]
+    text: str  # the time without digits that are noise
 
 
 class Limit(NamedTuple):
@@ -52,7 +53,8 @@ def limit_of(result: dict[str, Any]) -> Limit | None:
     if not views:
         return None
     *_, own = views
-    times = {name: time["median"] for name, time in tables.times_of(result).items()} | views
+    measured = tables.times_of(result)
+    times = {name: time["median"] for name, time in measured.items()} | views
     limit, longest = max(views["compute"], views["communicate"]), max(times.values())
     lost = _lost(result, views["compute"], limit)
 
@@ -61,8 +63,12 @@ def limit_of(result: dict[str, Any]) -> Limit | None:
         for part, value in ({"limit": limit} | lost if splits else {name: time}).items():
             yield Part(part, value, 100 * value / longest)
 
-    bars = [Bar(name, time, [*parts(name, time)]) for name, time in times.items()]
-    return Limit(bars, own, 100 * limit / longest, [*_sentences(views, limit, lost)])
+    bars = [
+        Bar(name, time, [*parts(name, time)], f"{time:.{noise.decimals(measured[name])}f} ms")
+        for name, time in times.items()
+    ]
+    sentences = _sentences(views, limit, lost, noise.decimals(*(measured[name] for name in views)))
+    return Limit(bars, own, 100 * limit / longest, [*sentences])
 
 
 def _lost(result: dict[str, Any], compute: float, limit: float) -> dict[str, float]:
@@ -76,17 +82,23 @@ def _lost(result: dict[str, Any], compute: float, limit: float) -> dict[str, flo
     return {"cutting": result["chunking_ms"], "waiting": result["exposed_ms"] - (limit - compute)}
 
 
-def _sentences(views: dict[str, float], limit: float, lost: dict[str, float]) -> Iterator[str]:
+def _sentences(
+    views: dict[str, float], limit: float, lost: dict[str, float], digits: int
+) -> Iterator[str]:
     (compute, computing), (communicate, _), _, (own, time) = views.items()
     longer, other = (compute, communicate) if computing == limit else (communicate, compute)
     where = "above it" if time >= limit else "below it, which is noise"
+
+    def ms(value: float, sign: str = "") -> str:
+        return f"{round(value, digits) + 0.0:{sign}.{digits}f} ms"
+
     yield (
-        f"The limit is {limit:.3f} ms, the time of {longer}, since it is longer than {other}. "
-        f"{own.capitalize()} takes {time:.3f} ms, {abs(time - limit):.3f} ms {where}."
+        f"The limit is {ms(limit)}, the time of {longer}, since it is longer than {other}. "
+        f"{own.capitalize()} takes {ms(time)}, {ms(abs(time - limit))} {where}."
     )
     if lost:
-        excess = f"the {limit - computing:.3f} ms by which the limit exceeds {compute}"
+        excess = f", beyond the {ms(limit - computing)} by which the limit exceeds {compute}"
         yield (
-            f"The difference: cutting the product {lost['cutting']:+.3f} ms; waiting for rows "
-            f"{lost['waiting']:+.3f} ms{f', beyond {excess}' if longer == communicate else ''}."
+            f"The difference: cutting the product {ms(lost['cutting'], '+')}; waiting for rows "
+            f"{ms(lost['waiting'], '+')}{excess if longer == communicate else ''}."
         )

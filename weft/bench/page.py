@@ -9,16 +9,21 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from weft.bench import repeat, saved, tables
+from weft.bench import noise, repeat, saved, tables
 from weft.bench.captured import Grid, Words, captured
 from weft.bench.limit import Limit, limit_of, views_of
 from weft.bench.report import hidden, overlaps
 from weft.pictures.page.lanes import timeline
 from weft.plan.trace import Trace
 
+NOISE = "noise"
+"""The value of a figure that is no more than noise."""
+
 
 class Figure(NamedTuple):
-    """A figure that answers a question: its name, its value, and its meaning."""
+    """A figure that answers a question: its name, its value, and its meaning; of one that is noise
+    the value is that word.
+    """
 
     name: str
     value: str
@@ -87,13 +92,30 @@ def figures(result: saved.Result) -> Iterator[Figure]:
     """The figures that answer how much weft gains in a result."""
     if (views := views_of(result)) and overlaps(result):
         compute, communicate, sequential, own = views
-        sides = f"{sequential} {views[sequential]:.3f} ms, {own} {views[own]:.3f} ms"
-        yield Figure("speedup", tables.ratio(result["speedup"]).plain, sides)
+        times, doubts = result["times_ms"], noise.doubts(result)
+        digits = noise.decimals(times[sequential], times[own])
+        sides = f"{sequential} {views[sequential]:.{digits}f} ms, {own} {views[own]:.{digits}f} ms"
         limit = max(compute, communicate, key=lambda name: views[name])
-        meaning = f"{own} / {limit}, the limit; 1 is perfect"
-        yield Figure("limit ratio", f"{result['limit_ratio']:.3f}", meaning)
-        part = f"{result['overlap_percent']:.0f} %"
-        yield Figure("overlap", part, f"of {communicate} is hidden behind {compute}")
+        for key, name, value, meaning in (
+            ("speedup", "speedup", tables.ratio(result["speedup"]).plain, sides),
+            (
+                "limit_ratio",
+                "limit ratio",
+                f"{result['limit_ratio']:.2f}",
+                f"{own} / {limit}, the limit; 1 is perfect",
+            ),
+            (
+                "overlap_percent",
+                "overlap",
+                f"{result['overlap_percent']:.0f} %",
+                f"of {communicate} is hidden behind {compute}",
+            ),
+        ):
+            if key in doubts:
+                number = value.partition(" SLOWER")[0]
+                yield Figure(name, NOISE, f"{number}: {doubts[key]}")
+            else:
+                yield Figure(name, value, meaning)
     for name, ratios in _over_sizes(result.get("rows", [])).items():
         words = f"{min(ratios):.2f}x to {max(ratios):.2f}x"
         yield Figure(f"weft vs {name}", words, f"median times, {len(ratios)} cases")

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weft.bench import cascade, tables
+from weft.bench import cascade, noise, tables
 from weft.bench.alone import ALONE
 from weft.bench.harness import times_ms
 from weft.bench.values import Shape
@@ -127,7 +127,7 @@ def _table(report: dict[str, Any], rows: Times, compared: Times) -> Table:
         parts = "compute", figures.IN_CHUNKS, "communicate"
         incomparable = name in parts or name in compared
         ratios = [
-            Text() if incomparable else tables.ratio(baseline["median"] / times["median"])
+            Text() if incomparable else tables.compared(times, baseline)
             for baseline in compared.values()
         ]
         label = tables.named(called(report, name), report["wrong"].get(name, 0))
@@ -156,30 +156,37 @@ def called(report: dict[str, Any], name: str) -> str:
 def _figure_table(report: dict[str, Any]) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     if overlaps(report):
-        table.add_row("speedup", tables.ratio(report["speedup"]), "sequential / pipelined")
-        hidden = f"{report['overlap_percent']:.0f} %"
-        table.add_row("overlap", hidden, "of communicate is hidden behind compute")
-        table.add_row(
-            "limit ratio",
-            f"{report['limit_ratio']:.3f}",
-            "pipelined / max(compute, communicate); 1 is the limit",
-        )
+        limit = "pipelined / max(compute, communicate); 1 is the limit"
+        doubts = noise.doubts(report)
+        for key, name, value, meaning in (
+            ("speedup", "speedup", tables.ratio(report["speedup"]), "sequential / pipelined"),
+            (
+                "overlap_percent",
+                "overlap",
+                Text(f"{report['overlap_percent']:.0f} %"),
+                "of communicate is hidden behind compute",
+            ),
+            ("limit_ratio", "limit ratio", Text(f"{report['limit_ratio']:.2f}"), limit),
+        ):
+            if key in doubts:
+                number = value.plain.partition(" SLOWER")[0]
+                table.add_row(name, Text("noise", "yellow"), f"{number}: {doubts[key]}")
+            else:
+                table.add_row(name, value, meaning)
     if "chunking_ms" in report:
         overlapped = next(iter(report["streamed_ms"]), "pipelined")
-        table.add_row(
-            "chunking",
-            f"{report['chunking_ms']:.3f} ms",
-            f"cost of cutting: {figures.IN_CHUNKS} - compute",
-        )
-        table.add_row(
-            "exposed",
-            f"{report['exposed_ms']:.3f} ms",
-            f"cost of waiting: {overlapped} - {figures.IN_CHUNKS}",
-        )
+        times = report["times_ms"]
+        digits = noise.decimals(*(times[name] for name in ("compute", "pipelined")))
+        for name, meaning in (
+            ("chunking", f"cost of cutting: {figures.IN_CHUNKS} - compute"),
+            ("exposed", f"cost of waiting: {overlapped} - {figures.IN_CHUNKS}"),
+        ):
+            cost = round(report[f"{name}_ms"], digits) + 0.0  # no -0
+            table.add_row(name, f"{cost:.{digits}f} ms", meaning)
     for name, hidden in report.get("hidden_percent", {}).items():
         if hidden is not None:
             table.add_row("hidden", f"{hidden:.0f} %", f"of copying is behind products: {name}")
-    table.add_row("TFLOP/s", f"{report['tflops']:.3f}", "of each rank's product, by weft")
+    table.add_row("TFLOP/s", f"{report['tflops']:.3g}", "of each rank's product, by weft")
     table.columns[1].justify = "right"
     return table
 
@@ -204,8 +211,10 @@ def _notes(report: dict[str, Any]) -> Iterator[Text]:
         yield Text(_why_not_streamed(report, name, times["median"]))
     yield from map(Text, report["notes"])
     for times in report.get("without_gathered_ms", {}).values():
-        pipelined = report["times_ms"]["pipelined"]["median"]
-        yield Text(f"To return the gathered rows takes {pipelined - times['median']:+.3f} ms.")
+        pipelined = report["times_ms"]["pipelined"]
+        more = pipelined["median"] - times["median"]
+        digits = noise.decimals(pipelined, times)
+        yield Text(f"To return the gathered rows takes {more:+.{digits}f} ms.")
     if ALONE in report["baselines_ms"]:
         threads = report["ranks"] * report["machine"]["threads_per_rank"]
         yield Text(
@@ -213,8 +222,9 @@ def _notes(report: dict[str, Any]) -> Iterator[Text]:
             "while the others sleep."
         )
     yield from tables.checking(report)
+    yield from tables.disturbed(report)
     if overlaps(report):
-        yield from tables.above_the_limit(report)
+        yield from tables.noisy(report)
     yield from map(Text, cascade.sentences(report.get("cascade", [])))
     yield from tables.cut_short(report)
     wrong = [name for name, count in report["wrong"].items() if count]

@@ -367,6 +367,7 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
         tables.verdict(
             result, "every element on every rank equals the expected one, before and after timing."
         ),
+        *tables.disturbed(result),
         tables.machine(result),
     )
 

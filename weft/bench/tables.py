@@ -11,8 +11,11 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from weft.bench import noise
 from weft.bench.settings import CHECKING
 
+BUSY = 0.1
+"""Part of its time for which a thread waits for a core, from which on the machine is busy."""
 TIMES = {"median": "median ms", "min": "min ms", "p99": "p99 ms"}
 """The columns of milliseconds, by the keys of times in JSON."""
 
@@ -89,16 +92,47 @@ def cut_short(result: dict[str, Any]) -> Iterator[Text]:
 
 
 def milliseconds(times: Mapping[str, float]) -> Iterator[str]:
-    """The cells of `TIMES`; results of earlier versions have no p99."""
-    return (f"{times[key]:.3f}" if key in times else "-" for key in TIMES)
+    """The cells of `TIMES`, without digits that are noise; results of earlier versions have no
+    p99.
+    """
+    digits = noise.decimals(times)
+    return (f"{times[key]:.{digits}f}" if key in times else "-" for key in TIMES)
 
 
-def above_the_limit(result: dict[str, Any]) -> Iterator[Text]:
-    """A warning if more is hidden than there is."""
-    if result["overlap_percent"] > 100:
+def compared(times: Mapping[str, float], other: Mapping[str, float]) -> Text:
+    """The speed of a call relative to another one, roughly if it is noise."""
+    times_as_fast = other["median"] / times["median"]
+    if noise.alike(times, other) and noise.spread(times):
+        return Text(f"{times_as_fast:.1f}x", "dim")
+    return ratio(times_as_fast)
+
+
+def noisy(result: dict[str, Any]) -> Iterator[Text]:
+    """A note if figures of a result are noise."""
+    if noise.doubts(result):
         yield Text(
-            "An overlap of more than 100 % is noise: the product alone took longer than beside the "
-            "communication. More --iterations, or a larger shape, would tell.",
+            "Figures that are noise are so named. More --iterations, a larger shape or an idle "
+            "machine would tell.",
+            "yellow",
+        )
+
+
+def disturbed(result: dict[str, Any]) -> Iterator[Text]:
+    """Warnings of ranks that share cores, and of cores that other programs used meanwhile."""
+    on = result["machine"]
+    threads = result.get("ranks", 1) * (on.get("threads_per_rank") or 1)
+    shared = result.get("hosts", 1) == 1 and threads > on["cores"]
+    if shared:
+        yield Text(
+            f"OVERSUBSCRIBED: the ranks have {threads} threads in all on {on['cores']} core(s), so "
+            "they wait for each other's time slices: use fewer --ranks or --threads.",
+            "yellow",
+        )
+    waited = on.get("waited_for_core_percent", 0)
+    if waited >= 100 * BUSY and not (shared or result.get("neighbours")):
+        yield Text(
+            f"BUSY MACHINE: rank 0 waited for a core in {waited:.0f} % of its time, as other "
+            "programs ran: the times are longer than on an idle machine, and noisy.",
             "yellow",
         )
 

@@ -135,11 +135,15 @@ def diagnose(console: Console) -> bool:
             console.print(_new_memory(), soft_wrap=True)
             console.print(_measurements(), soft_wrap=True)
             _print_problems(problems, console)
+            busy = [*_busy(everyone)]
+            for text in busy:
+                console.print(f"[bold yellow]busy:[/] {text}", soft_wrap=True)
             if not problems:
+                besides = "Besides, nothing" if busy else "Nothing"
                 console.print(
-                    f"Nothing is wrong: {_number(len(everyone), 'rank')} on "
+                    f"{besides} is wrong: {_number(len(everyone), 'rank')} on "
                     f"{_number(len(set(world.hosts)), 'host')}.",
-                    style="green",
+                    style="" if busy else "green",
                 )
         return not problems
 
@@ -264,6 +268,10 @@ def _report(world: World) -> RankReport:
         shared = "works"
     except SymmetricMemoryError as error:
         shared = str(error)
+    ran, waited = placement.time_of_thread()
+    rates = {dtype_name(dtype): _gflops(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    later = placement.time_of_thread()
+    ran, waited = later[0] - ran, later[1] - waited
     return RankReport(
         world.rank,
         os.getpid(),
@@ -274,10 +282,12 @@ def _report(world: World) -> RankReport:
         tuple(sorted(os.sched_getaffinity(0))),
         torch.get_num_threads(),
         shared,
-        {dtype_name(dtype): _gflops(dtype) for dtype in (torch.float32, torch.bfloat16)},
+        rates,
         placement.host_topology(),
         _native.team_size(),
         placement.cache_sizes(),
+        waited / max(1, ran + waited),
+        os.getloadavg()[0],
     )
 
 
@@ -408,6 +418,12 @@ def _problems(
                     f"{report.place} multiplies {name} at {rate:.0f} GFLOP/s, another rank at "
                     f"{fastest:.0f}: does another program run there, or do ranks share a core?"
                 )
+
+
+def _busy(everyone: Sequence[RankReport]) -> Iterator[str]:
+    """Descriptions of hosts on which other programs run."""
+    for host in dict.fromkeys(report.host for report in everyone):
+        yield from cores.busy([report for report in everyone if report.host == host])
 
 
 def _thresholds(everyone: Sequence[RankReport], agreed: Thresholds, oversubscribed: bool) -> Table:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from rich.table import Table
 
+from weft.bench.tables import BUSY
 from weft.world.topology import Core, Topology, listed, usable
 
 
@@ -27,6 +28,8 @@ class RankReport(NamedTuple):
     topology: Topology
     team: int  # threads that share copies and sums
     cache_sizes: Mapping[str, int]  # the thresholds are derived from them
+    waited: float = 0.0  # the part of the time of its products for which it waited for a core
+    load: float = 0.0  # of the host, averaged over a minute
 
     @property
     def place(self) -> str:
@@ -114,6 +117,19 @@ def problems(here: Sequence[RankReport]) -> Iterator[str]:
             f"{here[0].name} is oversubscribed: {len(here)} rank(s) with {all_threads} threads in "
             f"all on {len(allowed)} core(s); "
             "start fewer ranks or set OMP_NUM_THREADS"
+        )
+
+
+def busy(here: Sequence[RankReport]) -> Iterator[str]:
+    """A description of other programs on the cores of a host's ranks, if there are any."""
+    worst = max(here, key=lambda report: report.waited)
+    cores = {cpu for report in here for cpu in report.cores}
+    shared = sum(report.threads for report in here) > len(cores)  # a problem of its own
+    if worst.waited >= BUSY and not shared:
+        yield (
+            f"{worst.place} waited for a core in {worst.waited:.0%} of the time of its products, "
+            f"at a load of {worst.load:.1f} on {len(cores)} core(s): other programs are running, "
+            "so times measured here now are longer than they could be, and noisy"
         )
 
 

@@ -45,10 +45,18 @@ def threads_per_rank(ranks: int) -> int:
 
 def waited_for_core() -> int:
     """Nanoseconds for which this thread has waited for a core; 0 where the kernel does not tell."""
+    return time_of_thread()[1]
+
+
+def time_of_thread() -> tuple[int, int]:
+    """Nanoseconds for which this thread has run, and for which it has waited for a core; 0 where
+    the kernel does not tell.
+    """
     try:
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1])
-    except (OSError, IndexError):
-        return 0
+        ran, waited, _ = map(int, Path("/proc/thread-self/schedstat").read_text().split())
+    except (OSError, ValueError):
+        return 0, 0
+    return ran, waited
 
 
 def bind(rank: int, ranks: int, threads: int) -> None:

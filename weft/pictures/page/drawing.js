@@ -153,7 +153,7 @@ class Drawing {
     const [base] = this.timeline.traces, narrow = this.width < NARROW;
     const y = trace.top + (narrow ? 15 : this.timeline.headHeight - 16);
     const used = this.write(trace.title, 2, y, { size: 15, weight: 650 });
-    this.write(`${trace.ms.toFixed(3)} ms`, used + 12, y, { size: 14 });
+    this.write(rough(trace.ms), used + 12, y, { size: 14 });
     const words = [];
     if (trace !== base) words.push(`${(base.ms / trace.ms).toFixed(2)}x as fast in this run`);
     if (trace.hidden !== null) words.push(`${trace.hidden.toFixed(0)} % of copying hidden`);
@@ -245,7 +245,7 @@ class Drawing {
     const look = { colour: "fine", align: "center" }, middle = (left + right) / 2;
     for (const [text, dy, size, weight] of [
       [`${(base.ms / trace.ms).toFixed(2)}x`, -13, 15, 650],
-      [`${duration(Math.round(gain))} less`, 12, 12, 400],
+      [`${rough(gain / 1e6)} less`, 12, 12, 400],
     ]) {
       if (this.widthOf(text, size, weight) + 8 < right - left) {
         this.write(text, middle, y + dy, { ...look, size, weight });

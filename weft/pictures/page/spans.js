@@ -9,6 +9,9 @@ function duration(nanoseconds) {
   return nanoseconds >= 1e3 ? `${(nanoseconds / 1e3).toFixed(1)} µs` : `${nanoseconds} ns`;
 }
 
+// A time of one run, without digits that the next run would not have.
+const rough = (milliseconds) => `${Number(milliseconds.toPrecision(3))} ms`;
+
 // The first index of a sorted list from which on `test` holds.
 function first(list, test) {
   let low = 0, high = list.length;
