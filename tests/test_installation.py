@@ -120,3 +120,16 @@ def test_weft_run_refuses_what_the_sources_would_break(installed, sources, what,
     done = CliRunner().invoke(app, ["run", *what], env={"COLUMNS": "400"})
     assert done.exit_code == 2
     assert 'hide the weft that is installed: run pip install -e ".[cli]" once' in done.stderr
+
+
+def test_benchmarks_that_are_missing_are_described_and_come_last(sources):
+    status, printed, _ = started_in(sources, "-m", "weft", "bench", "--help")
+    assert status == 0
+    listed = re.findall(r"^│ ([\w-]+) {2,}(.*?) *│$", printed.partition("Commands")[2], re.M)
+    assert [name for name, _ in listed][-3:] == ["overlap", "p2p", "serving"]
+    text = " ".join(printed.replace("│", " ").split())
+    assert "A product and an all-gather that are independent of each other. In weft's" in text
+    status, _, errors = started_in(sources, "-m", "weft", "bench", "p2p", "--sizes", "8")
+    assert status == 2
+    text = " ".join(" ".join(errors).replace("│", " ").split())
+    assert "this benchmark is in weft's repository and not in its wheel: run pip install -e" in text

@@ -34,8 +34,9 @@ def _without_gathering_kernel(settings: OverlapSettings) -> str:
 
 @dataclass(frozen=True)
 class OverlapSettings(Compared, OnDevice):
-    """A product and an all-gather that are independent of each other: each alone, one after the
-    other, and concurrently.
+    """A product and an all-gather that are independent of each other.
+
+    Each alone, one after the other, and concurrently.
     """
 
     ranks: Several = None
@@ -88,8 +89,10 @@ def _without_kernels(settings: CopySettings) -> str:
 
 @dataclass(frozen=True)
 class CopySettings(OnDevice):
-    """One-sided put and get over size: on a CPU synchronous, asynchronous, staged and local copies,
-    on a GPU by the copy engine and by a kernel.
+    """One-sided put and get over size.
+
+    On a CPU synchronous, asynchronous, staged and local copies, on a GPU by the copy engine and by
+    a kernel.
     """
 
     ranks: Several = None
@@ -120,8 +123,9 @@ class CopySettings(OnDevice):
 
 @dataclass(frozen=True)
 class ServingSettings(Shown):
-    """A server's stream of steps through a tensor-parallel block, compared with torch's styles on
-    gloo and one process with all cores.
+    """A server's stream of steps through a tensor-parallel block.
+
+    It is compared with torch's styles on gloo, and with one process that has all cores.
     """
 
     ranks: Several = None

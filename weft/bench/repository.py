@@ -14,8 +14,12 @@ from typing import Any
 
 from weft.installation import checkout, in_place
 
-COMMANDS = ("overlap", "p2p", "serving")
-"""The benchmarks that are commands of ``weft bench``."""
+COMMANDS = {
+    "overlap": "A product and an all-gather that are independent of each other.",
+    "p2p": "One-sided put and get over size.",
+    "serving": "A server's stream of steps through a tensor-parallel block.",
+}
+"""The benchmarks that are commands of ``weft bench``, in words."""
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 MISSING = (

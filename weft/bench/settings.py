@@ -265,8 +265,14 @@ def fused(operator: Operator) -> type[FusedSettings]:
         options.append(("order", order, None))
     base = special.get(operator.name, FusedSettings)
     made = make_dataclass(operator.name, options, bases=(base,), frozen=True)
-    parts = "compute alone, communication alone, one after the other, and overlapped"
-    made.__doc__ = f"{operator.name.replace('_', '-')}: {parts}."
+    gathers = operator.exchanges == "a"
+    what = (
+        "Rows of all ranks times a weight" if gathers else "Products, and their sum over all ranks"
+    )
+    made.__doc__ = f"""{what}: each alone, one after the other, overlapped.
+
+    For example: weft bench {operator.name.replace("_", "-")} --dtype bfloat16 --json result.json
+    """
     return made
 
 

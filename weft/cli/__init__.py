@@ -63,7 +63,11 @@ def about(
 ) -> None:
     """Hides communication behind compute in tensor-parallel programs.
 
-    For example: weft run -n 2 train.py; weft doctor; weft bench all-gather-matmul --link-gbps auto
+    Start a program on 2 ranks: weft run -n 2 train.py
+
+    See what overlap gains: weft bench all-gather-matmul --link-gbps auto
+
+    Find out what is wrong: weft doctor
     """
     with options.refusing("environment variable"):
         variables.check()

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from weft.bench.fused import Result
 
 app = typer.Typer(
-    help="Measure operators, their limits, and the same work by other systems.",
+    help="Measure operators, their limits, and the same work by other systems.\n\n"
+    "For example: weft bench all-gather-matmul --link-gbps auto --timeline timeline.png\n\n"
+    "Save a result for weft show and weft report: weft bench all-reduce --json result.json",
     no_args_is_help=True,
 )
 
@@ -139,11 +141,10 @@ _COMMANDS: dict[str, tuple[type[Any], Any]] = {
 }
 if repository.available():
     _COMMANDS |= repository.module("commands").COMMANDS
-else:
-    any_options = {"ignore_unknown_options": True, "help_option_names": []}
-    for name in repository.COMMANDS:
-        app.command(name, help="Needs weft's repository.", context_settings=any_options)(
-            _missing(name)
-        )
 for name, (kind, command) in _COMMANDS.items():
     app.command(name)(options.command_from(kind, command))
+if not repository.available():
+    any_options = {"ignore_unknown_options": True, "help_option_names": []}
+    for name, words in repository.COMMANDS.items():
+        help_text = f"{words} In weft's repository only."
+        app.command(name, help=help_text, context_settings=any_options)(_missing(name))

@@ -28,10 +28,11 @@ def doctor(
         ),
     ] = None,
 ) -> None:
-    """Report the ranks of a job, their hosts and connections, and problems. Start it with the same
-    launcher as the job; with --vllm or --flight start it once.
+    """Report ranks, cores, hosts, connections and problems; or explain a failure.
 
-    For example: weft doctor; weft run -n 4 -m weft doctor; weft doctor --flight
+    Start it with the same launcher as the job, or alone: weft run -n 4 -m weft doctor
+
+    With --vllm or --flight start it once: weft doctor --flight
     """
     from rich.console import Console
 

@@ -47,9 +47,10 @@ def calibrate(
     threads: Annotated[int, typer.Option(min=1, help="Compute threads per rank.")] = 1,
     json_file: Json = None,
 ) -> None:
-    """Measure this machine for predictions, and store the profile "this". Takes about a minute.
+    """Measure this machine for weft predict, in about a minute.
 
-    If torchrun starts it on several calibrated machines, it measures the network between them.
+    It stores the profile "this". If torchrun starts it on several calibrated machines, it measures
+    the network between them.
     """
     options.check_files(json_file, None)
     options.check_cache()

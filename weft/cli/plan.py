@@ -23,8 +23,7 @@ PROVED = 64
 """The most ranks whose plan is proved: the time grows with their cube, and is seconds for these."""
 
 app = typer.Typer(
-    help="Show plans, the instructions of every rank in one execution of an operator, and test "
-    "their proof.",
+    help="Show and prove plans: what each rank copies, computes and waits for.",
     no_args_is_help=True,
 )
 Name = Enum("Name", {name: name.replace("_", "-") for name in PLANNERS}, type=str)  # type: ignore[misc]

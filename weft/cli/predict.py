@@ -62,7 +62,7 @@ def _no_curve(settings: Question) -> str:
 class Question:
     """Predict the time of an operator by each algorithm, and its bottleneck; runs nothing.
 
-    Example: would overlap help the MLP of a 70B model, with 8192 hidden and 28672 intermediate
+    For example: would overlap help the MLP of a 70B model, with 8192 hidden and 28672 intermediate
     features, on 8 GPUs with links of 200 GB/s?
 
     weft predict mlp --machine h100-nvlink-8 --ranks 8 --shape 8192x8192x28672 --link 200
@@ -81,7 +81,8 @@ class Question:
     machine: Annotated[
         str,
         typer.Option(
-            help="Name of a profile; default: this machine's if it is calibrated, else cpu.",
+            help=f"The machine: {', '.join(profiles.machines())}, or this, after weft calibrate. "
+            "Default: this if it is calibrated, else cpu.",
             autocompletion=profiles.names,
         ),
         EVERY,

@@ -22,8 +22,12 @@ def report(
     trace: Annotated[Path | None, _TRACE] = None,
     output: Annotated[Path, _OUTPUT] = Path("report.html"),
 ) -> None:
-    """Make a page of saved results: figures, timeline, tables, machine, and the commands that
-    measure them again. It is one file that needs no network.
+    """Make a page of saved results of weft bench, to read in a browser.
+
+    It has figures, timeline, tables, the machine, and the commands that measure them again, in one
+    file that needs no network.
+
+    For example: weft report link.json float32.json --trace trace.json
     """
     if output.resolve() in (file.resolve() for file in (*files, trace) if file):
         options.refuse("--output", f"{output} is an input: name another file")

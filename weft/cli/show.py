@@ -19,8 +19,9 @@ def show(
         bool, typer.Option("--csv", help="Print a line for each row, for other programs.")
     ] = False,
 ) -> None:
-    """Show a saved result again: the tables that weft bench printed; with --plot the picture, with
-    --csv a line for each row.
+    """Show a saved result of weft bench again: its tables, a picture, or CSV.
+
+    For example: weft show result.json --plot result.png
     """
     options.check_files(None, None, plot)
     from weft.bench import saved

@@ -236,14 +236,17 @@ def here() -> Machine:
     return load(THIS if calibrated() else _UNMEASURED)
 
 
+def machines() -> list[str]:
+    """The names of the profiles, without variants."""
+    return sorted(path.stem for path in _DIRECTORY.glob("*.toml"))
+
+
 def names() -> list[str]:
     """The names for `load`: the profiles, and ``this`` after ``weft calibrate``."""
     profiles = []
-    for path in sorted(_DIRECTORY.glob("*.toml")):
-        profiles += [
-            path.stem,
-            *(f"{path.stem}/{variant}" for variant in _read(path).get("variants", {})),
-        ]
+    for machine in machines():
+        variants = _read(_DIRECTORY / f"{machine}.toml").get("variants", {})
+        profiles += [machine, *(f"{machine}/{variant}" for variant in variants)]
     return [THIS, *profiles] if calibrated() else profiles
 
 

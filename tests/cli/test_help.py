@@ -1,0 +1,68 @@
+"""The help of the command: the first commands first, each in one sentence, with examples."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from weft.bench import repository
+from weft.cli import app
+from weft.predict import machine
+
+
+def shown(*words):
+    done = CliRunner().invoke(app, [*words, "--help"], terminal_width=150)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def every_command(command, words=()):
+    """All commands, with their words."""
+    for name, each in getattr(command, "commands", {}).items():
+        if not each.hidden:
+            yield [*words, name], each
+            yield from every_command(each, (*words, name))
+
+
+COMMANDS = [*every_command(typer.main.get_command(app))]
+
+
+def test_the_first_commands_come_first():
+    listed = re.findall(r"^│ (\w+) {2,}", shown().partition("Commands")[2], re.M)
+    assert listed[:3] == ["run", "doctor", "bench"]
+    assert len(listed) == len({*listed}) == 9
+
+
+@pytest.mark.parametrize("words", [words for words, _ in COMMANDS], ids=" ".join)
+def test_each_command_is_described_by_a_sentence_of_its_own(words):
+    """The list of commands breaks lines where the sentence does."""
+    command = next(each for at, each in COMMANDS if at == words)
+    first = (command.help or "").strip().partition("\n\n")[0]
+    assert first.endswith(".")
+    assert "\n" not in first or words[0] == "plan"
+
+
+def test_examples_are_commands():
+    examples = [
+        example
+        for words in ([], *(words for words, _ in COMMANDS))
+        for example in re.findall(r"(?:: |^ )(weft [a-z].*?)(?:  |$)", shown(*words), re.M)
+    ]
+    assert len(examples) > 8
+    names = {words[0] for words, _ in COMMANDS}
+    assert {shlex.split(example)[1] for example in examples} <= names
+
+
+def test_machines_are_named():
+    text = " ".join(shown("predict").split())
+    assert all(re.search(rf"{name[:8]}", text) for name in machine.machines())
+    assert {"cpu", "h100-nvlink-8"} < {*machine.machines()}
+
+
+def test_benchmarks_of_the_repository_come_last():
+    listed = re.findall(r"^│ ([\w-]+) {2,}", shown("bench").partition("Commands")[2], re.M)
+    assert listed[-3:] == [*repository.COMMANDS]
