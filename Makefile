@@ -23,10 +23,10 @@ ONLY_ERRORS := 2> >(grep --invert-match ^WARNING >&2)
 	@$(BIN)/python $(INSTALL) --editable ".[cli]" $(ONLY_ERRORS)
 	@touch $@
 
-# what the tests need besides
+# what the tests need besides: the libraries of extras of the weft that is installed, which is not built again
 .venv/installed: .venv/command
 	@echo "Adding to .venv the libraries of the tests"
-	@$(BIN)/python $(INSTALL) --editable ".[cli,gpu,test]" $(ONLY_ERRORS)
+	@$(BIN)/python $(INSTALL) "torch-weft[gpu,test]" $(ONLY_ERRORS)
 	@touch $@
 
 # Each part ends with the page of all results so far.
@@ -119,7 +119,7 @@ docs: .venv/documentation
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .venv/documentation: .venv/installed
-	@$(BIN)/python $(INSTALL) --editable ".[docs]" $(ONLY_ERRORS)
+	@$(BIN)/python $(INSTALL) "torch-weft[docs]" $(ONLY_ERRORS)
 	touch $@
 
 # Random faults of ranks at random moments: number of TRIALS, first SEED, KIND of faults (default all; KIND=list names them), PLACES.
