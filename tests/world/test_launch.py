@@ -179,7 +179,8 @@ def test_weft_run_shows_different_calls_with_both_places_and_the_cure_once(tmp_p
         assert lines.count(line) == 1, lines
     assert sum("Traceback" in line for line in lines) == 1, "the user's part of it"
     assert not [line for line in lines if "File" in line and "program.py" not in line]
-    pattern = r"weft run: first failure: rank [01] \(pid \d+\) failed: MismatchError, see above"
+    what = "MismatchError: the ranks do not make the same call: shapes differ"
+    pattern = rf"weft run: first failure: rank [01] \(pid \d+\) failed: {what}"
     assert re.fullmatch(pattern, lines[-1])
     assert len(lines) == 10, lines
 

@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 from pathlib import Path
