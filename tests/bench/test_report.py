@@ -60,7 +60,10 @@ def test_a_section_has_what_the_terminal_shows(run):
     assert [line for line in lines if line in rows] == rows
     assert made.name == "all-gather-matmul"
     assert made.about.startswith("2 ranks, 97x64x32, float32, push")
-    assert made.figures[0].value == f"{result['speedup']:.2f}x" or result["speedup"] < 0.995
+    assert (
+        made.figures[0].value in (f"{result['speedup']:.2f}x", page.NOISE)
+        or result["speedup"] < 0.995
+    )
     assert made.verified
     assert made.verdict.text.startswith("Verified on every rank")
     assert ("wrong elements", f"0 of {', '.join(result['wrong'])}") in made.facts

@@ -41,7 +41,7 @@ def slowdown(dtype: torch.dtype) -> float:
 
 @torch.inference_mode()
 def _seconds(dtype: torch.dtype) -> float:
-    x, b = torch.randn(_ROWS, _WIDTH).to(dtype), torch.randn(_WIDTH, _WIDTH).to(dtype)
+    x, b = (torch.randn(rows, _WIDTH, device="cpu").to(dtype) for rows in (_ROWS, _WIDTH))
     times = []
     for _ in range(1 + _RUNS):
         start = perf_counter()
