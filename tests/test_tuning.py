@@ -102,6 +102,7 @@ EXCEPTIONS = {
     "time limit: seconds until something counts as failed, or between checks whether it has": """
         native/kernels/clock.hpp: kLongestWait
         native/kernels/clock.hpp: kStopped
+        native/memory/calls.hpp: kSecondTry
         native/memory/signals.hpp: kSlice
         native/memory/transfers.hpp: kNever
         native/memory/transfers.hpp: kForever

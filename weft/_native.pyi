@@ -116,11 +116,13 @@ class WaitStatus(enum.Enum):
 
     mismatch = 4
 
-    interrupted = 5
+    refused = 5
 
-    lane = 6
+    interrupted = 6
 
-    unreadable = 7
+    lane = 7
+
+    unreadable = 8
 
 class Compare(enum.Enum):
     equal = 2
@@ -296,6 +298,19 @@ class Executor:
     def join(self, compiled: Compiled, seconds: float = 1000000000.0) -> bool: ...
 
     def execute(self, program: object, binding: Binding, timeout: float, multiply: object | None = None) -> None: ...
+
+    second_try: Final[float] = ...
+    """(arg: object, /) -> float"""
+
+    def refuse(self, arg: str, /) -> int: ...
+
+    def note_refusal(self, arg0: int, arg1: int, arg2: int, arg3: str, /) -> None: ...
+
+    def times_refused(self, arg0: int, arg1: int, /) -> int: ...
+
+    def refused(self, arg0: Compiled, arg1: int, /) -> bool: ...
+
+    def reason_of_refusal(self, arg: int, /) -> str: ...
 
     def mismatch(self, arg0: Compiled, arg1: int, /) -> bool: ...
 

@@ -104,10 +104,11 @@ class PeerTimeout(WeftError, TimeoutError):
 
 
 class MismatchError(WeftError):
-    """The ranks did not make the same call; the message shows the difference and both calls.
+    """The ranks did not make the same call; the message shows the difference and both calls, or the
+    error by which a rank refuses it.
 
     Algorithms and plans are logged at level DEBUG of the logger ``weft``, and shown in the message
-    if nothing else differs. `calls` are the two calls shown, by rank.
+    if nothing else differs. `calls` are the calls shown, by rank.
 
     Examples:
         >>> with weft.local_world(2) as local:
@@ -156,6 +157,18 @@ class MismatchError(WeftError):
             why, shown = "plans differ", [*plans]
         lines = [f"\n  rank {number}: {each}" for number, each in zip(both, shown, strict=True)]
         return cls(f"the ranks do not make the same call: {why}{''.join(lines)}")
+
+    @classmethod
+    def refused(cls, rank: int, call: str, peer: int, why: str) -> MismatchError:
+        """The error of a rank whose call a peer refuses, by the error `why`."""
+        lines = {
+            rank: f"rank {rank}: {call.partition(chr(10))[0]}",
+            peer: f"rank {peer} raised {why}",
+        }
+        return cls(
+            f"the ranks do not make the same call: rank {peer} refuses it\n  "
+            + "\n  ".join(lines[number] for number in sorted(lines))
+        )
 
 
 _CALL = re.compile(r"\n  rank (\d+): (.*)")

@@ -14,6 +14,9 @@
 // H5  `closed` is set once, by a peer that closes the world, and never reset.
 // H6  `began` and `ended` are for the flight recorder alone, in the cache line that `call` changes
 //     anyway. A call has ended if `ended` is its number.
+// H7  A rank that refuses a call, for bad arguments, publishes the number that the call would have
+//     had. The refusal counts until the rank makes a call of that number, and only for peers that
+//     have refused that number fewer times: what all ranks refuse is no call.
 #pragma once
 
 #include <algorithm>
@@ -75,11 +78,21 @@ class Calls {
   };
   static_assert(sizeof(Header) == 512);
   static constexpr size_t kHeaders = 32;  // H3
+  struct Refusal {                        // the latest of a rank
+    std::atomic<uint64_t> call, times;
+    char text[496];  // H4
+  };
+  static_assert(sizeof(Refusal) == 512);
 
  public:
-  // Size of the headers, `under_way` and `closed`, with which each rank's part of the segment
-  // begins.
-  static constexpr size_t kBytes = kHeaders * sizeof(Header) + 2 * sizeof(Counter);
+  // Size of the headers, the refusal, `under_way` and `closed`, with which each rank's part of the
+  // segment begins.
+  static constexpr size_t kBytes =
+      kHeaders * sizeof(Header) + sizeof(Refusal) + 2 * sizeof(Counter);
+
+  // Nanoseconds in which a rank that has refused a call may make it with other arguments, before
+  // its peers take the refusal for an error.
+  static constexpr int64_t kSecondTry = 1'000'000'000;
 
   explicit Calls(std::shared_ptr<Segment> segment) : segment_(std::move(segment)) {}
 
@@ -116,13 +129,39 @@ class Calls {
     to.began.store(date(), std::memory_order_relaxed);
     // a reader of this digest sees the 0, or a later number
     to.digest.store(digest, std::memory_order_release);
-    size_t length = std::min(text.size(), sizeof to.text - 1);
-    // no part of a UTF-8 character
-    while (length < text.size() && length && (text[length] & 0xc0) == 0x80) --length;
-    std::memcpy(to.text, text.data(), length);
-    to.text[length] = 0;  // H4
+    write(to.text, text);
     to.call.store(call, std::memory_order_release);
   }
+
+  // Publish that this rank refuses its next call, of which the number is returned, for the reason
+  // `text`.
+  uint64_t refuse(const std::string& text) {
+    const uint64_t call = latest_ + 1;
+    store_refusal(segment_->rank, call, times_refused(segment_->rank, call) + 1, text);
+    return call;
+  }
+  // How many times a rank has refused its call of this number.
+  uint64_t times_refused(int rank, uint64_t call) const {
+    const Refusal& from = refusal(rank);
+    return from.call.load(std::memory_order_acquire) == call
+               ? from.times.load(std::memory_order_relaxed)
+               : 0;
+  }
+  // Write the refusal of a rank, which for a peer on another host comes in a message.
+  void store_refusal(int rank, uint64_t call, uint64_t times, const std::string& text) {
+    Refusal& to = refusal(rank);
+    to.call.store(0, std::memory_order_relaxed);  // H2
+    std::atomic_thread_fence(std::memory_order_release);
+    to.times.store(times, std::memory_order_relaxed);
+    write(to.text, text);
+    to.call.store(call, std::memory_order_release);
+  }
+  // Whether `peer` refuses the call of this number, which this rank makes (H7).
+  bool refused(int peer, uint64_t call) const {
+    return times_refused(peer, call) > times_refused(segment_->rank, call) && !started(peer, call);
+  }
+  // Why a rank has refused its latest refused call.
+  std::string reason(int rank) const { return refusal(rank).text; }
 
   // Whether `peer` has started its call of this number, equal to this rank's or not.
   bool started(int peer, uint64_t call) const {
@@ -179,9 +218,18 @@ class Calls {
   }
 
  private:
-  Counter* counters(int rank) const {
-    return reinterpret_cast<Counter*>(segment_->parts[rank]->base() + kHeaders * sizeof(Header));
+  // As much of a text as there is room for, and no part of a UTF-8 character.
+  template <size_t kRoom>
+  static void write(char (&to)[kRoom], const std::string& text) {
+    size_t length = std::min(text.size(), kRoom - 1);
+    while (length < text.size() && length && (text[length] & 0xc0) == 0x80) --length;
+    std::memcpy(to, text.data(), length);
+    to[length] = 0;  // H4
   }
+  Refusal& refusal(int rank) const {
+    return *reinterpret_cast<Refusal*>(segment_->parts[rank]->base() + kHeaders * sizeof(Header));
+  }
+  Counter* counters(int rank) const { return reinterpret_cast<Counter*>(&refusal(rank) + 1); }
   Header& header(int rank, uint64_t call) const {
     return reinterpret_cast<Header*>(segment_->parts[rank]->base())[call % kHeaders];
   }

@@ -48,6 +48,7 @@ enum class WaitStatus : int {
   failed,
   left,
   mismatch,
+  refused,
   interrupted,
   lane,
   unreadable

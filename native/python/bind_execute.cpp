@@ -217,6 +217,18 @@ void bind_execute(nb::module_& m) {
             execute(self, program, bound, timeout, [&](int at) { multiply(at); });
           },
           "program"_a, "binding"_a, "timeout"_a, "multiply"_a = nb::none())
+      .def_prop_ro_static("second_try",
+                          [](nb::handle) { return static_cast<double>(Calls::kSecondTry) / 1e9; })
+      .def("refuse", [](Executor& self, const std::string& why) { return self.calls.refuse(why); })
+      .def("note_refusal",
+           [](Executor& self, int peer, uint64_t call, uint64_t times, const std::string& why) {
+             self.calls.store_refusal(peer, call, times, why);
+           })
+      .def("times_refused", [](Executor& self, int rank,
+                               uint64_t call) { return self.calls.times_refused(rank, call); })
+      .def("refused", [](Executor& self, Program& program,
+                         int peer) { return self.calls.refused(peer, program.execution.call); })
+      .def("reason_of_refusal", [](Executor& self, int rank) { return self.calls.reason(rank); })
       .def("mismatch",
            [](Executor& self, Program& program, int peer) {
              return self.calls.mismatch(peer, program.execution.call, program.execution.digest);

@@ -63,6 +63,7 @@ void bind_memory(nb::module_& m) {
       .value("failed", WaitStatus::failed)
       .value("left", WaitStatus::left)
       .value("mismatch", WaitStatus::mismatch)
+      .value("refused", WaitStatus::refused)
       .value("interrupted", WaitStatus::interrupted)
       .value("lane", WaitStatus::lane)
       .value("unreadable", WaitStatus::unreadable);

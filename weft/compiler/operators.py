@@ -11,6 +11,7 @@ this dependency a compiler could order the operators differently on each rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,11 +73,9 @@ def _run(
             "make one with weft.enable_async_tp(group), on all of its ranks"
         )
 
-    def call() -> Any:
-        with torch.no_grad():  # a setting of each thread; this may be another one
-            return fused.run(fused_operator.check(world, operands, options))
-
-    results: list[Tensor] = worlds.run_in_order(group, call)
+    results: list[Tensor] = worlds.run_in_order(
+        group, partial(fused.call, fused_operator.check, world, operands, options)
+    )
     return results
 
 

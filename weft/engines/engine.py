@@ -17,7 +17,7 @@ from torch import Tensor
 
 import weft._native as _native
 from weft.engines.program import Dtypes, Program, Tensors, Weights
-from weft.errors import MismatchError, PlanError, WeftError
+from weft.errors import PlanError, WeftError
 from weft.kernels.weights import PreparedWeight, Weight
 from weft.plan import (
     Launch,
@@ -92,10 +92,11 @@ class Engine(ABC):
         """
         self.world.check()
         weights, rows = weights or {}, plan.pieces if rows is None else rows
-        self._prove(plan)
-        program = self.program(plan, tensors, rows)
-        program.check_operands(tensors, weights)
-        program.run(tensors, rows, weights, timeout=timeout)
+        with self.world.tell_refusal:
+            self._prove(plan)
+            program = self.program(plan, tensors, rows)
+            program.check_operands(tensors, weights)
+            program.run(tensors, rows, weights, timeout=timeout)
 
     def _prove(self, plan: Plan) -> None:
         """Raise `PlanError` unless a plan is correct as this engine executes it."""
@@ -305,9 +306,10 @@ class Engine(ABC):
                 own, theirs = (
                     world.executor.peer_call(rank, compiled.call) for rank in (world.rank, source)
                 )
-                return world.fail(
-                    MismatchError.between(compiled.call, world.rank, own, source, theirs)
-                )
+                return world.mismatch(compiled.call, own, source, theirs)
+            case _native.WaitStatus.refused:
+                own = world.executor.peer_call(world.rank, compiled.call)
+                return world.refused(own, source)
             case _native.WaitStatus.left:
                 return world.lost(source, "closed its world", purpose)
             case _native.WaitStatus.failed:

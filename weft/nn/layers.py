@@ -139,7 +139,7 @@ class ShardedLinear(nn.Linear):
             autocast or torch.is_grad_enabled() or torch.compiler.is_compiling()
         ):
             if frozen.changed(own):
-                raise ValueError(
+                raise self._refused(
                     f"{self._title}: the weight was changed after weft.nn.freeze(model); call it "
                     "again after every change"
                 )
@@ -174,11 +174,12 @@ class ShardedLinear(nn.Linear):
             dtypes = (
                 DTYPES if weight is None or torch.is_autocast_enabled("cpu") else (weight.dtype,)
             )
-            x = waited(x)
-            arguments.check_input(x, "input", self.world, dtypes, traced=True)
-            check_untransformed(x, "input")
+            with self.world.tell_refusal:
+                x = waited(x)
+                arguments.check_input(x, "input", self.world, dtypes, traced=True)
+                check_untransformed(x, "input")
         if not (dims := x.dim()):
-            raise ValueError(
+            raise self._refused(
                 "input must have features in its last dimension; got a tensor with no dimension"
             )
         placement = normal(x.placements[0] if isinstance(x, DTensor) else self.layout.input, dims)
@@ -189,6 +190,13 @@ class ShardedLinear(nn.Linear):
         full = x if isinstance(x, DTensor) else as_dtensor(x, self.layout.on_mesh(), placement)
         placement = normal(self._fallback, dims)
         return local(full.redistribute(placements=[placement])), placement
+
+    def _refused(self, why: str) -> ValueError:
+        """The error for a call that this rank refuses, of which peers are told."""
+        error = ValueError(why)
+        if not torch.compiler.is_compiling():
+            self.world.refuse(error)
+        return error
 
     def _output(self, y: Tensor, placement: Placement, size: int | None = None) -> Tensor:
         """The result `y` redistributed from `placement` to the output layout; `size` is the full
@@ -249,7 +257,7 @@ class ColumnParallelLinear(ShardedLinear):
             )
             y = self.gather.product(self, input, x, placement.dim, sizes)
         elif x.shape[-1] != self.in_features:
-            raise ValueError(
+            raise self._refused(
                 f"{self._title}: input must have {self.in_features} features in its last "
                 f"dimension; got shape {tuple(x.shape)}: the input is that of all ranks, as of a "
                 "row-parallel layer"
@@ -274,8 +282,8 @@ class ColumnParallelLinear(ShardedLinear):
             "got "
         )
         if dim < x.dim() - 1:
-            raise ValueError(f"{why}shape {tuple(x.shape)}")
-        raise ValueError(
+            raise self._refused(f"{why}shape {tuple(x.shape)}")
+        raise self._refused(
             f"{why}{given}, since input_layouts=Shard({dim}) makes the last dimension of shape "
             f"{tuple(x.shape)} a part of the features: for inputs (tokens, features) use Shard(0)"
         )
@@ -386,7 +394,7 @@ class RowParallelLinear(ShardedLinear):
         x, _ = self._input(x)
         x, weight, bias = self._operands(x)
         if x.shape[-1] != weight.shape[0]:
-            raise ValueError(
+            raise self._refused(
                 f"{self._title}: input must have this rank's part of the features in its last "
                 f"dimension, {weight.shape[0]} of {self.in_features}; got shape {tuple(x.shape)}: "
                 "is the layer before it column-parallel?"

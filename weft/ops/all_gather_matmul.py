@@ -132,9 +132,7 @@ def all_gather_matmul(
         operator = torch.ops.weft.all_gather_matmul.default
         made = autograd.call(operator, a, weights, biases, out, options, world)
     else:
-        with torch.no_grad():
-            call = check(world, Operands(rows, weights, biases, outs), options)
-            made = fused.run(call, key)
+        made = fused.call(check, world, Operands(rows, weights, biases, outs), options, key)
     results, gathered = made[: len(weights)], made[-1]
     scales = rows.shape[-1] - a.shape[-1]  # columns of float8 rows that hold the scale
     if return_gathered and scales:

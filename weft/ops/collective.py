@@ -158,6 +158,20 @@ def run(
         if cached is not None:
             result: Tensor = cached
             return result
+    with world.tell_refusal:
+        return _run(check, a, out, options, world, timeout)
+
+
+def _run(
+    check: Check,
+    a: Tensor,
+    out: Tensor | None,
+    options: tuple[Hashable, ...],
+    world: World,
+    timeout: float | None,
+) -> Tensor:
+    """The result of a collective that is not repeated, or is checked again."""
+    own = engine(world)
     call = check(world, a, out, *options)
     description = describe(_name(call), a, check, options)
     trial = left = None
@@ -193,9 +207,10 @@ def start(
 ) -> Handle:
     """Begin a collective and return at once."""
     world = current(world)
-    check_timeout(timeout)
-    call = check(world, a, out, *options)
-    return begin(world, call, describe(_name(call), a, check, options), timeout)
+    with world.tell_refusal:
+        check_timeout(timeout)
+        call = check(world, a, out, *options)
+        return begin(world, call, describe(_name(call), a, check, options), timeout)
 
 
 def begin(world: World, call: CollectiveCall, description: str, timeout: float | None) -> Handle:

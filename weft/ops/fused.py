@@ -19,7 +19,7 @@ from weft.engines.program import Program
 from weft.kernels.matmul import MATMUL, with_kernel
 from weft.kernels.weights import Weight
 from weft.ops.autotune import measure, select
-from weft.ops.call import Call
+from weft.ops.call import Call, Operands, Options
 from weft.plan import Kernel, Plan
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Request, Variant, Workload
@@ -50,6 +50,20 @@ def repeat(world: World, key: Key, timeout: float | None) -> Any:
     else:
         check_timeout(timeout)
     return own.calls.call(*key, timeout)
+
+
+def call(
+    check: Callable[..., Call],
+    world: World,
+    operands: Operands,
+    options: Options,
+    key: Key | None = None,
+) -> list[Tensor]:
+    """The results of a call that `check` accepts, without gradients, collectively; peers are told
+    if it is refused.
+    """
+    with torch.no_grad(), world.tell_refusal:  # autograd records by thread, and this may be another
+        return run(check(world, operands, options), key)
 
 
 def run(call: Call, key: Key | None = None) -> list[Tensor]:

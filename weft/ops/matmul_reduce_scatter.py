@@ -123,10 +123,7 @@ def matmul_reduce_scatter(
     if arguments.recorded((a, b, bias, out)):
         operator = torch.ops.weft.matmul_reduce_scatter.default
         return autograd.call(operator, a, [b], [bias], out, options, world)[0]
-    with torch.no_grad():
-        call = check(world, Operands(a, [b], [bias], [out]), options)
-        results = fused.run(call, key)
-    return results[0]
+    return fused.call(check, world, Operands(a, [b], [bias], [out]), options, key)[0]
 
 
 def check(world: World, operands: Operands, options: Options) -> Call:

@@ -82,6 +82,7 @@ def all_reduce(world: World, tensor: Tensor, op: Any, timeout: float | None = No
 
 def reduce(world: World, tensor: Tensor, op: Any, root: int, timeout: float | None = None) -> None:
     """Overwrite `tensor` of rank `root` with the reduction of all ranks'; others do not change."""
+    _check_root(root, world)
     own = _scaled(tensor, op)
     kind, here = _reducible(own, op)
     if here is None:
@@ -97,6 +98,7 @@ def reduce(world: World, tensor: Tensor, op: Any, root: int, timeout: float | No
 
 def broadcast(world: World, tensor: Tensor, root: int, timeout: float | None = None) -> None:
     """Overwrite `tensor` with that of rank `root`."""
+    _check_root(root, world)
     here = _movable(tensor)
     weft_broadcast(here, root, world=world, timeout=timeout)
     if world.rank != root:
@@ -216,6 +218,12 @@ def all_to_all_single(
         _put(target, out)
 
 
+def _check_root(root: int, world: World) -> None:
+    """Raise `ValueError` unless `root` is one of a group's ranks."""
+    if not 0 <= root < world.ranks:
+        raise ValueError(f"there is no rank {root} in a group of {world.ranks}")
+
+
 def _in_elements(full: Tensor, sizes: Sequence[int], world: World) -> tuple[int, ...]:
     """The elements of each part of `full`, of which `sizes` are the rows; even parts if empty."""
     if not sizes:
@@ -260,6 +268,7 @@ def gather(
     world: World, outs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float | None = None
 ) -> None:
     """Gather the tensor of rank p in ``outs[p]`` of rank `root`; the others have no `outs`."""
+    _check_root(root, world)
     nothing = tensor.detach().new_empty(0)
     sent = [tensor if rank == root else nothing for rank in range(world.ranks)]
     all_to_all(world, outs if world.rank == root else [nothing] * world.ranks, sent, timeout)
@@ -269,6 +278,7 @@ def scatter(
     world: World, out: Tensor, tensors: Sequence[Tensor], root: int, timeout: float | None = None
 ) -> None:
     """Send ``tensors[p]`` of rank `root` to `out` of rank p; the others have no `tensors`."""
+    _check_root(root, world)
     nothing = out.detach().new_empty(0)
     received = [out if rank == root else nothing for rank in range(world.ranks)]
     all_to_all(world, received, tensors if world.rank == root else [nothing] * world.ranks, timeout)

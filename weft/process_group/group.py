@@ -114,9 +114,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         tensor = _one(tensors)
         if not tensor.is_cpu:
             return self._elsewhere(tensor).reduce([tensor], opts)
-        return self._issue(
-            [tensor], opts, collectives.reduce, tensor, opts.reduceOp, self._root(opts)
-        )
+        return self._issue([tensor], opts, collectives.reduce, tensor, opts.reduceOp, opts.rootRank)
 
     def reduce_scatter(
         self,
@@ -162,7 +160,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             return self._elsewhere(tensor).broadcast([tensor], opts)
         if tensor.requires_grad:
             _not_recorded(_broadcast, tensor)
-        return self._issue([tensor], opts, collectives.broadcast, tensor, self._root(opts))
+        return self._issue([tensor], opts, collectives.broadcast, tensor, opts.rootRank)
 
     def allgather(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Timeout = None
@@ -207,7 +205,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         outs, tensor = _list(outputs), _one(inputs)
         if not tensor.is_cpu:
             return self._elsewhere(tensor).gather([outs] if outs else [], [tensor], opts)
-        return self._issue(outs, opts, collectives.gather, outs, tensor, self._root(opts))
+        return self._issue(outs, opts, collectives.gather, outs, tensor, opts.rootRank)
 
     def scatter(
         self,
@@ -222,7 +220,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         out, tensors = _one(outputs), _list(inputs)
         if not out.is_cpu:
             return self._elsewhere(out).scatter([out], [tensors] if tensors else [], opts)
-        return self._issue([out], opts, collectives.scatter, out, tensors, self._root(opts))
+        return self._issue([out], opts, collectives.scatter, out, tensors, opts.rootRank)
 
     def alltoall(
         self, outs: list[Tensor], tensors: list[Tensor], opts: Any = None, timeout: Timeout = None
@@ -435,13 +433,6 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             return self._coalesce(self.queue.issue(tensors, call, self.world, *args, limit))
         self.queue.run(call, self.world, *args, limit)
         return _DONE
-
-    def _root(self, opts: Any) -> int:
-        """The checked root rank of a call."""
-        root: int = opts.rootRank
-        if not 0 <= root < self.size():
-            raise ValueError(f"there is no rank {root} in a group of {self.size()}")
-        return root
 
     def _coalesce(self, work: Work) -> Work:
         if self.coalesced is not None:

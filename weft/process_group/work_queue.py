@@ -292,6 +292,9 @@ class WorkQueue(Progress):
             try:
                 self.running = call
                 call(*args)
+            except _ERRORS_OF_CALLS as error:
+                self.world.refuse(error)
+                raise
             finally:
                 self.running = None
                 self.lock.release()
@@ -355,6 +358,7 @@ class WorkQueue(Progress):
             if not isinstance(error, _ERRORS_OF_CALLS):
                 self.world.fail(error)
                 raise
+            self.world.refuse(error)
         else:
             work.end()
         finally:

@@ -18,8 +18,8 @@ import torch
 import weft._native as _native
 from weft.checks import PLAIN
 from weft.checks import name as dtype_name
-from weft.errors import MismatchError, SymmetricMemoryError
-from weft.world.peers import Peers, attach, receive, send
+from weft.errors import SymmetricMemoryError
+from weft.world.peers import Peers, Refusal, attach, receive, send
 from weft.world.topology import read_text
 
 
@@ -128,13 +128,14 @@ def exchange(
     for peer in world.others:
         send(world, peer, f"{call}\n{note}", file, f"in {call}")
     for peer in world.others:
+        refusal = Refusal(world.executor, compiled, peer)
 
-        def look(peer: int = peer) -> None:
+        def look(peer: int = peer, refusal: Refusal = refusal) -> None:
+            if refusal.stands():
+                raise world.refused(call, peer)
             if world.executor.mismatch(compiled, peer):
                 theirs = world.executor.peer_call(peer, compiled.call)
-                raise world.fail(
-                    MismatchError.between(compiled.call, world.rank, call, peer, theirs)
-                )
+                raise world.mismatch(compiled.call, call, peer, theirs)
 
         number = f"(call {compiled.call})"
         note, theirs = receive(
@@ -142,9 +143,7 @@ def exchange(
         )
         their_call, text = note.split("\n", 1)
         if their_call != call:
-            raise world.fail(
-                MismatchError.between(compiled.call, world.rank, call, peer, their_call)
-            )
+            raise world.mismatch(compiled.call, call, peer, their_call)
         yield peer, text, theirs
     world.executor.end(compiled)
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import weft._native as _native
 import weft.errors as errors
-from weft.errors import PeerLost, PeerTimeout, SymmetricMemoryError, WeftError
+from weft.errors import MismatchError, PeerLost, PeerTimeout, SymmetricMemoryError, WeftError
 from weft.schedules.device_options import DEFAULT, DeviceOptions
 from weft.schedules.levels import (
     OVERSUBSCRIBED_SIGNAL_LATENCY,
@@ -28,7 +28,7 @@ from weft.schedules.levels import (
     numbered,
 )
 from weft.schedules.thresholds import agreed
-from weft.world import details, flight, peer_memory
+from weft.world import details, flight, peer_memory, places
 from weft.world.relay import Relay
 from weft.world.rendezvous import RankInfo
 
@@ -61,6 +61,40 @@ class FailOnError:
         # all ranks raise a SymmetricMemoryError together
         if error is not None and not isinstance(error, SymmetricMemoryError):
             self.peers.fail(error)
+
+
+class Refusal:
+    """Whether a peer refuses a call of this rank, for a wait that asks again and again: false while
+    the peer has time to make the call after all, with other arguments.
+    """
+
+    def __init__(self, executor: _native.Executor, compiled: _native.Compiled, peer: int) -> None:
+        self.executor, self.compiled, self.peer = executor, compiled, peer
+        self.deadline: _native.Deadline | None = None
+
+    def stands(self) -> bool:
+        """Whether it does by now."""
+        if not self.executor.refused(self.compiled, self.peer):
+            return False
+        if self.deadline is None:
+            self.deadline = _native.Deadline(self.executor.second_try)
+        return self.deadline.passed
+
+
+class TellRefusal:
+    """Context of what precedes the first signal of a call: peers, which may wait for this rank in
+    the call, are told of an error.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers = peers
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.peers.refuse(error)
 
 
 class Exclusive:
@@ -158,6 +192,7 @@ class Peers:
         self.unreported = False
         self.keepalive: list[object] = []  # memory that lives as long as the world
         self.fail_on_error, self.exclusive = FailOnError(self), Exclusive(self)
+        self.tell_refusal = TellRefusal(self)
         self.mesh = mesh
         here = [info for info in infos if info.host == infos[rank].host]
         cores = _all_cores(here)
@@ -302,6 +337,37 @@ class Peers:
         if self.recorded is not None and isinstance(error, WeftError):
             error.name_record(str(self.recorded))
         return error  # type: ignore[return-value]
+
+    def refuse(self, error: BaseException) -> None:
+        """Tell peers that this rank does not make its next call because of `error`, which has sent
+        nothing. If they make the call, and this rank does not make it after all within a second,
+        they raise `MismatchError` with the error's text.
+        """
+        alike = isinstance(error, SymmetricMemoryError)  # all ranks raise it together
+        if self.closed is not None or self.forked or alike or not isinstance(error, Exception):
+            return
+        place = places.here()
+        why = f"{type(error).__name__}: {error}".partition("\n")[0] + (
+            f", at {place}" * bool(place)
+        )
+        call = self.executor.refuse(why)
+        if self.relay is not None:
+            times = self.executor.times_refused(self.rank, call)
+            self.relay.announce_refusal(call, times, why)
+
+    def mismatch(self, number: int, call: str, peer: int, theirs: str) -> WeftError:
+        """The error for a `call` of this rank, its call of that `number`, where a peer makes
+        another; closes the world.
+        """
+        # the refusal that a peer has noticed tells more than the call that this rank made after it
+        if self.executor.times_refused(self.rank, number) and self.mesh.failure()[0]:
+            return self.failure("to make it")
+        return self.fail(MismatchError.between(number, self.rank, call, peer, theirs))
+
+    def refused(self, call: str, peer: int) -> WeftError:
+        """The error for a `call` of this rank that a peer refuses; closes the world."""
+        theirs = self.executor.reason_of_refusal(peer)
+        return self.fail(MismatchError.refused(self.rank, call, peer, theirs), peer)
 
     def keep_place(self, peer: int, note: str) -> bool:
         """Whether a note has the place of a peer in the user's program, which is kept then."""

@@ -7,7 +7,7 @@ import sys
 import threading
 from types import FrameType
 
-_LIBRARIES = {"weft", "torch", *sys.stdlib_module_names}
+_LIBRARIES = {"weft", "torch", "typing_extensions", *sys.stdlib_module_names}
 
 
 def here() -> str:

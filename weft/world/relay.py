@@ -34,7 +34,8 @@ from weft.world.transport import Buffer, Tag, Transport
 
 # Messages of the mesh: a note, a farewell, or a failure with the rank that caused it.
 _OF_MESH = re.compile(rb"n|f$|a[^\n]*\n\d{1,9}\n", re.DOTALL)
-CALL = struct.Struct("<cQQ")  # of a call: its number and its digest; the text follows
+# of a call: its number and its digest, or how often it was refused; its text, or the error, follows
+CALL = struct.Struct("<cQQ")
 _TEXT = 512  # bytes of that text
 _AT_ONCE = 1 << 18  # bytes up to which the caller's thread sends rows as far as it need not wait
 _TOGETHER = 1e-3  # seconds in which calls are begun that peers are told of by one message
@@ -172,8 +173,14 @@ class Relay:
                 self.expected[peer][call] = coming
             self.call = call
             self.changed.notify_all()
-        message = CALL.pack(b"h", call, digest) + text.encode()[:_TEXT]
-        self.unannounced.append(message)
+        self._announce_soon(b"h", call, digest, text)
+
+    def announce_refusal(self, call: int, times: int, why: str) -> None:
+        """Soon tell peers that this rank has refused a call so many times, and why."""
+        self._announce_soon(b"r", call, times, why)
+
+    def _announce_soon(self, kind: bytes, call: int, number: int, text: str) -> None:
+        self.unannounced.append(CALL.pack(kind, call, number) + text.encode()[:_TEXT])
         self.begun.set()
 
     def send(self, peer: int, tag: Tag, messages: Sequence[memoryview]) -> None:
@@ -458,13 +465,14 @@ class Relay:
         return False
 
     def _process(self, peer: int, message: bytes) -> Landing | None:
-        """Note the call of a peer, forward its message to the mesh, or carry out its one-sided
-        call; the place of the bytes that follow it. Raises `WeftError` for any other message.
+        """Note a call or refusal of a peer, forward its message to the mesh, or carry out its
+        one-sided call; the place of the bytes that follow it. Raises `WeftError` for any other
+        message.
         """
-        if message[:1] == b"h" and len(message) >= CALL.size:
-            _, call, digest = CALL.unpack_from(message)
-            text = message[CALL.size :].decode(errors="replace")
-            self.executor.note_call(peer, call, digest, text)
+        if message[:1] in (b"h", b"r") and len(message) >= CALL.size:
+            kind, call, number = CALL.unpack_from(message)
+            note = self.executor.note_call if kind == b"h" else self.executor.note_refusal
+            note(peer, call, number, message[CALL.size :].decode(errors="replace"))
         elif _OF_MESH.match(message):
             with contextlib.suppress(OSError):  # the world is closed
                 self.local_ends[peer].send(message)

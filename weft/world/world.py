@@ -136,16 +136,17 @@ class World(Peers):
         in shape or dtype.
         """
         self.check()
-        dims = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
-        try:
-            sizes = [operator.index(n) for n in dims]  # type: ignore[arg-type]
-        except TypeError:
-            raise TypeError(f"sizes must be integers; got {shape}") from None
-        if any(n < 0 for n in sizes):
-            raise ValueError(f"sizes must not be negative; got {tuple(sizes)}")
-        if dtype is not None:
-            check_dtype(dtype, "dtype")
-        check_untraced("empty")
+        with self.tell_refusal:
+            dims = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+            try:
+                sizes = [operator.index(n) for n in dims]  # type: ignore[arg-type]
+            except TypeError:
+                raise TypeError(f"sizes must be integers; got {shape}") from None
+            if any(n < 0 for n in sizes):
+                raise ValueError(f"sizes must not be negative; got {tuple(sizes)}")
+            if dtype is not None:
+                check_dtype(dtype, "dtype")
+            check_untraced("empty")
         self._drain()
         with self.exclusive:
             return self.allocate(sizes, dtype or torch.get_default_dtype())
@@ -165,8 +166,9 @@ class World(Peers):
         On a GPU the counters are in its memory.
         """
         self.check()
-        if not (isinstance(count, int) and count > 0):
-            raise ValueError(f"count must be a positive integer; got {count!r}")
+        with self.tell_refusal:
+            if not (isinstance(count, int) and count > 0):
+                raise ValueError(f"count must be a positive integer; got {count!r}")
         self._drain()
         with self.exclusive, self.fail_on_error:
             return (DeviceSignals if self.runs_kernels else Signals)(self, count, name)

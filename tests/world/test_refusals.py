@@ -1,0 +1,158 @@
+"""Calls that one rank refuses, for its arguments: the others, which wait for it, are told why."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.loopback import each_rank, two_worlds
+from support.ranks import group, start, stream_world
+
+import weft
+from weft.engines import engine
+from weft.errors import MismatchError
+from weft.schedules.barrier import barrier
+
+ONES = torch.ones
+
+
+def wrong_plan(world, wrong):
+    plan = barrier(world.levels)
+    engine(world).execute(plan, {"a": ONES(2)} if wrong else {})
+
+
+def layer(world, wrong):
+    weft.nn.RowParallelLinear(8, 4)(ONES(2, 3 if wrong else 4))
+
+
+CALLS = {
+    "all_reduce": (
+        lambda world, wrong: weft.all_reduce(ONES(4, dtype=torch.bool if wrong else torch.float)),
+        "TypeError: a has dtype bool; supported are ",
+    ),
+    "all_gather": (
+        lambda world, wrong: weft.all_gather(ONES(4, 2), out=torch.empty(8, 3 if wrong else 2)),
+        "ValueError: out ",
+    ),
+    "all_reduce_async": (
+        lambda world, wrong: weft.all_reduce_async(ONES(4), op="add" if wrong else "sum").wait(),
+        "ValueError: there is no reduction 'add'; ",
+    ),
+    "all_to_all_async": (
+        lambda world, wrong: weft.all_to_all_async(ONES(3 if wrong else 4, 2)).wait(),
+        "ValueError: ",
+    ),
+    "all_gather_matmul": (
+        lambda world, wrong: weft.all_gather_matmul(ONES(4, 3), ONES(5 if wrong else 3, 2)),
+        "ValueError: a has 3 columns and b 5 rows; ",
+    ),
+    "matmul_all_reduce": (
+        lambda world, wrong: weft.matmul_all_reduce(ONES(4, 3), ONES(5 if wrong else 3, 2)),
+        "ValueError: a has 3 columns and b 5 rows; ",
+    ),
+    "empty": (
+        lambda world, wrong: world.empty(-4 if wrong else 4),
+        "ValueError: sizes must not be negative; got (-4,)",
+    ),
+    "signals": (
+        lambda world, wrong: world.signals(0 if wrong else 2),
+        "ValueError: count must be a positive integer; got 0",
+    ),
+    "execute": (wrong_plan, "ValueError: "),
+    "RowParallelLinear": (layer, "ValueError: RowParallelLinear (style RowwiseParallel): input "),
+}
+
+
+def until_failed(world):
+    while not world.mesh.failure()[0]:
+        threading.Event().wait(0.01)
+
+
+def refusing(world, call):
+    """Rank 1 refuses a call that rank 0 makes, goes on with other work, and then makes its next."""
+    make, _ = CALLS[call]
+    if world.rank == 0:
+        make(world, False)
+        return
+    with pytest.raises((TypeError, ValueError)):
+        make(world, True)
+    until_failed(world)
+    weft.all_reduce(ONES(3))
+
+
+def checked(outcomes, why):
+    for outcome in outcomes:
+        assert isinstance(outcome.error, MismatchError), outcome.trace
+        lines = str(outcome.error).splitlines()
+        assert lines[0] == "the ranks do not make the same call: rank 1 refuses it"
+        assert lines[1].startswith("  rank 0: ")
+        assert lines[2].startswith(f"  rank 1 raised {why}"), lines
+        assert ", at " in lines[2]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_rank_that_refuses_a_call_tells_the_others_why(call):
+    checked(start(refusing, 2, call), CALLS[call][1])
+
+
+def test_a_world_of_streams_tells_it():
+    checked(start(refusing, 2, "all_reduce", context=stream_world), CALLS["all_reduce"][1])
+
+
+def of_a_group(_, asynchronous):
+    out, tensor = ONES(8), ONES(4)
+    if dist.get_rank():
+        with pytest.raises(ValueError, match="must have 2 times"):
+            dist.all_gather_into_tensor(ONES(9), tensor, async_op=asynchronous).wait()
+        until_failed(dist.group.WORLD.world)
+        dist.barrier()
+    elif asynchronous:
+        dist.all_gather_into_tensor(out, tensor, async_op=True).wait()
+    else:
+        dist.all_gather_into_tensor(out, tensor)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_group_tells_it(asynchronous):
+    outcomes = start(of_a_group, 2, asynchronous, context=group)
+    checked(outcomes, "ValueError: the output must have 2 times the 4 elements of the input; got 9")
+
+
+def test_ranks_of_other_hosts_are_told():
+    with two_worlds() as worlds:
+
+        def call(rank):
+            wrong = ONES(4, dtype=torch.bool)
+            with pytest.raises(TypeError if rank else MismatchError) as caught:
+                weft.all_reduce(wrong if rank else ONES(4), world=worlds[rank])
+            return str(caught.value)
+
+        refused, _ = each_rank(call)
+        assert "rank 1 raised TypeError: a has dtype bool; " in refused
+
+
+def corrected(world):
+    """All ranks refuse a call, and rank 1 one more, before they make it."""
+    for _ in range(1 + world.rank):
+        with pytest.raises(TypeError):
+            weft.all_reduce(ONES(4, dtype=torch.bool))
+    return weft.all_reduce(ONES(4)).tolist()
+
+
+def test_a_rank_may_correct_a_call_that_it_refused():
+    assert [each.result for each in start(corrected, 2)] == [[2.0] * 4] * 2
+
+
+def slowly_corrected(world):
+    """What all ranks refuse is no call of any, however long they take for the next."""
+    with pytest.raises(TypeError):
+        weft.all_reduce(ONES(4, dtype=torch.bool))
+    if world.rank:
+        threading.Event().wait(1.5 * world.executor.second_try)
+    return weft.all_reduce(ONES(4)).tolist()
+
+
+def test_what_all_ranks_refuse_is_no_call():
+    assert [each.result for each in start(slowly_corrected, 2)] == [[2.0] * 4] * 2
