@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import glob
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import die, free_port, group, on_ranks, start
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 import weft
@@ -165,6 +168,38 @@ def waits_for_gloos_threads(nothing):
 
 
 @pytest.mark.skipif(torch.__version__ < "2.11", reason="this torch gives gloo's threads no names")
+def drops(_):
+    """Rank 1 drops a group with an outstanding call; rank 0 waits for the next."""
+    x, pair = torch.ones(4), dist.new_group()
+    dist.all_reduce(x, group=pair, async_op=True)
+    (dist.recv if dist.get_rank() else dist.send)(torch.ones(1), 1 - dist.get_rank(), group=pair)
+    if dist.get_rank() == 0:
+        dist.all_reduce(x, group=pair)
+    forget, alive = distributed_c10d._world, pair.queue.thread
+    for known in (
+        forget.pg_map,
+        forget.pg_names,
+        forget.pg_group_ranks,
+        forget.pg_backend_config,
+        forget.pg_to_tag,
+    ):
+        known.pop(pair)
+    for groups in forget.tags_to_pg.values():
+        groups[:] = [each for each in groups if each is not pair]
+    distributed_c10d._unregister_process_group(pair.group_name)
+    del pair, groups
+    gc.collect()
+    alive.join(SOON)
+    return alive.is_alive()
+
+
+def test_the_peers_of_a_rank_that_drops_its_group_are_told():
+    waits, drops_it = start(drops, 2, context=functools.partial(group, timeout=4 * SOON))
+    assert isinstance(waits.error, weft.PeerLost), waits.trace
+    assert re.search(r"rank 1 .*closed its world while rank 0 waited", str(waits.error))
+    assert drops_it.result is False, drops_it.trace
+
+
 def test_no_thread_of_gloo_outlives_the_groups():
     on_ranks(waits_for_gloos_threads, 2, context=contextlib.nullcontext)
 

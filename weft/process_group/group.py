@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -71,6 +73,8 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         self.others: dist.ProcessGroup | None = None
         self.coalesced: list[Work] | None = None  # issued since `_start_coalescing`
         self.barriers = 0
+        self._dropped = weakref.finalize(self, _drop, self.queue, self.messages)
+        self._dropped.atexit = False
         try:
             for progress in filter(None, (self.queue, self.messages)):
                 progress.start()
@@ -394,6 +398,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
         In a signal handler that interrupts a call on the group, the call and all works fail.
         """
+        self._dropped.detach()
         if self.world.forked:
             return
         if call := self.queue.current_call() or (
@@ -404,10 +409,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
                     f"rank {self.rank()} left the group in a signal handler while it was in {call}"
                 )
             )
-        self.queue.close()
-        if self.messages is not None:
-            self.messages.close()
-        self.world.close()
+        _leave(self.queue, self.messages)
         self.gloo = None  # its threads must end before the interpreter
         if self.others is not None:
             self.others.shutdown()
@@ -532,6 +534,23 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         reduce_scatter_single_coalesced,
     )
     alltoall_base, _get_backend_name = all_to_all_single, getBackendName
+
+
+def _leave(queue: WorkQueue, messages: Messages | None) -> None:
+    """Run all issued works, and close the world of a group."""
+    queue.close()
+    if messages is not None:
+        messages.close()
+    queue.world.close()
+
+
+def _drop(queue: WorkQueue, messages: Messages | None) -> None:
+    """Leave a group that its owner has dropped: on its thread, since this one may be anywhere in
+    the program.
+    """
+    if not queue.world.forked:
+        queue.ended = partial(_leave, queue, messages)
+        queue.deferred.close()
 
 
 _library = torch.library.Library("weft", "FRAGMENT")

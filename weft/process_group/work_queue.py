@@ -199,6 +199,7 @@ class Progress(ABC):
         self.callback_threads: list[ThreadPoolExecutor] = []
         self.callback_threads_lock = threading.RLock()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.ended: Callable[[], object] = lambda: None  # called by the progress thread at its end
 
     @abstractmethod
     def advance(self, work: Work, seconds: float | None) -> None:
@@ -247,8 +248,9 @@ class Progress(ABC):
     def close(self) -> None:
         """End the threads, after the callbacks of finished works."""
         self.deferred.close()
+        own = self.thread is threading.current_thread()
         # in a signal handler the thread may wait for the interrupted call; it ends after that
-        if self.thread.is_alive() and not self.current_call():
+        if self.thread.is_alive() and not (own or self.current_call()):
             self.thread.join()
         for thread in self.callback_threads:
             thread.shutdown(wait=False)
@@ -256,8 +258,12 @@ class Progress(ABC):
     def _run(self) -> None:
         _native.set_team_size(1)  # it runs concurrently with the computation of its callers
         while self.deferred.due():
-            self.run_pending()
+            try:
+                self.run_pending()
+            except BaseException as error:  # its works have it, but the next may be outstanding
+                self.world.fail(error, in_background=True)
         _running.discard(self)
+        self.ended()
 
 
 _ERRORS_OF_CALLS = (RuntimeError, ValueError, TypeError)  # weft's own errors are RuntimeErrors
