@@ -218,8 +218,8 @@ class Messages(Progress):
         return bool(self.incoming) or any(self.outstanding)
 
     def _move_until(self, enough: Callable[[], bool], deadline: _native.Deadline) -> None:
-        """Move messages until `enough` is true, or the deadline has passed. An error ends all works;
-        so does an awaited work for a peer that has left.
+        """Move messages until `enough` is true, or the deadline has passed. An error ends all
+        works; so does an awaited work for a peer that has left.
         """
         self.mover = threading.get_ident()
         status = _native.WaitStatus.none
