@@ -58,3 +58,17 @@ def test_layers_are_found_and_misspelt_names_get_a_suggestion():
     listed = output_of("import weft; print(weft.nn.ColwiseParallel.__name__); weft.allreduce")
     assert listed.startswith("ColwiseParallel")
     assert "module 'weft' has no attribute 'allreduce'. Did you mean: 'all_reduce'?" in listed
+
+
+@pytest.mark.slow
+def test_threads_may_load_names_at_once():
+    loaded = output_of(
+        """
+import sys, weft
+from concurrent.futures import ThreadPoolExecutor
+sys.setswitchinterval(1e-5)
+with ThreadPoolExecutor(16) as pool:
+    print(len([*pool.map(lambda name: getattr(weft, name), reversed(weft.__all__))]) > 40)
+"""
+    )
+    assert loaded == "True\n"

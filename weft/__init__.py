@@ -111,7 +111,11 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(
             f"module 'weft' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
         )
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    home = _HOME[name]
+    # first the package, which loads all its modules: two threads of which one loads a package, and
+    # the other a module of it, block each other
+    importlib.import_module(home.rpartition(".")[0])
+    value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
 

@@ -140,6 +140,20 @@ def test_floating_terms_may_differ_in_dtype(options):
 
 
 @engines
+def test_averages_of_integers_are_refused(options):
+    average = alone(
+        Reduce((rows("a", 0, 2), rows("b", 0, 2)), rows("out", 0, 2), "avg"),
+        result=ADD.result,
+        a=A,
+        b=B,
+        out=OUT,
+    )
+    numbers = torch.ones(3, 2, 4, dtype=torch.int8)
+    with pytest.raises(TypeError, match="averages rows of 'out', which has dtype int8"):
+        executed(average, dict(zip(("a", "b", "out"), numbers, strict=True)), **options)
+
+
+@engines
 def test_names_and_places_of_tensors(options):
     a = torch.ones(3, 4)
     with pytest.raises(ValueError, match="needs a tensor for the output 'out'"):

@@ -104,6 +104,12 @@ class Program(ABC):
             if isinstance(i, Compute)
         )
         """Its kernels, each with the buffers of its sources and its result, and its weight."""
+        self.averages = {
+            i.dst.buffer
+            for lane in lanes.values()
+            for i in lane
+            if isinstance(i, Reduce) and i.op == "avg"
+        }
         copied = {
             region.buffer
             for _, i in common.instructions()
@@ -139,13 +145,19 @@ class Program(ABC):
 
     def check_operands(self, tensors: Tensors, weights: Weights) -> None:
         """Raise `ValueError` for an output that overlaps another tensor and for a missing weight,
-        `ValueError` or `TypeError` for operands that a kernel cannot compute with.
+        `TypeError` for averages of integers, either for operands that a kernel cannot compute with.
         """
         operator, buffers = self.plan.operator, self.plan.buffers
         for name, other in permutations(tensors, 2):
             if buffers[name].role == "output" and overlap(tensors[name], tensors[other]):
                 raise ValueError(
                     f"{operator}: the output {name!r} overlaps {other!r}: pass memory of its own"
+                )
+        for name in sorted(self.averages & self.kinds.keys()):
+            if not (dtype := self.kinds[name][0]).is_floating_point:
+                raise TypeError(
+                    f"{operator} averages rows of {name!r}, which has dtype {dtype_name(dtype)}: "
+                    "averages are of floating dtypes"
                 )
         if missing := [name for name in self.weights if name not in weights]:
             raise ValueError(f"{operator} needs a weight named {missing[0]!r}")
