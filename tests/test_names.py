@@ -64,7 +64,7 @@ def test_layers_are_found_and_misspelt_names_get_a_suggestion():
 def test_threads_may_load_names_at_once():
     loaded = output_of(
         """
-import sys, weft
+import sys, torch, weft
 from concurrent.futures import ThreadPoolExecutor
 sys.setswitchinterval(1e-5)
 with ThreadPoolExecutor(16) as pool:
