@@ -189,6 +189,9 @@ def disagree(world, how):
         "rows": lambda: weft.all_gather_matmul(a[: 60 if odd else 64], b),
         "dtype": lambda: weft.all_gather_matmul(a.double() if odd else a, b.double() if odd else b),
         "algorithm": lambda: weft.all_gather_matmul(a, b, algorithm="push" if odd else "ring"),
+        "pieces": lambda: weft.all_gather_matmul(
+            a, b, algorithm="push", chunk_rows=8 if odd else 16
+        ),
         "columns": lambda: weft.all_gather_matmul(a[:, :4] if odd else a, b[:4] if odd else b),
         "other": lambda: world.empty(7) if odd else weft.all_gather_matmul(a, b),
         "cached": lambda: weft.all_gather_matmul(a[: 8 if odd else 64], b),
@@ -248,6 +251,11 @@ def disagree(world, how):
             "reduce_scatter((9, 2) float64, op=max, dim=0)",
         ),
         (
+            "pieces",
+            "all_gather_matmul(a=[64, 64, 64] rows x 8 float32, inbox=",
+            "all_gather_matmul(a=[64, 64, 64] rows x 8 float32, inbox=",
+        ),
+        (
             "place",
             "all_reduce(a=[200000, 200000, 200000] rows x 1 float32, staged=",
             "all_reduce(a=[200000, 200000, 200000] rows x 1 float32 in sym",
@@ -264,7 +272,7 @@ def test_ranks_that_make_different_calls_are_shown_both(how, one, other):
         "part": "dtypes and op differ",
         "algorithm": "algorithms differ (pass one algorithm= on all ranks, or give all hosts the same "
         "results of weft tune and weft calibrate)",
-        "place": "plans differ",
+        **dict.fromkeys(["pieces", "place"], "plans differ"),
     }
     branch = "look for a branch, or a loop of another length, that depends on the rank"
     one_shape = "pass tensors of one shape on all ranks, such as batches of one length"
@@ -278,6 +286,7 @@ def test_ranks_that_make_different_calls_are_shown_both(how, one, other):
         "collective": one_shape,
         "columns": "pass rows of one K, the columns of a and the rows of b, on all ranks",
         "op": "pass one op= on all ranks",
+        "pieces": "pass one chunk_rows= and one order= on all ranks, and b packed on all or on none",
         "source": "pass one source= on all ranks",
     }
     for rank, outcome in enumerate(start(disagree, 3, how)):
