@@ -243,6 +243,13 @@ def test_instructions_tell_what_they_are(opened):
     assert tip.is_hidden()
 
 
+BROKEN = """names => names.filter(name => {
+  const range = document.createRange();
+  range.selectNodeContents(name);
+  return !name.textContent.trim().includes(" ") && range.getClientRects().length > 1;
+}).map(name => name.textContent)"""
+
+
 def test_a_phone(opened):
     shown = opened(PHONE, has_touch=True, is_mobile=True)
     assert shown.evaluate("document.documentElement.scrollWidth") == PHONE[0]
@@ -250,6 +257,8 @@ def test_a_phone(opened):
     assert scroll.evaluate("box => box.scrollWidth > box.clientWidth"), (
         "tables scroll by themselves"
     )
+    broken = shown.locator(".bar > :first-child").evaluate_all(BROKEN)
+    assert broken == [], "names of one word are on one line"
     left, width, y = place(shown, 1, 0)
     shown.touchscreen.tap(left + width * 0.35, y)
     assert "pipelined: rank 0, compute" in shown.locator(".tip").inner_text()
