@@ -61,10 +61,19 @@ def shown(data: dict[str, Any]) -> str:
     return f"```text\n{data['text/plain']}\n```"
 
 
+def wrapped(block: re.Match[str]) -> str:
+    """A block of commands, whose lines style.css breaks on every screen; others have columns."""
+    language, text = block.groups()
+    if language or re.search(r"\S {2,}\S|[─-▟]", text):
+        return block[0]
+    return f"``` {{ .text .wrapped }}\n{text}```"
+
+
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Links from docs/ to files outside it, and from these to docs/, as links between pages."""
     if page.file.src_uri.startswith(("reference/", "examples/")):
         return markdown
+    markdown = re.sub(r"^```(\w*)\n(.*?)^```$", wrapped, markdown, flags=re.MULTILINE | re.DOTALL)
     markdown = re.sub(r"\]\(\.\./README\.md", "](index.md", markdown)
     markdown = re.sub(r"\]\(\.\./examples/(\w+)\.(?:py|ipynb)", r"](examples/\1.md", markdown)
     return re.sub(r"\]\((?:\.\./|docs/)", "](", markdown)

@@ -23,6 +23,12 @@ def test_public_names_are_in_the_reference(name):
     assert name in listed()
 
 
+def test_pages_have_the_same_name_in_the_navigation_as_on_top():
+    """mkdocs takes the title of a page that has no name in the navigation."""
+    navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:")[1]
+    assert re.findall(r"- (.+): \S+\.md", navigation) == ["Home"]
+
+
 def test_environment_variables_are_in_the_reference():
     read = {
         name
