@@ -291,6 +291,16 @@ def _explained(world):
     assert weft.nn.explain(own) == "_OwnLinear  torch: _OwnLinear is not a plain nn.Linear"
     same = parallelize_module(copy.deepcopy(own.float()), mesh, {})
     assert_near(own(x), same(x))
+    for output, warned in ((Shard(-1), True), (Replicate(), False)):
+        fused = nn.ModuleDict({"qkv_proj": nn.Linear(24, 36), "up_proj": nn.Linear(24, 36)})
+        style = weft.nn.ColwiseParallel(output_layouts=output)
+        parallelize_module(fused, mesh, {"qkv_proj": style, "up_proj": style})
+        assert [
+            "several layers in one" in line for line in weft.nn.explain(fused).splitlines()
+        ] == [
+            warned,
+            False,
+        ]
     dropout = parallelize_module(nn.Dropout(), mesh, weft.nn.SequenceParallel())
     assert weft.nn.explain(dropout).startswith("Dropout  torch: ")
     assert weft.nn.explain(nn.Linear(2, 2)) == "Linear has no layer of weft.nn; apply a style first"

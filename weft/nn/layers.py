@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -430,7 +431,8 @@ class RowParallelLinear(ShardedLinear):
 def explain(module: nn.Module) -> str:
     """One line for each layer of `module` that a style of `weft.nn` was applied to or that is a
     layer of `weft.nn`: the operators that it runs, or the reason why torch runs it, and whether
-    its weight is frozen. A sentence if there is none.
+    its weight is frozen. A sentence if there is none. Cutting a layer that is several in one gives
+    wrong results without an error, so one that has such a name is pointed out.
 
     Raises `TypeError` if `module` is no module.
     """
@@ -438,6 +440,7 @@ def explain(module: nn.Module) -> str:
     notes = {
         name or type(part).__name__: note
         + ("; frozen" if isinstance(part, ShardedLinear) and part.frozen else "")
+        + _of_several(name, part)
         for name, part in module.named_modules()
         if (note := getattr(part, "_weft", None))
     }
@@ -445,6 +448,20 @@ def explain(module: nn.Module) -> str:
         return without_layer(module)
     width = max(map(len, notes))
     return "\n".join(f"{name:<{width}}  {note}" for name, note in notes.items())
+
+
+_SEVERAL = re.compile(r"(qkv|c_attn|query_key_value|gate_up)(_proj)?$", re.IGNORECASE)
+"""The usual names of layers whose columns are those of several."""
+
+
+def _of_several(name: str, module: nn.Module) -> str:
+    """A warning if each rank may have the columns of other layers."""
+    # subclasses are for transformers, whose plans cut each layer of such a weight
+    if type(module) is not ColumnParallelLinear or module.layout.output.is_replicate():
+        return ""
+    if not _SEVERAL.search(name):
+        return ""
+    return "; CHECK: if these are several layers in one, make a layer of each, or results are wrong"
 
 
 def without_layer(module: nn.Module) -> str:
