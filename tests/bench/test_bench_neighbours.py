@@ -64,8 +64,17 @@ def test_an_exception_ends_them():
     assert not running(*pids)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("started_by", ["itself", "launched"])
+@pytest.mark.parametrize(
+    ("started_by", "number"),
+    [
+        ("itself", signal.SIGINT),
+        ("itself", signal.SIGTERM),
+        ("launched", signal.SIGKILL),
+        pytest.param("itself", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("launched", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("launched", signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
 def test_the_death_of_the_bench_ends_them(number, started_by, tmp_path):
     """Of the only rank, or of the process that launched it."""
     script = tmp_path / "bench.py"
@@ -110,7 +119,7 @@ def of_views(result):
 @pytest.mark.parametrize(
     ("command", "count", "times"),
     [
-        (["all-reduce", "--sizes", "8"], 0, of_rows),
+        pytest.param(["all-reduce", "--sizes", "8"], 0, of_rows, marks=pytest.mark.slow),
         (["all-reduce", "--sizes", "8"], 1, of_rows),
         (["all-gather-matmul", "--shape", "64x64x32"], 1, of_views),
     ],

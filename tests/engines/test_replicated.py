@@ -1,4 +1,6 @@
-"""The reference engine of a world: the checks of the host engine."""
+"""The reference engine of a world: the checks of the host engine, with some dtypes, since a call of
+this engine takes milliseconds and elements of all dtypes are torch's.
+"""
 
 import pytest
 import torch
@@ -24,20 +26,20 @@ def test_two_ranks():
         (all_gather_matmul.shapes_and_options,),
         (matmul_reduce_scatter.shapes_and_options,),
         (matmul_all_reduce.shapes_and_options,),
-        (collectives.moving, False),
-        (collectives.reducing, True),
+        (collectives.moving, False, [torch.bool, torch.bfloat16, torch.int64]),
+        (collectives.reducing, True, [torch.bfloat16, torch.int64]),
         context=reference_world,
     )
 
 
 def test_three_ranks_with_uneven_shards():
-    rows = [5, 0, 9]
+    rows, dtypes = [5, 0, 9], [torch.float32, torch.bfloat16]
     on_ranks(
         by_reference,
         3,
-        (all_gather_matmul.every_algorithm, rows, 19, 11, True),
-        (matmul_reduce_scatter.every_algorithm, rows, 19, 11),
-        (matmul_all_reduce.every_algorithm, 7),
+        (all_gather_matmul.every_algorithm, rows, 19, 11, True, dtypes),
+        (matmul_reduce_scatter.every_algorithm, rows, 19, 11, dtypes),
+        (matmul_all_reduce.every_algorithm, 7, dtypes),
         (collectives.uneven,),
         context=reference_world,
     )

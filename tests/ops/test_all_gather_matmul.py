@@ -33,9 +33,23 @@ from weft.schedules.workload import Variant
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize(
-    "rows", [[8, 8], [40, 37], [5, 0, 9], [0, 4, 4], [3, 5, 2, 4], [0, 0, 6, 0]]
+    ("rows", "symmetric"),
+    [
+        ([8, 8], False),
+        ([40, 37], True),
+        ([5, 0, 9], False),
+        ([0, 4, 4], True),
+        ([3, 5, 2, 4], True),
+        ([0, 0, 6, 0], False),
+        pytest.param([8, 8], True, marks=pytest.mark.slow),
+        pytest.param([40, 37], False, marks=pytest.mark.slow),
+        pytest.param([5, 0, 9], True, marks=pytest.mark.slow),
+        pytest.param([0, 4, 4], False, marks=pytest.mark.slow),
+        pytest.param([3, 5, 2, 4], False, marks=pytest.mark.slow),
+        pytest.param([0, 0, 6, 0], True, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_every_algorithm_and_dtype(rows, symmetric):
     on_ranks(every_algorithm, len(rows), rows, 19, 11, symmetric)

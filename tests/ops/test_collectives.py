@@ -28,15 +28,29 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("ranks", "symmetric"),
+    [
+        (2, True),
+        (3, False),
+        pytest.param(2, False, marks=pytest.mark.slow),
+        pytest.param(3, True, marks=pytest.mark.slow),
+    ],
+)
 def test_moving(ranks, symmetric):
     on_ranks(moving, ranks, symmetric)
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("ranks", "symmetric"),
+    [
+        (2, False),
+        (3, True),
+        pytest.param(2, True, marks=pytest.mark.slow),
+        pytest.param(3, False, marks=pytest.mark.slow),
+    ],
+)
 def test_reducing(ranks, symmetric):
     on_ranks(reducing, ranks, symmetric)
 

@@ -19,9 +19,9 @@ def gathered(tensor):
     return torch.cat(everyones(tensor))
 
 
-def every_algorithm(world, rows, k, n, symmetric):
+def every_algorithm(world, rows, k, n, symmetric, dtypes=DTYPES):
     own = rows[world.rank]
-    for dtype in DTYPES:
+    for dtype in dtypes:
         a = (
             world.empty(max(rows), k, dtype=dtype)[:own]
             if symmetric

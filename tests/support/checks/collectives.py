@@ -26,9 +26,9 @@ def input_like(world, tensor, symmetric):
     return ours.copy_(tensor)
 
 
-def moving(world, symmetric):
+def moving(world, symmetric, dtypes=ANY):
     for dtype, shape in itertools.product(
-        ANY,
+        dtypes,
         [(2 * world.ranks, 3), (world.ranks,), (world.ranks, 2, 3), (0, 4), (40 * world.ranks, 7)],
     ):
         a = input_like(world, numbers(shape, dtype), symmetric)
@@ -55,9 +55,9 @@ def moving(world, symmetric):
             assert torch.equal(tensor, parts[source])
 
 
-def reducing(world, symmetric):
+def reducing(world, symmetric, dtypes=NUMBERS):
     for dtype, shape in itertools.product(
-        NUMBERS, [(2 * world.ranks, 3), (world.ranks,), (0, 4), (600 * world.ranks, 7)]
+        dtypes, [(2 * world.ranks, 3), (world.ranks,), (0, 4), (600 * world.ranks, 7)]
     ):
         a = input_like(world, numbers(shape, dtype), symmetric)
         parts = torch.stack(everyones(a))

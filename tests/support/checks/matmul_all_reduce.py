@@ -12,10 +12,10 @@ from support.ranks import everyones
 from weft.schedules.matmul_all_reduce import ALGORITHMS
 
 
-def every_algorithm(world, rows):
+def every_algorithm(world, rows, dtypes=DTYPES):
     bias = torch.randn(11, generator=torch.Generator().manual_seed(1))
     for dtype, algorithm, chunk, op in itertools.product(
-        DTYPES, (*ALGORITHMS, "auto"), (None, 3), ("sum", "avg")
+        dtypes, (*ALGORITHMS, "auto"), (None, 3), ("sum", "avg")
     ):
         a, b = (
             torch.randn(rows, 19 + world.rank).to(dtype),

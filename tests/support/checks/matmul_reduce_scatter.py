@@ -12,10 +12,10 @@ from support.products import DTYPES, assert_sum
 from weft.schedules.matmul_reduce_scatter import ALGORITHMS
 
 
-def every_algorithm(world, rows, k, n):
+def every_algorithm(world, rows, k, n, dtypes=DTYPES):
     start, own = sum(rows[: world.rank]), rows[world.rank]
     for dtype, (algorithm, chunk) in itertools.product(
-        DTYPES, itertools.product(ALGORITHMS, (None, 3))
+        dtypes, itertools.product(ALGORITHMS, (None, 3))
     ):
         a = torch.randn(sum(rows), k + world.rank).to(dtype)
         b = torch.randn(k + world.rank, n).to(dtype)
