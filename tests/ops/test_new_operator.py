@@ -22,10 +22,10 @@ DOCUMENT = Path(__file__).parents[2] / "docs/new-operator.md"
 FILES = dict(re.findall(r"```py\n# (weft/\S+)\n+(.*?)```", DOCUMENT.read_text(), re.S))
 
 
-@pytest.fixture(scope="module")
-def findings(tmp_path_factory):
-    """The findings of `support.new_operator` with a copy of weft that has the two files."""
-    folder = tmp_path_factory.mktemp("weft_with_a_new_operator")
+@pytest.fixture
+def run(tmp_path):
+    """Runs a program of `support.new_operator` with a copy of weft that has the two files."""
+    folder = tmp_path
     shutil.copytree(Path(weft.__file__).parent, folder / "weft")
     shutil.copy(_native.__file__, folder / "weft")
     for path, text in FILES.items():
@@ -52,37 +52,38 @@ def findings(tmp_path_factory):
         assert done.returncode == 0, done.stdout + done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
-    return run("print_findings") | {"run": run}
+    return run
 
 
 def test_it_is_two_files():
     assert [*FILES] == ["weft/schedules/matmul_all_to_all.py", "weft/ops/matmul_all_to_all.py"]
 
 
-def test_it_is_public_and_ranks_compute_it(findings):
-    """The ranks compare their results with the definition, and repeat calls from the call cache."""
+SHOWN = {
+    "plan": ["matmul_all_to_all / streamed on 3 ranks", "verified: no race, no deadlock"],
+    "predict": ["matmul-all-to-all on cpu, PREDICTED: 4 ranks", "streamed", "sequential"],
+    "bench": ["matmul-all-to-all: 2 ranks, 256x32x16", "compute", "Verified on every rank"],
+    "tune": ["matmul-all-to-all 256x32x16", "streamed", "Stored: "],
+}
+
+
+def test_it_is_public_and_known_to_ranks_and_commands(run):
+    """The ranks compare their results with the definition, and repeat calls from the call cache.
+
+    One test, since the program takes long, and each worker that has one of several would run it.
+    """
+    findings = run("print_findings")
     assert findings["public"]
     for ranks, text in findings["explained"].items():
         assert text.startswith(f"matmul_all_to_all over {ranks} ranks: ")
         assert "the fastest in the first calls of its class" in text
-
-
-@pytest.mark.parametrize(
-    ("command", "shown"),
-    [
-        ("plan", ["matmul_all_to_all / streamed on 3 ranks", "verified: no race, no deadlock"]),
-        ("predict", ["matmul-all-to-all on cpu, PREDICTED: 4 ranks", "streamed", "sequential"]),
-        ("bench", ["matmul-all-to-all: 2 ranks, 256x32x16", "compute", "Verified on every rank"]),
-        ("tune", ["matmul-all-to-all 256x32x16", "streamed", "Stored: "]),
-    ],
-)
-def test_commands_know_it(findings, command, shown):
-    code, printed = findings["printed"][command]
-    assert code == 0, printed
-    assert [text for text in shown if text not in printed] == []
+    for command, shown in SHOWN.items():
+        code, printed = findings["printed"][command]
+        assert code == 0, printed
+        assert [text for text in shown if text not in printed] == []
 
 
 @pytest.mark.slow
-def test_compiled_graphs_have_it(findings):
+def test_compiled_graphs_have_it(run):
     """It replaces the all-to-alls that its record accepts, those of equal parts along dimension 0."""
-    assert findings["run"]("print_graphs") == [{"matmul_all_to_all": 1}] * 2
+    assert run("print_graphs") == [{"matmul_all_to_all": 1}] * 2
