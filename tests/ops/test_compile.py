@@ -170,7 +170,7 @@ def one_cache(world, folder):
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     found = torch._dynamo.utils.counters["aot_autograd"]
     hits = []
-    for ranks in (4, 2, 3, 1, 2):
+    for ranks in (3, 2, 1, 2):
         group, before = dist.new_group([*range(ranks)]), found["autograd_cache_hit"]
         if world.rank < ranks:
             torch.compiler.reset()
@@ -184,5 +184,5 @@ def one_cache(world, folder):
 @pytest.mark.data
 def test_cached_graphs_of_other_worlds_are_not_used(tmp_path):
     """The last two ranks find their own graphs of before, and no others."""
-    found = on_ranks(one_cache, 4, tmp_path, limit=110)
-    assert found == [[0, 0, 0, 0, 3], [0, 0, 0, 3], [0, 0], [0]]
+    found = on_ranks(one_cache, 3, tmp_path, limit=110)
+    assert found == [[0, 0, 0, 3], [0, 0, 3], [0]]
