@@ -7,6 +7,7 @@ any rank, is gone.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -186,7 +187,16 @@ def _available(meminfo: Path, groups: Path, folder: Path) -> Iterator[int]:
         for line in meminfo.read_text().splitlines()
         if line.startswith("MemAvailable")
     )
-    for _, controllers, path in (line.split(":", 2) for line in read_text(groups).splitlines()):
+    for limit, used in _limits(read_text(groups), folder):
+        if (most := read_text(limit)).isdigit():
+            yield int(most) - int(read_text(used, "0"))
+
+
+@functools.lru_cache(maxsize=4)  # each new segment asks, and paths are slow to make
+def _limits(groups: str, folder: Path) -> list[tuple[Path, Path]]:
+    """The files with the limit and the use of the memory of these control groups."""
+    files = []
+    for _, controllers, path in (line.split(":", 2) for line in groups.splitlines()):
         root = folder / "memory" if controllers else folder
         limit, used = (
             ("memory.limit_in_bytes", "memory.usage_in_bytes")
@@ -195,6 +205,9 @@ def _available(meminfo: Path, groups: Path, folder: Path) -> Iterator[int]:
         )
         if not controllers or "memory" in controllers.split(","):
             group = root / path.lstrip("/")
-            for each in (group, *group.parents):
-                if each.is_relative_to(root) and (most := read_text(each / limit)).isdigit():
-                    yield int(most) - int(read_text(each / used, "0"))
+            files += [
+                (each / limit, each / used)
+                for each in (group, *group.parents)
+                if each.is_relative_to(root)
+            ]
+    return files
