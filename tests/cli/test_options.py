@@ -73,7 +73,9 @@ def test_the_calls_return_the_gathered_rows_and_add_a_bias(tmp_path):
     ("operator", "options"),
     [
         ("matmul-reduce-scatter", ["-n", 3, "--algorithm", "push", "--order", "interleaved"]),
-        ("matmul-reduce-scatter", ["-n", 1, "--dtype", "float16"]),
+        pytest.param(
+            "matmul-reduce-scatter", ["-n", 1, "--dtype", "float16"], marks=pytest.mark.slow
+        ),
         ("all-gather-matmul", ["-n", 2, "--dtype", "bfloat16", "--ablate", "--return-gathered"]),
         ("matmul-all-reduce", ["-n", 2, "--dtype", "bfloat16"]),
     ],

@@ -109,8 +109,8 @@ def assert_in_order(steps: list[str], assembly: str) -> None:
     ("access", "gluon"),
     [
         (Access(VECTOR, rows=False), False),
-        (Access(VECTOR, rows=False), True),
-        (Access(VECTOR, rows=True), False),
+        pytest.param(Access(VECTOR, rows=False), True, marks=pytest.mark.slow),
+        pytest.param(Access(VECTOR, rows=True), False, marks=pytest.mark.slow),
         (Access(VECTOR, rows=True), True),
         (Access(8, rows=False), True),
         (Access(1, rows=True), False),

@@ -47,7 +47,21 @@ def run(path, program, stores):
     )
 
 
-@pytest.mark.parametrize("stores", ["", "cached", "streaming"])
+@pytest.mark.parametrize(("asked", "stores"), [("", "adaptive"), ("cached", "cached")])
+def test_the_kind_of_stores_is_chosen_by_a_variable(asked, stores, tmp_path):
+    """Without torch, whose import takes long."""
+    program = "import weft._native as native; print(native.stores())"
+    assert run(tmp_path / "program.py", program, asked).stdout.split() == [stores]
+
+
+@pytest.mark.parametrize(
+    "stores",
+    [
+        pytest.param("", marks=pytest.mark.slow),  # as in all other tests
+        pytest.param("cached", marks=pytest.mark.slow),
+        "streaming",
+    ],
+)
 def test_results_do_not_depend_on_the_kind_of_stores(stores, tmp_path):
     done = run(tmp_path / "program.py", PROGRAM, stores)
     assert done.stdout.split() == 2 * [stores or "adaptive"], done.stderr

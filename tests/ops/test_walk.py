@@ -20,13 +20,13 @@ def by_torch(members, seed, number):
 
 
 @pytest.mark.data
-@pytest.mark.parametrize(("ranks", "number"), [(2, 2500), (3, 1000)])
+@pytest.mark.parametrize(("ranks", "number"), [(2, 1200), (3, 500)])
 def test_calls_of_weft(ranks, number):
     on_ranks(by_weft, ranks, SEED, number)
 
 
 @pytest.mark.data
-@pytest.mark.parametrize(("ranks", "number"), [(2, 2000), (3, 700)])
+@pytest.mark.parametrize(("ranks", "number"), [(2, 1000), (3, 350)])
 def test_calls_of_torch_distributed(ranks, number):
     on_ranks(by_torch, ranks, SEED, number, context=group)
 

@@ -71,6 +71,7 @@ def test_a_build_for_gpus_with_a_library_of_another_torch(tmp_path):
     assert build.startswith("vllm 0.32.0 does not run on CPUs here, and weft's plug-in is for CPUs")
 
 
+@pytest.mark.slow
 def test_a_vllm_that_cannot_be_imported(tmp_path):
     fake(tmp_path, source="raise OSError('libnuma.so.1: no such file')")
     status, lines = report(tmp_path)
