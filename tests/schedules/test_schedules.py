@@ -26,7 +26,7 @@ from weft.schedules.workload import Request
 seeds = st.integers(0, 2**32 - 1)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(plans.any_plan())
 def test_is_proved(plan):
     verify(plan)
@@ -65,7 +65,7 @@ def successions(
     return [draw(make(ranks)) for _ in range(length)]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(successions(plans.any_plan, 3))
 def test_any_three_may_follow_one_another(three):
     verify(*three)
@@ -87,7 +87,7 @@ def test_any_two_may_follow_each_other(ranks):
         verify(other, one)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(plans.any_plan())
 def test_no_redundant_instructions(plan):
     """No region without blocks, and no repeated wait of a lane for the same count."""
