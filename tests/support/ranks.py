@@ -274,6 +274,8 @@ def _main(
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        # torch asks for the name of each address that connects, and some name servers lose requests
+        "RES_OPTIONS": "timeout:1 attempts:1",
     }
     try:
         with context() as world_or_group:
