@@ -113,7 +113,7 @@ class CallCache {
            nb::typed<nb::dict, nb::str, nb::any> tensors, nb::typed<nb::list, nb::any> results,
            nb::object prepare, std::shared_ptr<CallsLeft> left) {
     const Operands operands{a, out, weights, biases};
-    if (!read(function, operands, deterministic())) return;
+    if (!read(function, operands, !a.is_none() && deterministic())) return;
     const uint64_t key = hashed(options);
     auto& bound = nb::cast<Binding&>(binding);
     CachedCall made{function, options, layouts_,        program, binding,
@@ -144,8 +144,8 @@ class CallCache {
   nb::object call(nb::handle function, nb::handle options, nb::handle a, nb::handle out,
                   nb::handle weights, nb::handle biases, double timeout) {
     const Operands operands{a, out, weights, biases};
-    const bool exact = deterministic();
-    if (checked_modes() || !read(function, operands, exact)) return nb::none();
+    const bool any = !a.is_none(), exact = any && deterministic();
+    if ((any && checked_modes()) || !read(function, operands, exact)) return nb::none();
     const auto found = calls_.find(hashed(options));
     if (found == calls_.end()) return nb::none();
     const std::shared_ptr<CachedCall> retained = found->second;  // C4
