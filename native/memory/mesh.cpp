@@ -212,16 +212,16 @@ void Mesh::send(int peer, const std::string& text, const File* file) {
                           "sending to rank " + std::to_string(peer));
 }
 
-Note Mesh::receive(int peer, double seconds) {
+std::pair<WaitStatus, Note> Mesh::receive(int peer, double seconds) {
   std::unique_lock lock(mutex_);
   auto& notes = peers_[peer].notes;
   auto ready = [&] { return !notes.empty() || failed() || left(peer); };
   if (!changed_.wait_for(lock, std::chrono::duration<double>(seconds), ready))
-    throw std::runtime_error("timeout");
-  if (notes.empty()) throw std::runtime_error(failed() ? "failed" : "left");
+    return {WaitStatus::timeout, {}};
+  if (notes.empty()) return {failed() ? WaitStatus::failed : WaitStatus::left, {}};
   Note note = std::move(notes.front());
   notes.pop_front();
-  return note;
+  return {WaitStatus::none, std::move(note)};
 }
 
 }  // namespace weft

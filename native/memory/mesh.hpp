@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "memory/segment.hpp"
+#include "memory/signals.hpp"
 
 namespace weft {
 
@@ -44,9 +45,9 @@ class Mesh {
   // Send a note. A closed connection is no error here: `receive` reports it. Throws
   // std::system_error if this rank lacks a resource.
   void send(int peer, const std::string& text, const File* file);
-  // The next note of `peer`; throws std::runtime_error if the world fails, the peer leaves or the
-  // time limit passes.
-  Note receive(int peer, double seconds);
+  // The next note of `peer`; with a status other than `none` there is no note: the world has
+  // failed, the peer has left, or the time limit has passed.
+  std::pair<WaitStatus, Note> receive(int peer, double seconds);
 
   // Close the world after a failure: all peers are informed, and all waits of all ranks end.
   void abort(const Failure& failure);

@@ -45,8 +45,7 @@ def fail(world, folder, how):
         if how == "operator":
             weft.barrier()
         if how == "late":
-            with contextlib.suppress(RuntimeError):
-                world.mesh.receive(0, 30.0)  # until the others give up
+            world.mesh.receive(0, 30.0)  # until the others give up
             os._exit(0)
     rows = 5 if how == "shape" and world.rank == 1 else 4
     weft.all_reduce(torch.ones(rows), timeout=late)

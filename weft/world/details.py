@@ -8,6 +8,7 @@ import contextlib
 import time
 from typing import TYPE_CHECKING
 
+import weft._native as _native
 from weft.differences import cure
 from weft.errors import MismatchError, PeerLost, PeerTimeout, WeftError
 from weft.world import places
@@ -82,10 +83,9 @@ def _place_of(world: Peers, peer: int) -> str:
     """The place of a rank, "" if it does not send it in time."""
     deadline = time.monotonic() + _ANSWERS
     while peer not in world.places and time.monotonic() < deadline:
-        try:
-            note, _ = world.mesh.receive(peer, 0.0)
-        except RuntimeError:  # none yet, and the world has failed
-            time.sleep(0.005)
-        else:
+        status, (note, _) = world.mesh.receive(peer, 0.0)
+        if status == _native.WaitStatus.none:
             world.keep_place(peer, note)
+        else:  # none yet, and the world has failed
+            time.sleep(0.005)
     return world.places.get(peer, "")

@@ -441,17 +441,16 @@ def receive(
     """
     deadline = _native.Deadline(peers.timeout)
     while True:
-        try:
-            note, file = peers.mesh.receive(peer, 0.05)  # returns, so that signals are handled
+        # returns soon, so that signals are handled
+        status, (note, file) = peers.mesh.receive(peer, 0.05)
+        if status == _native.WaitStatus.none:
             if not peers.keep_place(peer, note):
                 return note, file
             continue
-        except RuntimeError as error:
-            why = str(error)
         look()
-        if why == "failed":
+        if status == _native.WaitStatus.failed:
             raise peers.failure(doing)
-        if why == "left":
+        if status == _native.WaitStatus.left:
             raise peers.lost(peer, "closed its world", doing)
         if deadline.passed:
             raise peers.timed_out(late, peer, "has not made the call")
