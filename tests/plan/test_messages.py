@@ -23,7 +23,7 @@ from weft.plan.mutants import deleted, edited, places
 from weft.plan.proof import problems, verify
 from weft.schedules.all_gather_matmul import all_gather_matmul
 from weft.schedules.barrier import barrier
-from weft.schedules.lanes import one_lane
+from weft.schedules.lanes import tidy
 from weft.schedules.levels import nested
 from weft.schedules.peers import members, one_rank_per_host
 from weft.schedules.workload import Request
@@ -185,7 +185,7 @@ def test_sent_rows_may_not_have_arrived():
         "notify",
         "early",
         buffers,
-        one_lane(lanes),
+        tuple({"compute": tidy(lane)} for lane in lanes),
         {out: (Term(0, "a", 0),) for out in (mine, put, taken)},
         (1,),
     )

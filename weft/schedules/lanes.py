@@ -232,10 +232,3 @@ def over_hosts(
             name: tuple(lane) for name, lane in lanes(rank, hosts.toward(host)).items()
         },
     )
-
-
-def one_lane(
-    lanes: Iterable[Sequence[Instruction]],
-) -> tuple[Mapping[str, tuple[Instruction, ...]], ...]:
-    """The lanes of ranks that have one lane each, tidy."""
-    return tuple({"compute": tidy(lane)} for lane in lanes)
