@@ -161,14 +161,10 @@ class MismatchError(WeftError):
     @classmethod
     def refused(cls, rank: int, call: str, peer: int, why: str) -> MismatchError:
         """The error of a rank whose call a peer refuses, by the error `why`."""
-        lines = {
-            rank: f"rank {rank}: {call.partition(chr(10))[0]}",
-            peer: f"rank {peer} raised {why}",
-        }
-        return cls(
-            f"the ranks do not make the same call: rank {peer} refuses it\n  "
-            + "\n  ".join(lines[number] for number in sorted(lines))
-        )
+        own, _, _ = call.partition("\n")
+        lines = {rank: f"rank {rank}: {own}", peer: f"rank {peer} raised {why}"}
+        shown = "".join(f"\n  {line}" for _, line in sorted(lines.items()))
+        return cls(f"the ranks do not make the same call: rank {peer} refuses it{shown}")
 
 
 _CALL = re.compile(r"\n  rank (\d+): (.*)")

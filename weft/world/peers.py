@@ -73,7 +73,7 @@ class Refusal:
         self.deadline: _native.Deadline | None = None
 
     def stands(self) -> bool:
-        """Whether it does by now."""
+        """Whether the peer refuses the call, and had time for a second try."""
         if not self.executor.refused(self.compiled, self.peer):
             return False
         if self.deadline is None:
