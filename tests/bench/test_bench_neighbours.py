@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.pairs import pairs
 from support.ranks import on_ranks
 from typer.testing import CliRunner
 
@@ -64,16 +65,11 @@ def test_an_exception_ends_them():
     assert not running(*pids)
 
 
-@pytest.mark.parametrize(
+@pairs(
     ("started_by", "number"),
-    [
-        ("itself", signal.SIGINT),
-        ("itself", signal.SIGTERM),
-        ("launched", signal.SIGKILL),
-        pytest.param("itself", signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param("launched", signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param("launched", signal.SIGTERM, marks=pytest.mark.slow),
-    ],
+    ("itself", "launched"),
+    (signal.SIGINT, signal.SIGTERM, signal.SIGKILL),
+    [("itself", signal.SIGINT), ("itself", signal.SIGTERM), ("launched", signal.SIGKILL)],
 )
 def test_the_death_of_the_bench_ends_them(number, started_by, tmp_path):
     """Of the only rank, or of the process that launched it."""

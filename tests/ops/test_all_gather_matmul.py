@@ -18,6 +18,7 @@ from support.checks.all_gather_matmul import (
     gathered,
     shapes_and_options,
 )
+from support.pairs import pairs
 from support.products import assert_product
 from support.ranks import on_ranks
 
@@ -31,25 +32,15 @@ from weft.schedules.all_gather_matmul import ALGORITHMS
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Variant
 
+ROWS = ([8, 8], [40, 37], [5, 0, 9], [0, 4, 4], [3, 5, 2, 4], [0, 0, 6, 0])
+
 
 @pytest.mark.data
-@pytest.mark.parametrize(
+@pairs(
     ("rows", "symmetric"),
-    [
-        ([8, 8], False),
-        ([40, 37], True),
-        ([5, 0, 9], False),
-        ([0, 4, 4], True),
-        ([3, 5, 2, 4], True),
-        ([0, 0, 6, 0], False),
-        pytest.param([8, 8], True, marks=pytest.mark.slow),
-        pytest.param([40, 37], False, marks=pytest.mark.slow),
-        pytest.param([5, 0, 9], True, marks=pytest.mark.slow),
-        pytest.param([0, 4, 4], False, marks=pytest.mark.slow),
-        pytest.param([3, 5, 2, 4], False, marks=pytest.mark.slow),
-        pytest.param([0, 0, 6, 0], True, marks=pytest.mark.slow),
-    ],
-    ids=str,
+    ROWS,
+    (False, True),
+    [*zip(ROWS, (False, True, False, True, True, False), strict=True)],
 )
 def test_every_algorithm_and_dtype(rows, symmetric):
     on_ranks(every_algorithm, len(rows), rows, 19, 11, symmetric)

@@ -19,6 +19,7 @@ from support.checks.collectives import (
     the_same_tensors_again,
     uneven,
 )
+from support.pairs import pairs
 from support.ranks import die, everyones, on_ranks, start
 
 import weft
@@ -28,29 +29,13 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @pytest.mark.data
-@pytest.mark.parametrize(
-    ("ranks", "symmetric"),
-    [
-        (2, True),
-        (3, False),
-        pytest.param(2, False, marks=pytest.mark.slow),
-        pytest.param(3, True, marks=pytest.mark.slow),
-    ],
-)
+@pairs(("ranks", "symmetric"), (2, 3), (False, True), [(2, True), (3, False)])
 def test_moving(ranks, symmetric):
     on_ranks(moving, ranks, symmetric)
 
 
 @pytest.mark.data
-@pytest.mark.parametrize(
-    ("ranks", "symmetric"),
-    [
-        (2, False),
-        (3, True),
-        pytest.param(2, True, marks=pytest.mark.slow),
-        pytest.param(3, False, marks=pytest.mark.slow),
-    ],
-)
+@pairs(("ranks", "symmetric"), (2, 3), (False, True), [(2, False), (3, True)])
 def test_reducing(ranks, symmetric):
     on_ranks(reducing, ranks, symmetric)
 

@@ -88,28 +88,15 @@ class Program(ABC):
         self.lanes = [lanes.get(name, ()) for name in self.lane_names]
         # in a uniform plan one rank stands for all, whatever the hosts of its peers
         self.shared = common.shared_buffers(None if plan.uniform else self.world.hosts)
-        self.weights = tuple(
-            dict.fromkeys(
-                i.weight
-                for lane in lanes.values()
-                for i in lane
-                if isinstance(i, Compute) and i.weight
-            )
-        )
+        own = [i for lane in lanes.values() for i in lane]
+        computes = [i for i in own if isinstance(i, Compute)]
+        self.weights = tuple(dict.fromkeys(i.weight for i in computes if i.weight))
         """The names of its weights, in the order of the computations."""
         self.computed = dict.fromkeys(
-            (i.kernel, tuple(region.buffer for region in accesses(i)), i.weight)
-            for lane in lanes.values()
-            for i in lane
-            if isinstance(i, Compute)
+            (i.kernel, tuple(region.buffer for region in accesses(i)), i.weight) for i in computes
         )
         """Its kernels, each with the buffers of its sources and its result, and its weight."""
-        self.averages = {
-            i.dst.buffer
-            for lane in lanes.values()
-            for i in lane
-            if isinstance(i, Reduce) and i.op == "avg"
-        }
+        self.averages = {i.dst.buffer for i in own if isinstance(i, Reduce) and i.op == "avg"}
         copied = {
             region.buffer
             for _, i in common.instructions()

@@ -6,7 +6,7 @@ from torch import nn
 
 from weft.checks import check_module
 from weft.nn.frozen import FrozenWeight
-from weft.nn.layers import ShardedLinear, without_layer
+from weft.nn.layers import sharded_layers
 
 
 def freeze(model: nn.Module) -> None:
@@ -48,9 +48,7 @@ def freeze(model: nn.Module) -> None:
         ['ColumnParallelLinear  weft: product without communication; frozen']
     """
     check_module(model, "model")
-    layers = [layer for layer in model.modules() if isinstance(layer, ShardedLinear)]
-    if not layers:
-        raise ValueError(without_layer(model))
+    layers = sharded_layers(model)
     if any(layer.training for layer in layers):
         raise ValueError(
             "model is in training mode, which changes weights: call model.eval() first"

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from weft.checks import check_module
-from weft.nn.layers import ColumnParallelLinear, ShardedLinear, without_layer
+from weft.nn.layers import ColumnParallelLinear, ShardedLinear, sharded_layers
 from weft.nn.layout import chunk_sizes, local, normal
 
 
@@ -45,9 +45,7 @@ def warmup(model: nn.Module, tokens: int | Sequence[int]) -> None:
     counts = [tokens] if isinstance(tokens, int) else [*tokens]
     if not counts or min(counts) < 1:
         raise ValueError(f"tokens must be one or more numbers, each at least 1; got {tokens}")
-    layers = [layer for layer in model.modules() if isinstance(layer, ShardedLinear)]
-    if not layers:
-        raise ValueError(without_layer(model))
+    layers = sharded_layers(model)
     if any(layer.training for layer in layers):
         raise ValueError("model is in training mode: call model.eval() first")
     with torch.no_grad():

@@ -159,42 +159,29 @@ def run(
             result: Tensor = cached
             return result
     with world.tell_refusal:
-        return _run(check, a, out, options, world, timeout)
-
-
-def _run(
-    check: Check,
-    a: Tensor,
-    out: Tensor | None,
-    options: tuple[Hashable, ...],
-    world: World,
-    timeout: float | None,
-) -> Tensor:
-    """The result of a collective that is not repeated, or is checked again."""
-    own = engine(world)
-    call = check(world, a, out, *options)
-    description = describe(_name(call), a, check, options)
-    trial = left = None
-    if len(call.plans) > 1:
-        choices = measured.choices(world, description, timeout)
-        found = choices.of(call.key, call.plans)
-        call = call._replace(plan=call.plans[found.name]())
-        trial = found if isinstance(found, measured.Trial) else None
-        left = choices.left.get(call.key)
-    program: Any = own.program(call.plan, call.tensors, call.rows)
-    with world.exclusive:
-        binding = program.bind(call.tensors, call.rows, description)
-        if trial is None:
-            program.execute(binding, timeout)
-    if trial is not None:
-        execute = partial(program.execute, binding, timeout)
-        choices.measure(trial, execute, call.plans, call.size, description, timeout)
-    result = call.finish()
-    if own.caches_calls and trial is None and not call.copied and not call.sizes_exchanged:
-        operands = a, out, None, None
-        made = call.tensors, [result], program.prepare, left
-        own.calls.add(check, options, *operands, program, binding, *made)
-    return result
+        call = check(world, a, out, *options)
+        description = describe(_name(call), a, check, options)
+        trial = left = None
+        if len(call.plans) > 1:
+            choices = measured.choices(world, description, timeout)
+            found = choices.of(call.key, call.plans)
+            call = call._replace(plan=call.plans[found.name]())
+            trial = found if isinstance(found, measured.Trial) else None
+            left = choices.left.get(call.key)
+        program: Any = own.program(call.plan, call.tensors, call.rows)
+        with world.exclusive:
+            binding = program.bind(call.tensors, call.rows, description)
+            if trial is None:
+                program.execute(binding, timeout)
+        if trial is not None:
+            execute = partial(program.execute, binding, timeout)
+            choices.measure(trial, execute, call.plans, call.size, description, timeout)
+        result = call.finish()
+        if own.caches_calls and trial is None and not call.copied and not call.sizes_exchanged:
+            operands = a, out, None, None
+            made = call.tensors, [result], program.prepare, left
+            own.calls.add(check, options, *operands, program, binding, *made)
+        return result
 
 
 def start(

@@ -48,19 +48,20 @@ class Backend(NamedTuple):
     device_options: DeviceOptions = DEFAULT
 
 
-class FailOnError:
-    """Context of a part of a call that all ranks must complete: an exception closes the world."""
+class OnError:
+    """Context that passes an exception to `handle`, but for a `SymmetricMemoryError`, which all
+    ranks raise together.
+    """
 
-    def __init__(self, peers: Peers) -> None:
-        self.peers = peers
+    def __init__(self, handle: Callable[[BaseException], object]) -> None:
+        self.handle = handle
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # all ranks raise a SymmetricMemoryError together
         if error is not None and not isinstance(error, SymmetricMemoryError):
-            self.peers.fail(error)
+            self.handle(error)
 
 
 class Refusal:
@@ -79,22 +80,6 @@ class Refusal:
         if self.deadline is None:
             self.deadline = _native.Deadline(self.executor.second_try)
         return self.deadline.passed
-
-
-class TellRefusal:
-    """Context of what precedes the first signal of a call: peers, which may wait for this rank in
-    the call, are told of an error.
-    """
-
-    def __init__(self, peers: Peers) -> None:
-        self.peers = peers
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self.peers.refuse(error)
 
 
 class Exclusive:
@@ -191,8 +176,11 @@ class Peers:
         self.forked = False
         self.unreported = False
         self.keepalive: list[object] = []  # memory that lives as long as the world
-        self.fail_on_error, self.exclusive = FailOnError(self), Exclusive(self)
-        self.tell_refusal = TellRefusal(self)
+        # of a part of a call that all ranks must complete
+        self.fail_on_error = OnError(self.fail)
+        # of what precedes the first signal of a call
+        self.tell_refusal = OnError(self.refuse)
+        self.exclusive = Exclusive(self)
         self.mesh = mesh
         here = [info for info in infos if info.host == infos[rank].host]
         cores = _all_cores(here)
@@ -347,9 +335,9 @@ class Peers:
         if self.closed is not None or self.forked or alike or not isinstance(error, Exception):
             return
         place = places.here()
-        why = f"{type(error).__name__}: {error}".partition("\n")[0] + (
-            f", at {place}" * bool(place)
-        )
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        if place:
+            why += f", at {place}"
         call = self.executor.refuse(why)
         if self.relay is not None:
             times = self.executor.times_refused(self.rank, call)
