@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <optional>
 #include <thread>
 
 #include "execute/binding.hpp"
@@ -215,18 +214,13 @@ bool Executor::wait(Execution& execution, size_t lane, int at, const Instruction
     return true;
   }
   WaitStatus status = WaitStatus::timeout;
-  std::optional<Deadline> second_try;
-  auto refused = [&] {
-    if (source == rank_ || !calls.refused(source, execution.call)) return false;
-    if (!second_try) second_try.emplace(Calls::kSecondTry);
-    return second_try->passed();
-  };
+  RefusedCall refused(calls, source, execution.call);
   auto interrupted = [&] {
     const bool differs =
         source != rank_ && calls.mismatch(source, execution.call, execution.digest);
-    status = differs     ? WaitStatus::mismatch
-             : refused() ? WaitStatus::refused
-                         : early_end(execution);
+    status = differs            ? WaitStatus::mismatch
+             : refused.stands() ? WaitStatus::refused
+                                : early_end(execution);
     return status != WaitStatus::timeout;
   };
   auto gone = [&] {

@@ -90,10 +90,6 @@ class Calls {
   static constexpr size_t kBytes =
       kHeaders * sizeof(Header) + sizeof(Refusal) + 2 * sizeof(Counter);
 
-  // Nanoseconds in which a rank that has refused a call may make it with other arguments, before
-  // its peers take the refusal for an error.
-  static constexpr int64_t kSecondTry = 1'000'000'000;
-
   explicit Calls(std::shared_ptr<Segment> segment) : segment_(std::move(segment)) {}
 
   // Number of calls that this rank has started, which is the number of the latest call.
@@ -237,6 +233,29 @@ class Calls {
   std::shared_ptr<Segment> segment_;
   uint64_t latest_ = 0;
   std::array<uint64_t, kHeaders> written_{};  // identities of the texts in this rank's headers
+};
+
+// Whether a peer refuses a call of this rank, for a wait that asks again and again: false while the
+// peer has time to make the call after all.
+class RefusedCall {
+ public:
+  RefusedCall(const Calls& calls, int peer, uint64_t call)
+      : calls_(calls), peer_(peer), call_(call) {}
+
+  bool stands() {
+    if (!calls_.refused(peer_, call_)) return false;
+    if (!second_try_) second_try_.emplace(kSecondTry);
+    return second_try_->passed();
+  }
+
+ private:
+  // Nanoseconds in which a rank that has refused a call may make it with other arguments.
+  static constexpr int64_t kSecondTry = 1'000'000'000;
+
+  const Calls& calls_;
+  int peer_;
+  uint64_t call_;
+  std::optional<Deadline> second_try_;
 };
 
 }  // namespace weft

@@ -165,6 +165,8 @@ void bind_execute(nb::module_& m) {
                                self.stride(o), address);
       });
 
+  nb::class_<RefusedCall>(m, "RefusedCall").def_prop_ro("stands", &RefusedCall::stands);
+
   nb::class_<Executor>(m, "Executor")
       .def("__init__",
            [](Executor* self, std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> control,
@@ -217,8 +219,6 @@ void bind_execute(nb::module_& m) {
             execute(self, program, bound, timeout, [&](int at) { multiply(at); });
           },
           "program"_a, "binding"_a, "timeout"_a, "multiply"_a = nb::none())
-      .def_prop_ro_static("second_try",
-                          [](nb::handle) { return static_cast<double>(Calls::kSecondTry) / 1e9; })
       .def("refuse", [](Executor& self, const std::string& why) { return self.calls.refuse(why); })
       .def("note_refusal",
            [](Executor& self, int peer, uint64_t call, uint64_t times, const std::string& why) {
@@ -226,8 +226,12 @@ void bind_execute(nb::module_& m) {
            })
       .def("times_refused", [](Executor& self, int rank,
                                uint64_t call) { return self.calls.times_refused(rank, call); })
-      .def("refused", [](Executor& self, Program& program,
-                         int peer) { return self.calls.refused(peer, program.execution.call); })
+      .def(
+          "refused_call",
+          [](Executor& self, Program& program, int peer) {
+            return RefusedCall(self.calls, peer, program.execution.call);
+          },
+          nb::keep_alive<0, 1>())
       .def("reason_of_refusal", [](Executor& self, int rank) { return self.calls.reason(rank); })
       .def("mismatch",
            [](Executor& self, Program& program, int peer) {

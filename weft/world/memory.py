@@ -20,7 +20,7 @@ import weft._native as _native
 from weft.checks import PLAIN
 from weft.checks import name as dtype_name
 from weft.errors import SymmetricMemoryError
-from weft.world.peers import Peers, Refusal, attach, receive, send
+from weft.world.peers import Peers, attach, receive, send
 from weft.world.topology import read_text
 
 
@@ -129,10 +129,10 @@ def exchange(
     for peer in world.others:
         send(world, peer, f"{call}\n{note}", file, f"in {call}")
     for peer in world.others:
-        refusal = Refusal(world.executor, compiled, peer)
+        refused = world.executor.refused_call(compiled, peer)
 
-        def look(peer: int = peer, refusal: Refusal = refusal) -> None:
-            if refusal.stands():
+        def look(peer: int = peer, refused: _native.RefusedCall = refused) -> None:
+            if refused.stands:
                 raise world.refused(call, peer)
             if world.executor.mismatch(compiled, peer):
                 theirs = world.executor.peer_call(peer, compiled.call)

@@ -64,24 +64,6 @@ class OnError:
             self.handle(error)
 
 
-class Refusal:
-    """Whether a peer refuses a call of this rank, for a wait that asks again and again: false while
-    the peer has time to make the call after all, with other arguments.
-    """
-
-    def __init__(self, executor: _native.Executor, compiled: _native.Compiled, peer: int) -> None:
-        self.executor, self.compiled, self.peer = executor, compiled, peer
-        self.deadline: _native.Deadline | None = None
-
-    def stands(self) -> bool:
-        """Whether the peer refuses the call, and had time for a second try."""
-        if not self.executor.refused(self.compiled, self.peer):
-            return False
-        if self.deadline is None:
-            self.deadline = _native.Deadline(self.executor.second_try)
-        return self.deadline.passed
-
-
 class Exclusive:
     """Context of a part of a call during which no other thread may call, as ranks make calls in one
     order: a deferred call begins before. A second thread closes the world.

@@ -15,7 +15,6 @@ import torch
 import weft._native as _native
 from weft.world import World
 from weft.world.device_memory import drain
-from weft.world.peers import Refusal
 from weft.world.signals import Signals
 
 _POLL_SECONDS = 0.2  # between checks whether peers make the same call
@@ -54,14 +53,14 @@ class HostCounters:
         """
         base, left = self.base[index], timeout
         reached = index, 1, 1, _native.Compare.greater_equal, base + count
-        refusal = Refusal(self.world.executor, compiled, source)
+        refused = self.world.executor.refused_call(compiled, source)
         while True:
             status, _, actual = self.signals.array.wait(*reached, min(left, _POLL_SECONDS))
             left -= _POLL_SECONDS
             not_failed = status in (_native.WaitStatus.none, _native.WaitStatus.timeout)
             if not_failed and self.world.executor.mismatch(compiled, source):
                 status = _native.WaitStatus.mismatch
-            elif status == _native.WaitStatus.timeout and refusal.stands():
+            elif status == _native.WaitStatus.timeout and refused.stands:
                 status = _native.WaitStatus.refused
             if status == _native.WaitStatus.timeout and self.world.mesh.left(source):
                 status = _native.WaitStatus.left  # but a notify before it left counts
