@@ -71,7 +71,6 @@ EXCEPTIONS = {
         weft/engines/network.py: _WRITABLE
         weft/engines/reference.py: NAN
         weft/kernels/int8.py: _LARGEST
-        weft/ops/measured.py: _SIZES
         weft/predict/rates.py: ITEMSIZE
         weft/world/listener.py: _SIOCGIFADDR
         weft/world/signals.py: LARGEST
@@ -97,7 +96,8 @@ EXCEPTIONS = {
         native/memory/calls.hpp: kHeaders
         weft/engines/engine.py: OUTSTANDING
         weft/kernels/methods.py: _LEAST
-        weft/ops/autotune.py: _SAME_BITS
+        weft/ops/agreement.py: _LONGEST
+        weft/ops/fused.py: _SAME_BITS
     """,
     "time limit: seconds until something counts as failed, or between checks whether it has": """
         native/kernels/clock.hpp: kLongestWait
@@ -430,11 +430,11 @@ def test_constants_that_depend_on_each_other_agree():
     # a longer message than the core sends is recognized
     assert python("world/control.py", "LONGEST") == number["kLongest"] + 1
     # a block of a product has the bits of all its rows from the same number of rows on
-    assert python("ops/autotune.py", "_SAME_BITS") == python("kernels/methods.py", "_LEAST")
+    assert python("ops/fused.py", "_SAME_BITS") == python("kernels/methods.py", "_LEAST")
     # a counter has a cache line
     line = python("world/signals.py", "COUNTER_BYTES")
     assert 8 * python("engines/device/kernels/symmetric.py", "COUNTER") == line
     counter = (ROOT / "native/memory/signals.hpp").read_text()
     assert f"struct alignas({line}) Counter" in counter
     # variants are measured only on links that may be worth hiding, and kept apart from noise
-    assert python("ops/autotune.py", "_MEASURED_FROM") < python("ops/call.py", "_WORTH_HIDING")
+    assert python("ops/fused.py", "_MEASURED_FROM") < python("ops/fused.py", "_WORTH_HIDING")

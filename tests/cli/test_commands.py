@@ -38,9 +38,10 @@ from weft.doctor import checks as doctor
 from weft.measure import timing, verification
 from weft.measure.timing import Statistics, Stopwatch, summarize
 from weft.measure.verification import RUNS, Check, Problem, Sums, compare
+from weft.ops import stored
 from weft.ops.call import Selection
 from weft.plan.trace import Span, Trace
-from weft.predict import figures, tuned
+from weft.predict import figures
 from weft.predict.planners import PLANNERS
 from weft.schedules.workload import Variant, Workload
 
@@ -1002,18 +1003,18 @@ def test_nothing_is_measured_without_a_cache_directory(arguments, monkeypatch):
 
 def test_measured_variants_are_shown_and_forgotten(tmp_path, monkeypatch):
     monkeypatch.setenv("WEFT_CACHE", str(tmp_path))
-    tuned._stored.cache_clear()
     assert "No choices" in doctor._measurements()
     for rows in (64, 128):
         case = Workload("all_gather_matmul", (rows, rows), 8, 8, "float32", "float32")
-        tuned.remember(case, None, tuned.Measured(Variant("ring", 4), 1.0, busy=rows == 64))
-    (file,) = tmp_path.glob("tuned-*.json")
+        name = stored.key(case, "1 thread")
+        stored.remember(name, stored.Measured(Variant("ring", 4), 1.0, busy=rows == 64))
+    (file,) = tmp_path.glob("variants-*.json")
     text = doctor._measurements()
-    assert f"2 choice(s) of auto are remembered in {file}" in text
+    assert f"2 choice(s) of auto and of collectives are remembered in {file}" in text
     assert "1 of them, measured on busy cores, will be measured again" in text
     outcome = CliRunner().invoke(app, ["tune", "--clear"])
     assert (outcome.exit_code, outcome.output.split()[:2]) == (0, ["Forgot", "2"])
-    assert tuned.find(case, None) is None
+    assert stored.find(name) is None
     assert not file.exists()
     assert CliRunner().invoke(app, ["tune", "--clear"]).output.startswith("Forgot 0 ")
 

@@ -14,7 +14,8 @@ import torch
 
 from weft import cache
 from weft.kernels import fastest
-from weft.predict import machine, tuned
+from weft.ops import stored
+from weft.predict import machine
 from weft.schedules.workload import Variant, Workload
 
 NOT_AS_EXPECTED = (
@@ -37,9 +38,7 @@ def is_a_number(value):
 @pytest.fixture(autouse=True)
 def directory(tmp_path, monkeypatch):
     monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
-    tuned._stored.cache_clear()
-    yield tmp_path / "cache"
-    tuned._stored.cache_clear()
+    return tmp_path / "cache"
 
 
 def test_the_path_of_the_directory(monkeypatch):
@@ -82,30 +81,29 @@ def test_malformed_files_are_ignored(text, directory, monkeypatch):
             for layout in fastest.LAYOUTS
         },
     )
-    workload, measured = (
-        Workload("all_gather_matmul", (8, 8), 4, 4, "float32", "float32"),
-        tuned.Measured(Variant("direct", 8, "peer"), 2.5),
-    )
+    workload = Workload("all_gather_matmul", (8, 8), 4, 4, "float32", "float32")
+    name = stored.key(workload, "1 thread")
+    measured = stored.Measured(Variant("direct", 8, "peer"), 2.5)
 
     def tables():
         fastest._table.__wrapped__(torch.float32, torch.float32, 1)
-        tuned.remember(workload, None, measured)
+        stored.remember(name, measured)
         machine.remember({"products": {}})
 
     tables()
     files = [*directory.iterdir()]
-    assert sorted(file.name.split("-")[0] for file in files) == ["fastest", "machine", "tuned"]
+    assert sorted(file.name.split("-")[0] for file in files) == ["fastest", "machine", "variants"]
     for file in files:
         file.write_text(text)
-    tuned._stored.cache_clear()
+    stored._entries.cache_clear()
     assert (
         fastest._table.__wrapped__(torch.float32, torch.float32, 1)["columns"]["large"]["512"]
         == "mm"
     )
-    assert tuned.find(workload, None) is None
+    assert stored.find(name) is None
     assert machine.calibrated() is None
     tables()
-    assert tuned.find(workload, None) == measured
+    assert stored.find(name) == measured
     assert all(json.loads(file.read_text()) for file in files), (
         "a valid file replaces the malformed one"
     )

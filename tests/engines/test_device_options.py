@@ -17,8 +17,8 @@ import weft
 from weft import DeviceOptions
 from weft.engines.device import options as devices
 from weft.engines.recording import record
-from weft.ops.call import Operands, Options
 from weft.ops.operator import find
+from weft.ops.options import Operands, Options
 from weft.world import World, current
 
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")

@@ -131,7 +131,7 @@ def orders(world):
     assert "push interleaved" in weft.explain(a, b, algorithm="push", order="interleaved")
     with pytest.raises(ValueError, match="auto has no order 'peer': use algorithm='push'"):
         weft.all_gather_matmul(a, b, order="peer")
-    with pytest.raises(ValueError, match="matmul_all_reduce has no algorithm with orders"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'order'"):
         weft.explain(a, b, operator="matmul_all_reduce", order="peer")
 
 
@@ -234,16 +234,16 @@ def test_an_emulated_link():
 
 def different_widths(world):
     """Ranks whose widths select different variants by themselves; rank 0 selects."""
-    variants = [Selection(Variant(name), name) for name in ("sequential", "push", "direct")]
+    own = Selection(Variant(("sequential", "push", "direct")[world.rank]), f"rank {world.rank}")
     # patched in this process, which ends with the rank
-    autotune._candidates = lambda _: [variants[world.rank]]
+    autotune._proposed = lambda _: autotune.Proposal(own, 0.0, [])
     a, b = torch.randn(16, 4), torch.randn(4, 4 + world.rank)
     for _ in range(2):
         assert_product(weft.all_gather_matmul(a, b), gathered(a), b)
     assert [choice.variant.algorithm for choice in engine(world).selections.values()] == [
         "sequential"
     ]
-    assert ("as rank 0 decided" in weft.explain(a, b)) == (world.rank > 0)
+    assert "ranks: sequential, at most 16 rows per transfer: rank 0;" in weft.explain(a, b)
     with pytest.raises(
         weft.MismatchError,
         match=r"shapes differ\n  rank \d: all_gather_matmul\(a=\(40, 4\) float32\), at .*"
@@ -279,9 +279,14 @@ def explained(world, directory):
 
 def explained_as_called(world, operator):
     """An explanation before the first call names the variant of the call, for any options."""
-    call, workloads, candidates = getattr(weft, operator), [], autotune._candidates
+    call, workloads, proposed = getattr(weft, operator), [], autotune._proposed
     accepted, other = inspect.signature(call).parameters, OPERATORS[operator].algorithms[-2]
-    autotune._candidates = lambda call: workloads.append(call.workload) or [call.rule(other)]
+
+    def record(call):
+        workloads.append(call.workload)
+        return autotune.Proposal(Selection(call.variant(other), "patched"), 0.0, [])
+
+    autotune._proposed = record
     a, b, bias = torch.randn(8, 16), torch.randn(16, 6), torch.randn(6)
     low, scales = torch.float8_e4m3fn, {"scale_a": torch.tensor(1.0), "scale_b": torch.tensor(1.0)}
     half = {"out_dtype": torch.float32, "bias": bias.bfloat16()}
@@ -303,7 +308,7 @@ def explained_as_called(world, operator):
     if "out_dtype" in accepted:
         with pytest.raises(TypeError, match="out_dtype must be float32"):
             weft.explain(a, b, operator=operator, out_dtype=torch.float16)
-    autotune._candidates = candidates
+    autotune._proposed = proposed
 
 
 def test_explain(tmp_path):

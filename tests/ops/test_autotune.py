@@ -12,9 +12,9 @@ from support.ranks import on_ranks
 
 import weft
 from weft.engines import engine
-from weft.ops.autotune import DROPPED_FROM, Trial
+from weft.ops import driver, stored
+from weft.ops.autotune import DROPPED_FROM, IN_A_ROW, Trial
 from weft.ops.call import Selection
-from weft.predict import tuned
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Variant, Workload
 
@@ -30,18 +30,18 @@ def first_calls(world, operator, link):
     if link:
         world.emulate_link(0.2, 5.0)
     a, b, taken = torch.randn(400, 64), torch.randn(64, 32), []
-    seen, call = weft.ops.fused.select, getattr(weft, operator)
+    seen, call = driver.select, getattr(weft, operator)
 
     def select(call):
         selection = seen(call)
         taken.append(selection.variant)
         return selection
 
-    weft.ops.fused.select = select
+    driver.select = select
     while not selected(world):
         call(a, b)
-        assert len(taken) <= 2 * (1 + len(DROPPED_FROM)) * len({*taken})
-    weft.ops.fused.select = seen
+        assert len(taken) <= 2 * IN_A_ROW * len(DROPPED_FROM) * len({*taken})
+    driver.select = seen
     (choice,) = selected(world)
     return taken, choice.variant, weft.explain(a, b, operator=operator)
 
@@ -106,38 +106,31 @@ def test_variants_with_other_bits_are_not_mixed():
     on_ranks(nothing_to_try, 2)
 
 
-class _Call:
-    """The attributes of a call that a trial reads."""
-
-    def __init__(self, rows, hosts):
-        self.world = SimpleNamespace(hosts=hosts)
-        self.workload, self.operator = (
-            Workload("all_gather_matmul", (rows, rows), 8, 8, "float32", "float32"),
-            OPERATORS["all_gather_matmul"],
-        )
+CALL = SimpleNamespace(comparable=lambda variants: True)
+"""A call, as far as a trial reads it."""
 
 
-def measured(trial, times, hosts=(0, 0), waited=lambda call: 0):
+def measured(trial, times, hosts=(0, 0), waited=lambda call: 0, oversubscribed=False):
     """The selection of a trial whose variants take these times, and the variants of its calls.
 
-    `times` are nanoseconds per element of the product by algorithm, or such times for each of its
-    calls; `waited` is the part of a call that a rank waits for a core.
+    `times` are nanoseconds per unit of work by algorithm, or such times for each of its calls;
+    `waited` is the part of a call that a rank waits for a core.
     """
     draw, made, choice = random.Random(0), [], None
     while choice is None:
-        call, now = _Call(draw.choice((300, 350, 384)), hosts), draw.randrange(1 << 40)
-        assert trial.includes(call)
-        name = trial.next(call).variant.algorithm
+        work, now = draw.choice((300, 350, 384)), draw.randrange(1 << 40)
+        name = trial.next(CALL).variant.algorithm
         each = times[name]
         took = each[made.count(name)] if isinstance(each, list) else each
-        took = round(took * 8 * sum(call.workload.rows))
+        took = took * work
         made.append(name)
-        if trial.record(call, now, now + took, round(took * waited(len(made)))):
-            own = torch.tensor(trial.calls)
+        if trial.record(now, now + took, round(took * waited(len(made))), work):
             other = 10**12 * hosts[1]  # nanoseconds by which another host's clock is ahead
-            early = own.clone()  # a rank that began early was waiting
-            early[:, :2] += other - 9 * took
-            choice = trial.end_round(torch.stack([own, early]), hosts)
+            apart = other - 9 * took  # a rank that began early was waiting
+            early = [
+                (begin + apart, end + apart, wait, work) for begin, end, wait, work in trial.calls
+            ]
+            choice = trial.end_round([[*trial.calls], early], hosts, oversubscribed)
     return choice.variant.algorithm, made
 
 
@@ -149,9 +142,9 @@ def trial_of(times, record=0.0):
 @pytest.mark.parametrize(
     ("times", "wanted", "calls"),
     [
-        ({"direct": 1000, "sequential": 900, "push": 920}, "sequential", 14),
-        ({"direct": 1000, "sequential": 990, "push": 1450}, "direct", 12),  # too little to gain
-        ({"direct": 1000, "sequential": 800, "push": 5000}, "sequential", 8),
+        ({"direct": 1000, "sequential": 900, "push": 920}, "sequential", 22),
+        ({"direct": 1000, "sequential": 990, "push": 1450}, "direct", 20),  # too little to gain
+        ({"direct": 1000, "sequential": 800, "push": 5000}, "sequential", 10),
         ({"direct": 1000, "sequential": 2000, "push": 5000}, "direct", 6),
     ],
 )
@@ -160,17 +153,17 @@ def test_the_fastest_variant_is_selected_by_several_calls(times, wanted, calls, 
     assert (selection, len(made)) == (wanted, calls)
 
 
-@pytest.mark.parametrize("preempted", range(5))
+@pytest.mark.parametrize("preempted", range(8))
 def test_a_preempted_call_decides_nothing(preempted):
-    fast = [900] * 5
+    fast = [900] * 8
     fast[preempted] = 25_000
     times = {"direct": 1000, "sequential": fast}
     assert measured(trial_of(times), times)[0] == "sequential"
 
 
-@pytest.mark.parametrize("lucky", range(5))
+@pytest.mark.parametrize("lucky", range(8))
 def test_a_lucky_call_decides_nothing(lucky):
-    fast = [1060] * 5
+    fast = [1060] * 8
     fast[lucky] = 950
     times = {"push": 3000, "direct": 1000, "sequential": fast}
     assert measured(trial_of(times), times)[0] == "direct"
@@ -183,19 +176,19 @@ def test_a_stored_variant_is_checked_and_measured_again_if_it_became_slower():
     assert trusted.round == 0, "there is nothing new to store"
     selection, made = measured(changed, times)
     assert (selection, made[:4]) == ("sequential", ["direct"] * 4)
-    assert changed.measured(Variant(selection)) == tuned.Measured(Variant("sequential"), 900.0)
+    assert changed.measured(Variant(selection)) == stored.Measured(Variant("sequential"), 900.0)
     busy = trial_of(times, record=600.0)
     assert measured(busy, times, waited=lambda call: 0.5)[0] == "direct", "others ran meanwhile"
 
 
 def test_a_round_in_which_ranks_wait_for_cores_is_repeated():
-    times = {"direct": [1500, 9000] + [900] * 4, "sequential": 1000}
+    times = {"direct": [1700, 9000] + [900] * 6, "sequential": 1000}
     _, made = measured(trial_of(times), times)
-    assert made.count("direct") == 2, "it is dropped after two rounds"
-    selection, made = measured(
-        trial_of(times), times, waited=lambda call: 0.8 if call == 3 else 0.0
-    )
-    assert selection == "direct"
+    assert made.count("direct") == 2, "it is dropped after a round"
+    busy = {"waited": lambda call: 0.8 if call == 2 else 0.0}
+    assert measured(trial_of(times), times, **busy)[0] == "direct"
+    shared = measured(trial_of(times), times, **busy, oversubscribed=True)
+    assert shared[0] == "sequential", "ranks that share cores always wait for one"
 
 
 def test_measurements_of_a_busy_machine_say_so():
@@ -238,8 +231,6 @@ def learned(world, directory):
     a, b = torch.randn(400, 64), torch.randn(64, 32)
     while not selected(world):
         weft.all_gather_matmul(a, b)
-    if world.rank == 0:  # rank 0 has measured the variant
-        weft.predict.tuned._store_measured()
     weft.barrier()
     chosen = selected(world)[0].variant.algorithm
     engine(world).selections.clear()
@@ -253,34 +244,37 @@ def again(world):
         weft.all_gather_matmul(a, b)
         (trial,) = engine(world).selections.values()
         if isinstance(trial, Trial):
-            taken.append(trial.next(_Call(400, (0, 0))).variant.algorithm)
+            taken.append(trial.next(CALL).variant.algorithm)
     return {*taken}
 
 
 def test_selections_are_cached_on_disk(tmp_path):
     ((chosen, taken), *_) = on_ranks(learned, 2, str(tmp_path))
-    (path,) = Path(tmp_path).glob("tuned-*.json")
-    (stored,) = json.loads(path.read_text()).values()
-    assert stored["algorithm"] == chosen
-    assert stored["busy"] or taken == {chosen}, "a measured class is checked, not tried again"
+    (path,) = Path(tmp_path).glob("variants-*.json")
+    (entry,) = json.loads(path.read_text()).values()
+    assert entry["algorithm"] == chosen
+    assert entry["busy"] or taken == {chosen}, "a measured class is checked, not tried again"
 
 
 def candidates_of_measured_classes(world, directory):
     """The candidates of a class that was measured earlier, whatever the rule selects."""
     os.environ["WEFT_CACHE"] = f"{directory}/{world.rank}"  # both store, and one may do so late
-    tuned._stored.cache_clear()
+
+    def remember(case, measured):
+        stored.remember(stored.key(case, stored.setting(world)), measured)
+
     a, b = world.empty(400, 64), torch.randn(64, 32)
     case = Workload("all_gather_matmul", (400, 400), 64, 32, "float32", "float32", packed=False)
-    for link in (None, (1.0, 0.0)):
-        tuned.remember(case, link, tuned.Measured(Variant("ring", 4), 1.0))
+    remember(case, stored.Measured(Variant("ring", 4), 1.0))
     assert "ranks: ring, at most 100 rows per transfer: it was measured" in weft.explain(a, b)
     assert "ranks: ring" not in weft.explain(a, b, chunk_rows=9)
     assert "ranks: ring" not in weft.explain(a[:100], b)
-    busy = tuned.Measured(Variant("ring", 4), 1.0, busy=True)
-    tuned.remember(case._replace(rows=(200, 200)), None, busy)
+    busy = stored.Measured(Variant("ring", 4), 1.0, busy=True)
+    remember(case._replace(rows=(200, 200)), busy)
     assert "ranks: ring" not in weft.explain(a[:200], b), "it is to be measured again"
-    tuned.remember(case, (1.0, 0.0), tuned.Measured(Variant("direct"), 1.0))
     world.emulate_link(1.0)
+    assert "ranks: ring" not in weft.explain(a, b), "it was measured in shared memory"
+    remember(case, stored.Measured(Variant("direct"), 1.0))
     assert "ranks: push" in weft.explain(a, b), "direct is not possible over an emulated link"
 
 
@@ -290,19 +284,23 @@ def test_a_measured_variant_precedes_the_rule(tmp_path):
 
 def deterministic(world, directory):
     os.environ["WEFT_CACHE"] = f"{directory}/{world.rank}"
-    tuned._stored.cache_clear()
     a, b = world.empty(400, 64), torch.randn(64, 32)
     case = Workload("all_gather_matmul", (400, 400), 64, 32, "float32", "float32", packed=False)
-    tuned.remember(case, None, tuned.Measured(Variant("ring", 4), 1.0))
+    name = stored.key(case, stored.setting(world))
+    stored.remember(name, stored.Measured(Variant("ring", 4), 1.0))
     torch.use_deterministic_algorithms(True)
     weft.all_gather_matmul(a, b)
-    (selection,) = engine(world).selections.values()
-    return selection.variant.algorithm, selection.measured
+    assert engine(world).selections == {}
+    for _ in range(2):  # all plans of a collective give the same bits, so they are measured
+        weft.all_gather(torch.ones(50_000))
+    ((key, trial),) = engine(world).selections.items()
+    return weft.explain(a, b), key.workload.operator, len(trial.calls)
 
 
 def test_deterministic_algorithms_leave_the_selection_to_the_rule(tmp_path):
-    for algorithm, measured in on_ranks(deterministic, 2, str(tmp_path)):
-        assert (algorithm, measured) == ("direct", ())
+    for text, operator, calls in on_ranks(deterministic, 2, str(tmp_path)):
+        assert "ranks: direct, " in text
+        assert (operator, calls) == ("all_gather", 2)
 
 
 def over_links(world):

@@ -14,7 +14,7 @@ from support.inductor import QUICK
 from support.ranks import on_ranks
 
 import weft
-from weft.ops.call import Options
+from weft.ops.options import Options
 
 
 def check_operators(world):
@@ -32,15 +32,19 @@ def check_operators(world):
                     a,
                     [b, b.detach().clone()],
                     [bias, bias.new_empty(0)],
-                    *Options(dim, keep=True),
+                    *Options(dim=dim, keep=True).values(),
                     world.name,
                 ),
             )
-            torch.library.opcheck(scatter, (a, [b], [bias], *Options(dim, "avg"), world.name))
-        torch.library.opcheck(reduce, (a, [b], [bias], *Options(), world.name))
+            torch.library.opcheck(
+                scatter, (a, [b], [bias], *Options(dim=dim, op="avg").values(), world.name)
+            )
+        torch.library.opcheck(reduce, (a, [b], [bias], *Options().values(), world.name))
         torch.library.opcheck(torch.ops.weft.product.default, (a[0], b))
     half = torch.ones(4, 6, dtype=torch.bfloat16), [torch.ones(6, 8, dtype=torch.bfloat16)]
-    torch.library.opcheck(gather, (*half, [], *Options(out_dtype=torch.float32), world.name))
+    torch.library.opcheck(
+        gather, (*half, [], *Options(out_dtype=torch.float32).values(), world.name)
+    )
 
 
 def test_torch_accepts_the_operators():

@@ -1,4 +1,4 @@
-"""Plans of collectives that are chosen by measuring them."""
+"""Paths of collectives that are chosen by measuring them."""
 
 from __future__ import annotations
 
@@ -13,62 +13,15 @@ import weft
 from weft import cache
 from weft.engines import engine
 from weft.errors import MismatchError
-from weft.ops import agreement, granularity, measured
-from weft.ops.measured import Choice, Choices, Class, Trial
-from weft.schedules.barrier import barrier
+from weft.ops import agreement, granularity, stored
+from weft.ops.autotune import Trial
+from weft.ops.call import Selection
+from weft.ops.collective import class_bytes
+from weft.ops.stored import Measured
+from weft.schedules.workload import Variant
 
-KEY = Class("all_gather", 18)
 SIZES = [8 << 10, 64 << 10, 200 << 10, 1 << 20]
-CALLS = 34  # more than a trial of three plans takes
-
-
-def evaluated(trial, least, delay=0, oversubscribed=False):
-    """The outcome of a phase in which rank 1 is late for every call, sizes alternate, and each plan
-    takes its time of `least` for a MiB once and ten times as long in all other rounds.
-    """
-    names, rows = [], []
-    while not trial.complete:
-        names.append(trial.name)
-        trial.calls.append((0, 0, 0))
-    for rank in range(2):
-        row = []
-        for at, name in enumerate(names):
-            begin, size = 1000 * at + 100 * rank, 2 << at % 2 << 20
-            once = at // 2 // len(trial.names) == 1
-            took = least[name] * (size >> 20) * (1 if once else 10)
-            row += [begin, 1000 * at + 100 + took - rank, size]
-        rows.append([*row, delay * rank, 100])
-    return trial.end_phase(torch.tensor(rows), oversubscribed)
-
-
-def test_the_fastest_is_chosen_although_calls_are_interrupted():
-    trial = Trial(KEY, ["slots", "short slots", "read"])
-    assert evaluated(trial, {"slots": 30, "short slots": 50, "read": 25}) is None
-    assert trial.names == ["slots", "read"], "the slow one is not tried again"
-    assert evaluated(trial, {"slots": 30, "read": 25}) == Choice("read", 25, False)
-
-
-def test_rows_are_read_in_place_unless_that_is_slower():
-    trial = Trial(KEY, ["slots", "read"])
-    assert evaluated(trial, {"slots": 100, "read": 104}) is None
-    assert evaluated(trial, {"slots": 100, "read": 104}) == Choice("read", 104, False)
-    trial = Trial(KEY, ["slots", "read"])
-    assert evaluated(trial, {"slots": 100, "read": 107}) is None
-    assert evaluated(trial, {"slots": 100, "read": 107}) == Choice("slots", 100, False)
-
-
-def test_a_choice_on_busy_cores_says_so():
-    for oversubscribed, busy in (False, True), (True, False):
-        trial = Trial(KEY, ["slots", "read"])
-        choice = evaluated(trial, {"slots": 10, "read": 90}, 50, oversubscribed)
-        assert choice == Choice("slots", 10, busy)
-
-
-def test_a_stored_choice_is_compared_with_its_record():
-    assert evaluated(Trial(KEY, ["read"], 20), {"read": 25}) == Choice("read", 20, False)
-    assert evaluated(Trial(KEY, ["read"], 20), {"read": 15}) == Choice("read", 15, False)
-    assert evaluated(Trial(KEY, ["read"], 10), {"read": 25}) is None
-    assert evaluated(Trial(KEY, ["read"], 10), {"read": 25}, delay=50) == Choice("read", 10, False)
+CALLS = 48  # more than a trial of three plans takes, with two rounds that do not count
 
 
 def collectives(world, size, call):
@@ -110,9 +63,13 @@ def test_calls_of_uneven_parts(ranks):
     on_ranks(uneven, ranks)
 
 
-def found(world):
-    choices = engine(world).selections[Choices]
-    return {key: choice for key, choice in choices.found.items() if isinstance(choice, Choice)}
+def selected(world):
+    """The selected algorithms by operator and bytes."""
+    return {
+        (key.workload.operator, key.workload.rows[0]): selection.variant.algorithm
+        for key, selection in engine(world).selections.items()
+        if isinstance(selection, Selection)
+    }
 
 
 def repeated(world):
@@ -127,7 +84,12 @@ def repeated(world):
             weft.all_gather(mine)
         else:
             weft.all_gather(mine, out=out.view(-1))
-        chosen.append(engine(world).selections[Choices].found[Class("all_gather", 18)])
+        (found,) = (
+            found
+            for key, found in engine(world).selections.items()
+            if (key.workload.operator, key.workload.rows[0]) == ("all_gather", 1 << 18)
+        )
+        chosen.append(found)
     assert torch.equal(out, torch.arange(float(world.ranks)).view(-1, 1).expand(-1, numbers))
     assert len({id(each) for each in chosen if isinstance(each, Trial)}) == 2
 
@@ -148,7 +110,7 @@ def every_call_is_right(first, folder):
         repeated(again)
     finally:
         patch.undo()
-    return [{tuple(key): each.name for key, each in found(w).items()} for w in (first, again)]
+    return [selected(world) for world in (first, again)]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -159,7 +121,52 @@ def test_every_call_is_right(ranks, tmp_path):
     assert {operator for operator, _ in first} == {"all_gather", "broadcast", "all_to_all"}
     assert len(first) >= 2 * len(SIZES)
     assert again.keys() == first.keys(), "those of the first world were stored"
-    assert [*tmp_path.glob("collectives-*.json")]
+    assert [*tmp_path.glob("variants-*.json")]
+
+
+def explained(world):
+    """The first calls of a class alternate, which `weft.explain` tells, and the times it chose by."""
+    mine, texts = torch.ones(50_000), []
+    while not selected(world):
+        texts.append(weft.explain(mine, operator="all_gather"))
+        weft.all_gather(mine)
+    return {*texts}, weft.explain(mine, operator="all_gather"), selected(world)
+
+
+def test_an_explanation_of_a_collective():
+    for first, text, chosen in on_ranks(explained, 2):
+        assert len(first) > 1
+        assert all("ranks: " in each for each in first)
+        ((_, algorithm),) = chosen.items()
+        assert text.startswith(f"all_gather over 2 ranks: {algorithm}, ")
+        assert "it was the fastest in the first calls of its class" in text
+        assert text.count(" ms  ") > 1
+
+
+def rules(world):
+    texts = [
+        weft.explain(torch.ones(2), operator="broadcast", source=1),
+        weft.explain(torch.ones(50_000), operator="all_reduce", algorithm="ring", op="max"),
+        weft.explain(torch.ones(4, 6), operator="reduce_scatter", dim=1, shard_rows=[2, 4]),
+    ]
+    with pytest.raises(TypeError, match="missing a required argument: 'source'"):
+        weft.explain(torch.ones(2), operator="broadcast")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'chunk_rows'"):
+        weft.explain(torch.ones(2), operator="all_reduce", chunk_rows=3)
+    with pytest.raises(ValueError, match="split sizes are exchanged by the call itself"):
+        sizes = {"input_split_sizes": [1, 1], "output_split_sizes": [1, 1]}
+        weft.explain(torch.ones(2), operator="all_to_all", **sizes)
+    return texts
+
+
+def test_an_explanation_of_a_rule():
+    for texts in on_ranks(rules, 2):
+        assert texts == [
+            "broadcast over 2 ranks: eager, 1 piece per shard: the rule for its size and memory",
+            "all_reduce over 2 ranks: ring, 4 pieces per shard: as asked for",
+            "reduce_scatter over 2 ranks: eager, 1 piece per shard: the rule for its size and "
+            "memory",
+        ]
 
 
 def another_call(world):
@@ -176,46 +183,50 @@ def test_a_peer_that_makes_another_call():
         assert "all_reduce((50000,) float32" in str(outcome.error)
 
 
+def another_class(world):
+    weft.all_gather(torch.ones(50_000 if world.rank else 5_000))
+
+
+def test_a_peer_whose_call_is_of_another_class():
+    for outcome in start(another_class, 2):
+        assert isinstance(outcome.error, MismatchError), outcome
+        assert "all_gather((50000,) float32" in str(outcome.error)
+        assert "all_gather((5000,) float32" in str(outcome.error)
+
+
 @pytest.mark.parametrize(
     "entries",
     [
         [],
-        {"2 ranks": {"all_gather": ["read", 5, False]}},
-        {"2 ranks": {"all_gather 18": ["read", 5]}},
-        {"2 ranks": {"all_gather 18": ["other", 5, False]}},
-        {"2 ranks": {"all_gather 99": ["read", 5, False]}},
-        {"2 ranks": {"all_gather 18": ["read", 1 << 60, False]}},
+        {"a": ["read", 5, False]},
+        {"a": {"algorithm": "read", "pieces": 1, "order": "peer", "ns": 5}},
+        {"a": {"algorithm": "read", "pieces": 0, "order": "peer", "ns": 5, "busy": False}},
+        {"a": {"algorithm": 7, "pieces": 1, "order": "peer", "ns": 5, "busy": False}},
+        {"a": {"algorithm": "read", "pieces": 1, "order": "last", "ns": 5, "busy": False}},
+        {"a": {"algorithm": "read", "pieces": 1, "order": "peer", "ns": "x", "busy": False}},
     ],
 )
 def test_stored_values_of_another_form_count_as_missing(entries, tmp_path, monkeypatch):
     monkeypatch.setenv("WEFT_CACHE", str(tmp_path))
-    cache.store(measured._file(), entries)
-    assert measured._stored("2 ranks") == {}
-    measured._store("2 ranks", KEY, Choice("read", 5, True))
-    measured._store("3 ranks", KEY, Choice("slots", 7, False))
-    assert measured._stored("2 ranks") == {KEY: Choice("read", 5, True)}
-    file, count, busy = measured.kept()
+    cache.store(stored._name(), entries)
+    assert stored.find("a") is None
+    read = Measured(Variant("read"), 5.0, True)
+    stored.remember("a", read)
+    stored.remember("b", Measured(Variant("slots"), 7.0))
+    assert stored.find("a") == read
+    file, count, busy = stored.kept()
     assert (file.parent, count, busy) == (tmp_path, 2, 1)
-    measured.forget()
-    assert measured.kept() == (file, 0, 0)
+    stored.forget()
+    assert stored.kept() == (file, 0, 0)
 
 
 def described_anew(world):
-    """Peers compare the description of each execution, not that of the first one."""
-    own = engine(world)
+    """Peers compare the description of each exchange, not that of the first one."""
     for text in ("all_gather(…)\nfirst", "all_to_all(…)\nsecond"):
-        for plan, tensors, rows in (
-            (barrier(world.levels, "begin"), {}, ()),
-            (agreement._from_rank_0(world.levels, None), *numbers_of_rank_0(world)),
-        ):
-            own.execute_as(text, plan, tensors, rows)
-            assert world.executor.peer_call(world.rank, world.executor.calls) == text
-
-
-def numbers_of_rank_0(world):
-    numbers = torch.arange(3, dtype=torch.int64).view(3, 1)
-    whole, none = ("a", "out") if world.rank == 0 else ("out", "a")
-    return {whole: numbers, none: numbers[:0]}, (3,)
+        agreement.synchronize(world, text)
+        assert world.executor.peer_call(world.rank, world.executor.calls) == text
+        assert agreement.from_rank_0(world, text, f"from {world.rank} \u2026") == "from 0 \u2026"
+        assert world.executor.peer_call(world.rank, world.executor.calls) == text
 
 
 def test_agreements_compare_the_call_that_they_are_part_of():
@@ -241,6 +252,6 @@ def test_all_sizes_of_a_class_have_the_same_plans(size, reads):
     of_class = {}
     for each in (size // 2 + 1, size - 1, size, size + 1, 2 * size):
         found = granularity.plans(world, each, *[lambda: None] * 4)
-        names = of_class.setdefault(Class.of("all_gather", each), [*found])
+        names = of_class.setdefault(class_bytes(each), [*found])
         assert [*found] == names, each
     assert len(of_class) == 2

@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 
 import weft
 from weft.cli import app
-from weft.engines.device.options import hardware
 from weft.measure import tune, tune_device
-from weft.predict import tuned
+from weft.ops import stored
 from weft.schedules.device_options import DEFAULT, DeviceOptions
 from weft.schedules.workload import Variant, Workload
 from weft.world import current
@@ -45,24 +44,25 @@ def measured_and_used(
     sys.setswitchinterval(1e-4)
     tune_device._PIECES, tune_device._COPYING = (1, 2), (2,)
     tune_device.TILES, tune_device._SHARES = ((64, 64), (64, 128)), (4,)
-    ((found,), on) = tune.measure_streams([CASE], 1, place)
+    ((found, name),) = tune.measure_streams([CASE], 1, place)
     assert [each.median for each in found] == sorted(each.median for each in found)
     products = "triton" if place["engine"] == "interpreter" else "torch"
     made = {"products": products, "streams": True, "timeout": 20}
     with weft.init(**made) as world:
-        assert on == hardware(world)
+        assert name == stored.key(CASE, stored.setting(world))
         if world.rank == 0:
             best = Variant("push", 2, device=kept)
-            tuned.remember(CASE, None, tuned.Measured(best, 1.0), on)
-            tuned.remember(CASE, None, tuned.Measured(Variant("pull"), 1.0), "another GPU")
+            stored.remember(name, stored.Measured(best, 1.0))
+            other = stored.key(CASE, "another GPU")
+            stored.remember(other, stored.Measured(Variant("pull"), 1.0))
         called(world.rank)
         text = explained()
-        assert f"push ({kept}), at most 48 rows per transfer: weft tune measured it" in text
+        assert f"push ({kept}), at most 48 rows per transfer: it was measured" in text
         world.configure(DeviceOptions(links=2))  # the caller's own options come first
         assert "the world's options ask for 2 links" in explained()
         called(world.rank)
     with weft.init(timeout=20):  # another engine
-        assert "weft tune" not in explained()
+        assert "it was measured" not in explained()
     return [each.variant.device for each in found]
 
 
@@ -112,9 +112,9 @@ def test_the_command(tmp_path, monkeypatch):
     assert ms == sorted(ms)
     assert any(row.get("device", {}).get("links") == 2 for row in made["ways"])
     assert "predicted ms" not in outcome.stderr
-    (stored,) = json.loads(next(tmp_path.glob("tuned-*.json")).read_text()).items()
-    assert " on threads of a CPU, " in stored[0]
-    assert stored[1]["algorithm"] == made["ways"][0]["algorithm"]
+    (entry,) = json.loads(next(tmp_path.glob("variants-*.json")).read_text()).items()
+    assert ", threads of a CPU, " in entry[0]
+    assert entry[1]["algorithm"] == made["ways"][0]["algorithm"]
 
 
 def test_the_fastest_so_far_is_kept_by_each_group():

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import weft
 from weft.cli import app
-from weft.ops import fused, operator
+from weft.ops import driver, operator
 from weft.plan.proof import verify
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Request
@@ -47,7 +47,7 @@ def compute(ranks):
         compare(0)
         for rows, algorithm in product((1, 7, 600), record.schedule.algorithms):
             compare(rows, algorithm=algorithm)
-            with patch.object(fused, "run", side_effect=AssertionError("it was not cached")):
+            with patch.object(driver, "run", side_effect=AssertionError("it was not cached")):
                 compare(rows, algorithm=algorithm)
         for _ in range(20):  # the first calls measure the candidates, on busy cores twice
             compare(600)

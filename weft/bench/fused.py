@@ -34,10 +34,11 @@ from weft.kernels.weights import Weight
 from weft.measure.progress import progress
 from weft.measure.timing import Statistics, Stopwatch, session, stopwatch_of
 from weft.measure.verification import Check, Problem
-from weft.ops import fused
+from weft.ops import driver
 from weft.ops.autotune import select
-from weft.ops.call import Operands, Options, Selection
+from weft.ops.call import Selection
 from weft.ops.operator import find
+from weft.ops.options import Operands, Options
 from weft.plan import Copy, Plan
 from weft.plan.binding import bind, split
 from weft.plan.trace import Trace
@@ -164,7 +165,7 @@ class Subject(Views):
         )
         operands = Operands(self.a, [self.weight], [self.problem.bias], [self.out])
         self.call = find(settings.operator).check(world, operands, options)
-        self.choice = self.call.rule(settings.algorithm)
+        self.choice = self.call.rule()
         if settings.link_gbps == "auto":
             self.renew(0)
             moved = next(iter(self.moved.values()))
@@ -175,8 +176,8 @@ class Subject(Views):
             world.emulate_link(gbps, latency)
         if settings.algorithm == "auto" and shape.m:
             self.choice = select(self.call)
-            while (trial := self.choice.trial) is not None and trial.includes(self.call):
-                fused.run(self.call)
+            while (trial := self.choice.trial) and self.call.comparable(trial.candidates):
+                driver.run(self.call)
                 self.choice = select(self.call)
         self.views = {
             "compute": View(

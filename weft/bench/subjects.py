@@ -126,7 +126,7 @@ class GatheredRows(Subject):
 
     def _plan_in_symmetric_memory(self) -> Plan:
         """The operator's plan, by the algorithm of its communication."""
-        variant = self.call.rule(self.plan().algorithm).variant
+        variant = self.call.variant(self.plan().algorithm)
         request = self.call.operator.request(self.call.workload, variant, hosts=self.world.topology)
         keep = self.settings.return_gathered
         return self.call.operator.plan(request._replace(symmetric=True, gathered=keep))

@@ -30,7 +30,7 @@ from weft.bench.settings import (
 from weft.bench.values import Shape, product
 from weft.cli import options
 from weft.cli.options import refuse
-from weft.predict import machine, tuned
+from weft.predict import machine
 from weft.schedules.workload import Variant, Workload
 
 if TYPE_CHECKING:
@@ -133,12 +133,11 @@ def _calibrate_network(threads: int, json_file: str | None) -> None:
 
 def _clear(wanted: bool) -> None:
     if wanted:
-        from weft.ops import measured
+        from weft.ops import stored
 
-        for kept, forget in (tuned.kept, tuned.forget), (measured.kept, measured.forget):
-            file, count, _ = kept()
-            forget()
-            typer.echo(f"Forgot {count} choice(s) of {file}.")
+        file, count, _ = stored.kept()
+        stored.forget()
+        typer.echo(f"Forgot {count} choice(s) of {file}.")
         raise typer.Exit
 
 

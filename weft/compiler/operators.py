@@ -22,8 +22,8 @@ from torch.distributed import distributed_c10d
 from weft.compiler.custom import define
 from weft.errors import WeftError
 from weft.ops import fused, operator
-from weft.ops.call import Operands, Options
 from weft.ops.operator import FusedOperator, Pattern, Recorded
+from weft.ops.options import Operands, Options
 from weft.process_group import worlds
 from weft.schedules.operators import OPERATORS
 
@@ -41,12 +41,12 @@ def _overload(fused_operator: FusedOperator) -> Any:
     def run(*inputs: Any) -> list[Tensor]:
         a, weights, biases, op, dim, keep, _, group, _ = inputs
         operands = Operands(a, weights, biases, [None] * len(weights))
-        options = Options(dim, op, keep=keep, own_bias=True)
+        options = Options(dim=dim, op=op, keep=keep, own_bias=True)
         return [*_run(fused_operator, group, operands, options), a.new_empty(0)]
 
     def shapes(*inputs: Any) -> list[Tensor]:
         a, weights, _, op, dim, keep, ranks, *_ = inputs
-        call = Recorded(a, weights, [], Options(dim, op, keep=keep), (0, 0, ranks))
+        call = Recorded(a, weights, [], Options(dim=dim, op=op, keep=keep), (0, 0, ranks))
         return [*fake(call), a.new_empty(0)]
 
     return define(f"{name}.group{_SCHEMA}", run, shapes)

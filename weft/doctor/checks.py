@@ -34,9 +34,8 @@ from weft.errors import SymmetricMemoryError
 from weft.kernels.packed import pack
 from weft.kernels.products import multiply
 from weft.measure.progress import progress
-from weft.ops import measured
+from weft.ops import stored
 from weft.ops.barrier import barrier
-from weft.predict import tuned
 from weft.predict.machine import calibrated
 from weft.schedules.levels import OVERSUBSCRIBED_SIGNAL_LATENCY, SIGNAL_LATENCY
 from weft.schedules.thresholds import Thresholds
@@ -315,17 +314,14 @@ def _new_memory() -> str:
 
 def _measurements() -> str:
     """A sentence on the choices that were measured on this host, and where they are kept."""
-    texts, again = [], 0
-    for what, kept in ("auto", tuned.kept), ("collectives", measured.kept):
-        file, count, busy = kept()
-        again += busy
-        if count:
-            texts.append(f"{count} choice(s) of {what} are remembered in {file}.")
-    if not texts:
+    file, count, busy = stored.kept()
+    if not count:
         return "No choices of auto or of collectives are remembered on this host."
-    if again:
-        texts.append(f"{again} of them, measured on busy cores, will be measured again.")
-    return " ".join([*texts, "weft tune --clear forgets them."])
+    again = f" {busy} of them, measured on busy cores, will be measured again." if busy else ""
+    return (
+        f"{count} choice(s) of auto and of collectives are remembered in {file}.{again} "
+        "weft tune --clear forgets them."
+    )
 
 
 def _gflops(dtype: torch.dtype) -> float:

@@ -10,17 +10,16 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.engines import engine
-from weft.engines.device.options import hardware
 from weft.kernels.packed import pack
 from weft.measure import tune_device
 from weft.measure.launched import on_ranks
 from weft.measure.progress import progress
 from weft.measure.timing import Stopwatch, session
-from weft.ops import fused
-from weft.ops.call import Call, Operands, Options
+from weft.ops import driver, stored
+from weft.ops.fused import FusedCall
 from weft.ops.operator import find
+from weft.ops.options import Operands, Options
 from weft.plan.binding import bind
-from weft.predict import tuned
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Variant, Workload
 from weft.world import World
@@ -44,11 +43,15 @@ class Answer(NamedTuple):
     least: float
 
 
-def measure(questions: list[Question], iterations: int, threads: int) -> list[list[Answer]]:
+Measured = tuple[list[Answer], str]
+"""The answers to a question, and the name of the class of calls that they are true for."""
+
+
+def measure(questions: list[Question], iterations: int, threads: int) -> list[Measured]:
     """Measure the variants of all questions, and the one that the rule of `auto` selects;
     collective. The variants of a question are interleaved.
     """
-    answers = []
+    found = list[Measured]()
     steps = len(questions) * iterations
     with (
         session(threads) as world,
@@ -58,66 +61,65 @@ def measure(questions: list[Question], iterations: int, threads: int) -> list[li
         for case, requested, link in questions:
             world.emulate_link(*link or (0.0, 0.0))
             call = _prepare(case, world)
-            variants = dict.fromkeys([*requested, call.rule("auto").variant])
+            variants = dict.fromkeys([*requested, call.rule().variant])
             views = {
-                str(number): partial(fused.execute, call, variant)
+                str(number): partial(driver.execute, call, variant)
                 for number, variant in enumerate(variants)
             }
             times = stopwatch.interleave(views, 1, iterations, advance).values()
-            answers.append(
-                [
-                    Answer(variant, time.median, time.min)
-                    for variant, time in zip(variants, times, strict=True)
-                ]
-            )
+            answers = [
+                Answer(variant, time.median, time.min)
+                for variant, time in zip(variants, times, strict=True)
+            ]
+            found.append((answers, stored.key(case, stored.setting(world))))
             engine(world).programs.clear()
-    return answers
+    return found
 
 
 def tune(questions: list[Question], iterations: int, threads: int) -> list[list[Answer]]:
     """Measure, and store the fastest variant of every case. Answers are sorted, fastest first."""
     ranks = questions[0].case.ranks
-    answers = on_ranks(measure, ranks, questions, iterations, threads, threads=threads)
-    for (case, _, link), found in zip(questions, answers, strict=True):
-        found.sort(key=lambda answer: answer.median)
-        _remember(case, link, found[0])
-    return answers
+    found = on_ranks(measure, ranks, questions, iterations, threads, threads=threads)
+    return _remembered([question.case for question in questions], found)
 
 
 def measure_streams(
     cases: list[Workload], iterations: int, place: dict[str, Any]
-) -> tuple[list[list[Answer]], str]:
-    """Measure cases in a world whose lanes are streams, at the `place` of a `session`; collective.
-    Answers are sorted, fastest first; with them the hardware that they are true for.
+) -> list[Measured]:
+    """Measure cases in a world whose lanes are streams, at the `place` of a `session`;
+    collective.
     """
-    answers = []
-    with session(None, **place) as world:
-        with progress("tuning", len(cases), shown=world.rank == 0) as advance:
-            for case in cases:
-                found = tune_device.measure(_prepare(case, world), iterations)
-                answers.append([Answer(variant, time.median, time.min) for variant, time in found])
-                advance()
-        return answers, hardware(world)
+    found = list[Measured]()
+    with (
+        session(None, **place) as world,
+        progress("tuning", len(cases), shown=world.rank == 0) as advance,
+    ):
+        for case in cases:
+            times = tune_device.measure(_prepare(case, world), iterations)
+            answers = [Answer(variant, time.median, time.min) for variant, time in times]
+            found.append((answers, stored.key(case, stored.setting(world))))
+            advance()
+    return found
 
 
 def tune_streams(
     cases: list[Workload], iterations: int, place: dict[str, Any]
 ) -> list[list[Answer]]:
     """`tune` on the device and by the engine of a `place`."""
-    answers, on = on_ranks(measure_streams, cases[0].ranks, cases, iterations, place)
-    for case, found in zip(cases, answers, strict=True):
-        _remember(case, None, found[0], on)
-    return answers
+    found = on_ranks(measure_streams, cases[0].ranks, cases, iterations, place)
+    return _remembered(cases, found)
 
 
-def _remember(
-    case: Workload, link: tuple[float, float] | None, fastest: Answer, on: str = ""
-) -> None:
-    ns = 1e6 * fastest.median / (sum(case.rows) * case.n)
-    tuned.remember(case, link, tuned.Measured(fastest.variant, ns), on)
+def _remembered(cases: list[Workload], found: list[Measured]) -> list[list[Answer]]:
+    """The answers, each sorted, with the fastest stored."""
+    for case, (answers, name) in zip(cases, found, strict=True):
+        answers.sort(key=lambda answer: answer.median)
+        ns = 1e6 * answers[0].median / (sum(case.rows) * case.n)
+        stored.remember(name, stored.Measured(answers[0].variant, ns))
+    return [answers for answers, _ in found]
 
 
-def _prepare(workload: Workload, world: World) -> Call:
+def _prepare(workload: Workload, world: World) -> FusedCall:
     """A call of this workload on random data."""
     dtype, rank = getattr(torch, workload.dtype), world.rank
     operator = OPERATORS[workload.operator]

@@ -14,8 +14,8 @@ from functools import partial
 from weft.engines import engine
 from weft.engines.device.options import check_options, programs
 from weft.measure.timing import Statistics, stopwatch_of
-from weft.ops import fused
-from weft.ops.call import Call
+from weft.ops import driver
+from weft.ops.fused import FusedCall
 from weft.schedules.device_options import DEFAULT, TILES
 from weft.schedules.workload import Variant
 
@@ -29,7 +29,7 @@ _SHARES = (7, 6, 4)
 """SMs of products that are tried, in eighths of those that are free by default."""
 
 
-def measure(call: Call, iterations: int) -> list[tuple[Variant, Statistics]]:
+def measure(call: FusedCall, iterations: int) -> list[tuple[Variant, Statistics]]:
     """The variants of a call that this world can execute, with their times, fastest first;
     collective. Raises `ValueError` if it can execute none.
     """
@@ -45,16 +45,16 @@ def measure(call: Call, iterations: int) -> list[tuple[Variant, Statistics]]:
 
 
 def _interleaved(
-    call: Call, variants: Iterable[Variant], iterations: int
+    call: FusedCall, variants: Iterable[Variant], iterations: int
 ) -> dict[Variant, Statistics]:
     names = {str(number): variant for number, variant in enumerate(variants)}
-    views = {name: partial(fused.execute, call, each) for name, each in names.items()}
+    views = {name: partial(driver.execute, call, each) for name, each in names.items()}
     times = stopwatch_of(call.world).interleave(views, 1, iterations)
     engine(call.world).programs.clear()
     return {variant: times[name] for name, variant in names.items()}
 
 
-def _possible(call: Call, variants: Iterable[Variant], last_resort: bool) -> Iterator[Variant]:
+def _possible(call: FusedCall, variants: Iterable[Variant], last_resort: bool) -> Iterator[Variant]:
     """The variants that the device and the kernels do not refuse; if they refuse all and this is
     the `last_resort`, the error.
     """
@@ -62,7 +62,7 @@ def _possible(call: Call, variants: Iterable[Variant], last_resort: bool) -> Ite
     for variant in variants:
         try:
             check_options(call.world, variant.device)
-            fused.prepare(call, variant)
+            driver.prepare(call, variant)
         except ValueError as error:
             refused = error
         else:
@@ -72,7 +72,7 @@ def _possible(call: Call, variants: Iterable[Variant], last_resort: bool) -> Ite
         raise refused
 
 
-def _algorithms(call: Call, _: list[Variant]) -> Iterator[Variant]:
+def _algorithms(call: FusedCall, _: list[Variant]) -> Iterator[Variant]:
     operator, most = call.operator, max(call.workload.rows)
     for algorithm in filter(call.possible, operator.algorithms):
         uncut = algorithm in operator.uncut
@@ -80,13 +80,13 @@ def _algorithms(call: Call, _: list[Variant]) -> Iterator[Variant]:
             yield Variant(algorithm, pieces)
 
 
-def _tiles(call: Call, fastest: list[Variant]) -> Iterator[Variant]:
+def _tiles(call: FusedCall, fastest: list[Variant]) -> Iterator[Variant]:
     if call.world.matmul_backend == "triton":
         for tile in TILES:
             yield fastest[0]._replace(device=replace(DEFAULT, tile=tile))
 
 
-def _transfers(call: Call, fastest: list[Variant]) -> Iterator[Variant]:
+def _transfers(call: FusedCall, fastest: list[Variant]) -> Iterator[Variant]:
     """Lanes and SMs of copies, each with the fastest algorithm that honours them."""
     world, tile = call.world, fastest[0].device.tile
     copying = _COPYING if world.device.type == "cuda" or world.matmul_backend == "triton" else ()
@@ -98,7 +98,7 @@ def _transfers(call: Call, fastest: list[Variant]) -> Iterator[Variant]:
                 yield serving[0]._replace(device=device)
 
 
-def _sms(call: Call, fastest: list[Variant]) -> Iterator[Variant]:
+def _sms(call: FusedCall, fastest: list[Variant]) -> Iterator[Variant]:
     if call.world.matmul_backend == "triton":
         device = fastest[0].device
         most = programs(call.world, device)

@@ -14,12 +14,14 @@ from weft.engines import engine
 from weft.ops import arguments, collective, dims, granularity
 from weft.ops.collective import (
     CollectiveCall,
-    Handle,
+    Plans,
     as_matrix,
     as_rows,
     planned,
     same_place,
 )
+from weft.ops.handle import Handle
+from weft.ops.operator import CollectiveOperator
 from weft.plan.launch import Launch
 from weft.schedules import all_gather as schedule
 from weft.schedules.workload import PIECES, pieces
@@ -143,45 +145,79 @@ def check(
     target = gathered if lead == 1 else torch.empty_like(gathered)
     # In place the rows of each rank begin at another offset: they are not one symmetric tensor.
     symmetric = world.is_symmetric(matrix) and not in_place
-    symmetric_out = world.is_symmetric(target)
-    hosts = world.topology
     copied = collective.parts(result, target, dim, sizes) if lead != 1 else ()
-    tensors = {"a": matrix, "gathered": target}
-    most = max(rows)
-    size = most * matrix.shape[1] * matrix.itemsize
-    planner = partial(planned, schedule.all_gather, world.ranks, hosts=hosts)
-    if launch is not None:
-        plan = planner(1, algorithm, symmetric_gathered=symmetric_out, launch=launch)
-        return CollectiveCall(plan, rows, tensors, result, copied)
-    reached = symmetric or symmetric_out
-    if algorithm in ("auto", "pull") and chunk_rows is None:
-        if not reached and granularity.measurable(world, size):
-            plans = granularity.plans(
-                world,
-                size,
-                eager=partial(schedule.eager, world.levels),
-                slots=partial(planner, pieces(most, _chunk(world, matrix, most)), "pull"),
-                short=partial(planner, PIECES, "pull"),
-                read=partial(planner, 1, "pull", symmetric_a=True),
-            )
-            first = next(iter(plans.values()))()
-            return CollectiveCall(first, rows, tensors, result, copied, plans=plans, size=size)
-        if granularity.moved_eagerly(world, size, reached):
-            return CollectiveCall(schedule.eager(world.levels), rows, tensors, result, copied)
-    if algorithm == "auto":
-        pushed = symmetric_out and (not symmetric or size >= world.thresholds.pushed_bytes)
-        algorithm = "push" if hosts or pushed else "pull"
-    if chunk_rows is not None:
-        chunk = max(1, lead * chunk_rows)
-    elif algorithm == "pull" and not symmetric:
-        chunk = _chunk(world, matrix, most)
-    elif algorithm == "push" and symmetric_out and hosts is None:
-        chunk = max(1, most)
-    else:
-        chunk = granularity.sent_rows(matrix, most)
-    symmetries = {"symmetric_a": symmetric, "symmetric_gathered": symmetric_out}
-    plan = planner(pieces(most, chunk), algorithm, **symmetries)
-    return CollectiveCall(plan, rows, tensors, result, copied)
+    return _AllGather(
+        world,
+        rows,
+        {"a": matrix, "gathered": target},
+        result,
+        copied=copied,
+        algorithm=algorithm,
+        limit=None if chunk_rows is None else max(1, lead * chunk_rows),
+        launch=launch,
+        symmetries={"symmetric_a": symmetric, "symmetric_gathered": world.is_symmetric(target)},
+    )
+
+
+class _AllGather(CollectiveCall):
+    """The rows of all ranks; `limit` is the caller's limit of the rows of a transfer, `launch` that
+    of a kernel, and `symmetries` are the planner's.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        rows: Sequence[int],
+        tensors: dict[str, Tensor],
+        result: Tensor,
+        *,
+        copied: Sequence[tuple[Tensor, Tensor]],
+        algorithm: str,
+        limit: int | None,
+        launch: Launch | None,
+        symmetries: Mapping[str, bool],
+    ) -> None:
+        self.copied, self.limit = copied, limit
+        self.launch, self.symmetries = launch, symmetries
+        matrix = tensors["a"]
+        size = max(rows) * matrix.shape[1] * matrix.itemsize
+        super().__init__(world, "all_gather", rows, tensors, result, size=size, algorithm=algorithm)
+
+    def choose(self) -> Plans:
+        world, algorithm, size, limit = self.world, self.algorithm, self.size, self.limit
+        matrix, most, hosts = self.tensors["a"], max(self.rows), world.topology
+        symmetric, symmetric_out = self.symmetries.values()
+        planner = partial(planned, schedule.all_gather, world.ranks, hosts=hosts)
+        if self.launch is not None:
+            launched = {"symmetric_gathered": symmetric_out, "launch": self.launch}
+            return {algorithm: partial(planner, 1, algorithm, **launched)}
+        reached = symmetric or symmetric_out
+        if algorithm in ("auto", "pull") and limit is None:
+            eager = partial(schedule.eager, world.levels)
+            if not reached and granularity.measurable(world, size):
+                return granularity.plans(
+                    world,
+                    size,
+                    eager=eager,
+                    slots=partial(planner, pieces(most, _slot_rows(world, matrix, most)), "pull"),
+                    short=partial(planner, PIECES, "pull"),
+                    read=partial(planner, 1, "pull", symmetric_a=True),
+                )
+            if granularity.moved_eagerly(world, size, reached):
+                return {"eager": eager}
+        if algorithm == "auto":
+            pushed = symmetric_out and (not symmetric or size >= world.thresholds.pushed_bytes)
+            algorithm = "push" if hosts or pushed else "pull"
+        if limit is not None:
+            chunk = limit
+        elif algorithm == "pull" and not symmetric:
+            chunk = _slot_rows(world, matrix, most)
+        elif algorithm == "push" and symmetric_out and hosts is None:
+            chunk = max(1, most)
+        else:
+            chunk = granularity.sent_rows(matrix, most)
+        plan = partial(planner, pieces(most, chunk), algorithm, **self.symmetries)
+        return {algorithm: plan}
 
 
 def _launch(
@@ -206,8 +242,11 @@ def _launch(
     return launch
 
 
-def _chunk(world: World, matrix: Tensor, most: int) -> int:
+def _slot_rows(world: World, matrix: Tensor, most: int) -> int:
     """The rows, of `most` of a rank, that are staged at a time."""
     if world.ranks == 2:
         return granularity.exchanged_rows(matrix, most, world)
     return granularity.slot_rows(matrix, most, 1, world)
+
+
+OPERATOR = CollectiveOperator(schedule.COLLECTIVE, check)

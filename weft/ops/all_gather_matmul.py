@@ -5,6 +5,7 @@ rows arrive.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from weft.checks import check_timeout
 from weft.kernels.products import multiply
 from weft.kernels.weights import Weight
 from weft.ops import arguments, autograd, dims, float8, fused
-from weft.ops.call import Call, Operands, Options, Selection, kernel_of, workload
+from weft.ops.call import Key, Selection
+from weft.ops.fused import FusedCall
 from weft.ops.operator import Exchange, FusedOperator, Gradient, Gradients, Pattern, Recorded
+from weft.ops.options import Operands, Options, kernel_of, workload
 from weft.plan import Plan
 from weft.schedules import all_gather_matmul as schedule
 from weft.schedules.all_gather import all_gather
@@ -110,7 +113,7 @@ def all_gather_matmul(
     weights: list[Weight] = [*b] if several else [b]  # type: ignore[list-item, misc]
     biases = arguments.listed(bias, weights, several, "bias")
     shards = None if shard_rows is None else arguments.as_key(shard_rows)
-    key: fused.Key | None = None
+    key: Key | None = None
     plain = scale_a is None and scale_b is None and not return_gathered
     if plain and (out is None or isinstance(out, Tensor)):
         choices = dim, out_dtype, shards, algorithm, chunk_rows, order
@@ -126,7 +129,14 @@ def all_gather_matmul(
         recorded and any(getattr(w, "requires_grad", False) for w in weights)
     )
     options = Options(
-        dim, "sum", out_dtype, keep, shards, algorithm, chunk_rows, timeout, order=order
+        dim=dim,
+        out_dtype=out_dtype,
+        keep=keep,
+        shard_rows=shards,
+        algorithm=algorithm,
+        chunk_rows=chunk_rows,
+        timeout=timeout,
+        order=order,
     )
     if recorded:
         operator = torch.ops.weft.all_gather_matmul.default
@@ -141,7 +151,7 @@ def all_gather_matmul(
     return (y, gathered) if return_gathered else y
 
 
-def check(world: World, operands: Operands, options: Options) -> Call:
+def check(world: World, operands: Operands, options: Options) -> FusedCall:
     """A checked call, which computes the results, and the gathered a if `options.keep`."""
     a, weights, biases, outs = operands
     arguments.check_matrix(a, world)
@@ -167,11 +177,11 @@ def check(world: World, operands: Operands, options: Options) -> Call:
                 out, (*shape[:-1], b.shape[1]), out_dtype, [a, *weights, *biases, *results], world
             )
         )
-    options = options if dim == options.dim else options._replace(dim=dim)
+    options = options if dim == options.dim else replace(options, dim=dim)
     return (_ColumnsCall if split else _RowsCall)(world, options, operands, shards, results)
 
 
-class _GatherCall(Call):
+class _GatherCall(FusedCall):
     """The common part of gathers of rows and of columns."""
 
     @property
@@ -273,7 +283,8 @@ class _ColumnsCall(_GatherCall):
         own = operands.a.flatten(0, -2).t().contiguous()
         self.tensors = {"a": own, "gathered": own.new_empty(sum(shards), own.shape[1])}
 
-    def rule(self, algorithm: str) -> Selection:
+    def rule(self) -> Selection:
+        algorithm = self.options.algorithm
         self.check_algorithm(algorithm)
         reading, why = self.overlapped()
         algorithm = reading if algorithm == "auto" else algorithm
@@ -332,7 +343,8 @@ def _save(ctx: Any, call: Recorded, results: Sequence[Tensor]) -> None:
     a, weights, biases, options, world = call
     dim = dims.normal(options.dim, a.dim())
     parts = options.shard_rows or [a.shape[dim]] * world[2]
-    ctx.options = *Options(dim, shard_rows=parts, timeout=options.timeout), world
+    backward = Options(dim=dim, shard_rows=parts, timeout=options.timeout)
+    ctx.arguments = *backward.values(), world
     ctx.for_a, ctx.for_weights = a.requires_grad, [b.requires_grad for b in weights]
     ctx.for_biases = [bias.requires_grad for bias in biases]
     ctx.dtype, ctx.weights = a.dtype, len(weights)
@@ -359,7 +371,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Gradients:
             if len(pairs) > 1
             else pairs[0]
         )
-        (for_a,) = torch.ops.weft.matmul_reduce_scatter(dy, [b], [], *ctx.options)
+        (for_a,) = torch.ops.weft.matmul_reduce_scatter(dy, [b], [], *ctx.arguments)
     for_weights = [
         autograd.weight_gradient(autograd.rows(gathered[0]), autograd.rows(dy))
         if wanted and dy is not None

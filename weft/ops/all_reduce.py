@@ -7,7 +7,9 @@ from functools import partial
 from torch import Tensor
 
 from weft.ops import arguments, collective, granularity
-from weft.ops.collective import CollectiveCall, Handle, planned, same_place
+from weft.ops.collective import CollectiveCall, Plans, planned, same_place
+from weft.ops.handle import Handle
+from weft.ops.operator import CollectiveOperator
 from weft.plan.binding import split
 from weft.schedules import all_reduce as schedule
 from weft.schedules.peers import one_rank_per_host
@@ -42,7 +44,7 @@ def all_reduce(
         ...     local.run(lambda: weft.all_reduce(torch.tensor([1, weft.init().rank])))
         [tensor([2, 1]), tensor([2, 1])]
     """
-    return collective.run(_check, a, out, (op, algorithm), world, timeout)
+    return collective.run(check, a, out, (op, algorithm), world, timeout)
 
 
 def all_reduce_async(
@@ -65,40 +67,50 @@ def all_reduce_async(
         ...     local.run(overlapped)
         [tensor([2, 1]), tensor([2, 1])]
     """
-    return collective.start(_check, a, out, (op, algorithm), world, timeout)
+    return collective.start(check, a, out, (op, algorithm), world, timeout)
 
 
-def _check(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: str) -> CollectiveCall:
+def check(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: str) -> CollectiveCall:
     collective.check_reduction(a, op, world)
     arguments.check_algorithm(algorithm, schedule.COLLECTIVE, world)
     result = arguments.result(out, a.shape, a.dtype, [a], world, partial(same_place, a))
-    in_place = out is not None and same_place(a, out)
-    flat, rows = a.reshape(-1, 1).contiguous(), split(a.numel(), world.ranks)
-    size, hosts = a.nbytes, world.topology
-    tensors = {"a": flat, "out": result.view(-1, 1)}
-    symmetric, symmetric_out = world.is_symmetric(flat), world.is_symmetric(result)
-    if algorithm in ("auto", "one_shot") and granularity.reduced_eagerly(
-        world, size, symmetric or symmetric_out
-    ):
-        return CollectiveCall(schedule.eager(world.levels, op), rows, tensors, result)
-    if algorithm == "auto":
-        algorithm = "one_shot" if size <= world.thresholds.eager_bytes else "two_shot"
-    if hosts is not None and not (algorithm == "ring" and one_rank_per_host(hosts)):
-        cut = pieces(rows[0], granularity.sent_rows(flat, rows[0]))
-        algorithm = "ring" if algorithm == "ring" else "two_shot"
-        plan = planned(schedule.put, cut, hosts, algorithm, op)
-        return CollectiveCall(plan, rows, tensors, result)
-    cut = (
-        1
-        if algorithm == "one_shot"
-        else pieces(rows[0], granularity.exchanged_rows(flat, rows[0], world))
-    )
-    # In one_shot every rank reads all of a, so its own rank may not overwrite it before all have.
-    symmetric = symmetric and not (in_place and algorithm == "one_shot")
-    symmetries = {"symmetric_a": symmetric, "symmetric_out": symmetric_out}
-    return CollectiveCall(
-        planned(schedule.all_reduce, world.ranks, cut, algorithm, op, **symmetries),
-        rows,
-        tensors,
-        result,
-    )
+    return _AllReduce(world, a, result, op, algorithm, out is not None and same_place(a, out))
+
+
+class _AllReduce(CollectiveCall):
+    """The reduction of all ranks' tensors; `in_place` of this rank's."""
+
+    def __init__(
+        self, world: World, a: Tensor, result: Tensor, op: str, algorithm: str, in_place: bool
+    ) -> None:
+        tensors = {"a": a.reshape(-1, 1).contiguous(), "out": result.view(-1, 1)}
+        rows = split(a.numel(), world.ranks)
+        self.op, self.in_place = op, in_place
+        super().__init__(
+            world, "all_reduce", rows, tensors, result, size=a.nbytes, algorithm=algorithm
+        )
+
+    def choose(self) -> Plans:
+        world, op, algorithm, size = self.world, self.op, self.algorithm, self.size
+        flat, most, hosts = self.tensors["a"], self.rows[0], world.topology
+        symmetric, symmetric_out = map(world.is_symmetric, self.tensors.values())
+        if algorithm in ("auto", "one_shot") and granularity.reduced_eagerly(
+            world, size, symmetric or symmetric_out
+        ):
+            return {"eager": partial(schedule.eager, world.levels, op)}
+        if algorithm == "auto":
+            algorithm = "one_shot" if size <= world.thresholds.eager_bytes else "two_shot"
+        if hosts is not None and not (algorithm == "ring" and one_rank_per_host(hosts)):
+            cut = pieces(most, granularity.sent_rows(flat, most))
+            algorithm = "ring" if algorithm == "ring" else "two_shot"
+            return {algorithm: partial(planned, schedule.put, cut, hosts, algorithm, op)}
+        one_shot = algorithm == "one_shot"
+        cut = 1 if one_shot else pieces(most, granularity.exchanged_rows(flat, most, world))
+        # In one_shot every rank reads all of a: its own may not overwrite it before all have.
+        symmetric = symmetric and not (self.in_place and one_shot)
+        symmetries = {"symmetric_a": symmetric, "symmetric_out": symmetric_out}
+        plan = partial(planned, schedule.all_reduce, world.ranks, cut, algorithm, op, **symmetries)
+        return {algorithm: plan}
+
+
+OPERATOR = CollectiveOperator(schedule.COLLECTIVE, check)

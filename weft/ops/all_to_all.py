@@ -12,8 +12,10 @@ from torch import Tensor
 from weft.checks import integers
 from weft.ops import arguments, collective, dims, granularity
 from weft.ops.all_gather import check as check_all_gather
-from weft.ops.collective import CollectiveCall, Handle, as_matrix, planned
+from weft.ops.collective import CollectiveCall, Plans, as_matrix, planned
 from weft.ops.deferred import DeferredHandle
+from weft.ops.handle import Handle
+from weft.ops.operator import CollectiveOperator
 from weft.schedules import all_to_all as schedule
 from weft.schedules.thresholds import EAGER_BUFFER_BYTES
 from weft.schedules.workload import PIECES, pieces
@@ -85,7 +87,7 @@ def all_to_all_async(
     exchange = collective.start(_check_sizes, _sizes(ins, outs), None, (), world, timeout)
 
     def prepare(every: Tensor) -> CollectiveCall:
-        return _call(world, a, result, _agreed(every, world, "rows"), True)
+        return _AllToAll(world, a, result, _agreed(every, world, "rows"), True)
 
     description = collective.describe("all_to_all", a, _check, (sent, received))
     return DeferredHandle(world, exchange, prepare, description, result, timeout)
@@ -114,9 +116,9 @@ def check(
     """
     sent, received, result = _operands(world, a, out, input_split_sizes, output_split_sizes)
     if input_split_sizes is None and output_split_sizes is None:
-        return _call(world, a, result, (sent,) * world.ranks, False)
+        return _AllToAll(world, a, result, (sent,) * world.ranks, False)
     sizes = collective.run(_check_sizes, _sizes(sent, received), None, (), world, None)
-    return _call(world, a, result, _agreed(sizes, world, unit), True)
+    return _AllToAll(world, a, result, _agreed(sizes, world, unit), True)
 
 
 def _operands(
@@ -136,36 +138,46 @@ def _operands(
     return sent, received, result
 
 
-def _call(
-    world: World, a: Tensor, result: Tensor, counts: Sequence[Sequence[int]], exchanged: bool
-) -> CollectiveCall:
-    """The call in which rank r sends ``counts[r][p]`` rows to rank p."""
-    matrix, hosts = as_matrix(a), world.topology
-    symmetric = world.is_symmetric(matrix)
-    rows, tensors = [*chain(*counts)], {"a": matrix, "out": as_matrix(result)}
-    row = matrix.shape[1] * matrix.itemsize
-    most = row * max(map(sum, counts))
-    to_peers = row * max(sum(sizes) - sizes[rank] for rank, sizes in enumerate(counts))
-    planner = partial(planned, schedule.all_to_all, world.ranks)
-    chunk = granularity.exchanged_rows(matrix, max(rows), world)
-    if not symmetric and granularity.measurable(world, to_peers):
-        plans = granularity.plans(
-            world,
-            to_peers,
-            eager=partial(schedule.eager, world.levels),
-            slots=partial(planner, pieces(max(rows), chunk)),
-            short=partial(planner, PIECES),
-            read=partial(planner, 1, symmetric_a=True),
-        )
-        first = next(iter(plans.values()))()
-        return CollectiveCall(first, rows, tensors, result, (), exchanged, plans, to_peers)
-    if granularity.moved_eagerly(world, to_peers, symmetric):
-        plan = schedule.eager(world.levels)
-    else:
-        cut = 1 if symmetric or hosts else pieces(max(rows), chunk)
-        few = hosts is not None and not symmetric and most <= EAGER_BUFFER_BYTES
-        plan = planner(cut, symmetric_a=symmetric, hosts=hosts, few=few)
-    return CollectiveCall(plan, rows, tensors, result, (), exchanged)
+class _AllToAll(CollectiveCall):
+    """Rank r sends ``counts[r][p]`` rows to rank p."""
+
+    def __init__(
+        self,
+        world: World,
+        a: Tensor,
+        result: Tensor,
+        counts: Sequence[Sequence[int]],
+        sizes_exchanged: bool,
+    ) -> None:
+        self.sizes_exchanged = sizes_exchanged
+        matrix = as_matrix(a)
+        row = matrix.shape[1] * matrix.itemsize
+        self.largest = row * max(map(sum, counts))
+        to_peers = row * max(sum(sizes) - sizes[rank] for rank, sizes in enumerate(counts))
+        tensors = {"a": matrix, "out": as_matrix(result)}
+        super().__init__(world, "all_to_all", [*chain(*counts)], tensors, result, size=to_peers)
+
+    def choose(self) -> Plans:
+        world, size, hosts = self.world, self.size, self.world.topology
+        matrix, most = self.tensors["a"], max(self.rows)
+        symmetric = world.is_symmetric(matrix)
+        planner = partial(planned, schedule.all_to_all, world.ranks)
+        slots = pieces(most, granularity.exchanged_rows(matrix, most, world))
+        eager = partial(schedule.eager, world.levels)
+        if not symmetric and granularity.measurable(world, size):
+            return granularity.plans(
+                world,
+                size,
+                eager=eager,
+                slots=partial(planner, slots),
+                short=partial(planner, PIECES),
+                read=partial(planner, 1, symmetric_a=True),
+            )
+        if granularity.moved_eagerly(world, size, symmetric):
+            return {"eager": eager}
+        cut = 1 if symmetric or hosts else slots
+        few = hosts is not None and not symmetric and self.largest <= EAGER_BUFFER_BYTES
+        return {"pull": partial(planner, cut, symmetric_a=symmetric, hosts=hosts, few=few)}
 
 
 def _splits(
@@ -192,7 +204,8 @@ def _splits(
 def _check_sizes(world: World, a: Tensor, out: Tensor | None) -> CollectiveCall:
     """The all-gather of split sizes, under a name of its own."""
     call = check_all_gather(world, a, out, 0, None, "auto", *(None,) * 5)
-    return call._replace(name="sizes of all_to_all")
+    call.name = "sizes of all_to_all"
+    return call
 
 
 def _sizes(sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -213,3 +226,6 @@ def _agreed(every: Tensor, world: World, unit: str) -> tuple[tuple[int, ...], ..
             f"{receiver} expects {expected[sender, receiver]} {unit} from it"
         )
     return tuple(tuple(row) for row in sent.tolist())
+
+
+OPERATOR = CollectiveOperator(schedule.COLLECTIVE, _check)

@@ -18,7 +18,7 @@ from weft.schedules.workload import ORDERS, Collective, Operator
 from weft.world import World, memory
 
 if TYPE_CHECKING:
-    from weft.ops.call import Options
+    from weft.ops.options import Options
 
 FACTORS = (*DTYPES, *FLOAT8)
 """The dtypes of factors of products."""

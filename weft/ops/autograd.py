@@ -13,6 +13,7 @@ ranks)``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -22,16 +23,14 @@ from weft.errors import WeftError
 from weft.kernels.products import multiply
 from weft.kernels.weights import Weight, source, transposed
 from weft.ops import arguments, dims, fused
-from weft.ops.call import Operands, Options
 from weft.ops.operator import FusedOperator, Recorded
+from weft.ops.options import Operands, Options
 from weft.world import World, by_number, current
 
 _SCHEMA = (
-    "(Tensor a, Tensor[] weights, Tensor[] biases, SymInt dim, str op, ScalarType? out_dtype, "
-    "bool keep, SymInt[]? shard_rows, str algorithm, SymInt? chunk_rows, float? timeout, "
-    "bool own_bias, SymInt[]? extra, str? order, SymInt[] world) -> Tensor[]"
+    f"(Tensor a, Tensor[] weights, Tensor[] biases, {Options.schema()}, SymInt[] world) -> Tensor[]"
 )
-_NO_GRADIENTS = [None] * (len(Options._fields) + 1)  # for the options and the world
+_NO_GRADIENTS = [None] * (len(fields(Options)) + 1)  # for the options and the world
 
 
 def register(operator: FusedOperator) -> None:
@@ -76,13 +75,14 @@ def call(
     arguments.check_recorded(a, weights, biases, out, options, world)
     encoded = [a.new_empty(0) if x is None else x for x in biases]
     encoded = encoded if any(x is not None for x in biases) else []
-    results: list[Tensor] = operator(a, [source(b) for b in weights], encoded, *options, world.name)
+    sources = [source(b) for b in weights]
+    results: list[Tensor] = operator(a, sources, encoded, *options.values(), world.name)
     return results
 
 
 def _recorded(inputs: tuple[Any, ...]) -> Recorded:
     a, weights, biases, *options, world = inputs
-    return Recorded(a, weights, biases, Options(*options), world)
+    return Recorded(a, weights, biases, Options.of(options), world)
 
 
 def _world(name: Sequence[int]) -> World:

@@ -1,26 +1,33 @@
-"""The selection of a variant for ``algorithm="auto"``.
+"""The selection of a variant where an operator leaves a choice: for ``algorithm="auto"`` of a fused
+operator, and for the paths of a collective's ordinary tensors.
 
-Each operator has a rule. The first calls of a size class measure the candidates: in rounds, each
-of which drops those that are clearly slower, so that the calls are few, and none by a single call,
-which may have been preempted. The fastest is selected. In shared memory it is kept with its time
-for later runs, whose first calls check it: if they are clearly slower than that, or if the ranks
-had to wait for cores while it was measured, candidates are measured again. Rank 0 selects for all
-ranks.
+Each operator has a rule. The first calls of a class measure the candidates: in rounds, each of
+which drops those that are clearly slower, so that the calls are few, and none by a single call,
+which may have been preempted. The fastest is selected, and stored with its time for later runs,
+whose first calls check it: if they are clearly slower than that, or if the ranks had to wait for
+cores while it was measured, candidates are measured again. Rank 0 selects for all ranks, once for
+each class.
 
-All ranks make the same calls in the same order, so each rank knows the candidate of a call. After
-each round they exchange the times at which their calls began and ended. The duration of a call is
-from the latest begin to the latest end, so that it does not include the delay of a late rank. The
-clocks of hosts differ, so durations are computed per host, and the shortest one counts.
+All ranks make the same calls in the same order, so each rank knows the candidate of a call. A
+measured call begins with a barrier. After each round ranks exchange the times at which their calls
+began and ended. The duration of a call is from the latest begin to the latest end, so that it does
+not include the delay of a late rank. The clocks of hosts differ, so durations are computed per
+host, and the shortest one counts.
 
-Candidates are measured only for products of enough rows and not in float64, so that their results
-are bitwise equal as far as torch's products are: on processors with AMX a kernel may add up the K
-products of an element in another order for another number of rows, and variants differ in the last
-bits. Where all calls and runs must give the same ones, `torch.use_deterministic_algorithms` leaves
-the selection to the rule alone.
+Fused operators are measured only for products of enough rows and not in float64, so that their
+results are bitwise equal as far as torch's products are: on processors with AMX a kernel may add up
+the K products of an element in another order for another number of rows, and variants differ in the
+last bits. Where all calls and runs must give the same ones, `torch.use_deterministic_algorithms`
+leaves the selection to the rule alone. Where all variants give the same bits (`Call.exact`), a
+class is measured again from time to time.
+
+Worlds whose lanes are streams measure no calls, since their caller does not wait for the device:
+they take the variant that ``weft tune`` has stored, or the rule's.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from bisect import insort
 from collections import defaultdict
@@ -28,25 +35,23 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from weft.engines import engine
-from weft.ops import agreement, remembered
+from weft._native import CallsLeft
+from weft.ops import agreement, stored
 from weft.ops.call import Call, Selection
-from weft.predict import tuned
-from weft.schedules.operators import OPERATORS
-from weft.schedules.workload import FEW_ROWS, ORDERS, Variant, Workload, size_class
+from weft.ops.stored import Measured
+from weft.schedules.workload import Variant, Workload
 from weft.world.placement import waited_for_core
 
-_PIECES = (1, 2, 4, 8, 16, 32)
-"""The numbers of pieces that are tried over a link."""
-_LEAST_PIECE = 32
-"""The number of rows below which a piece is not tried."""
 _CANDIDATES = 16
 """The maximum number of candidates of a class."""
-DROPPED_FROM = (1.4, 1.2, 1.1, 1.05)
-"""Multiples of the fastest time, after the second round and each later one, above which a candidate
-is dropped. The first round drops none: its calls touch new memory, too.
+DROPPED_FROM = (1.5, 1.2, 1.1, 1.05)
+"""Multiples of the fastest time, after each round, above which a candidate is dropped. The first
+calls touch new memory, too.
+"""
+IN_A_ROW = 2
+"""Calls of a candidate in each round: the first finds memory as another candidate has left it, and
+calls of a program may alternate, too.
 """
 _CHECKS = 4
 """The number of calls that check a stored variant."""
@@ -57,218 +62,256 @@ _BUSY = 0.15
 """
 _BETTER = 0.97
 """A variant replaces the rule's if its time is below this fraction of the rule's."""
-_MEASURED_FROM = 1.7e-4
-"""Seconds on the link, below which more pieces cost more than their overlap can gain."""
+_PERIOD = 100
+"""Calls of an exact class after which it is measured again; later ten times as many each time."""
 _STORED = "it was measured to be the fastest"
-_SAME_BITS = 16
-"""The number of rows from which on torch's products use no kernels for few rows."""
-_DTYPES = ("float32", "bfloat16", "float16")
-_ALGORITHMS = sorted({name for operator in OPERATORS.values() for name in operator.algorithms})
 
 
 class Class(NamedTuple):
     """The key of calls that share a selection: the part of the workload that is equal on all ranks,
-    with the rows of its size class, the caller's `chunk_rows`, the emulated link, and whether torch
-    is to use deterministic algorithms.
+    with the rows of its size class, the caller's limit of rows, and the emulated link.
     """
 
     workload: Workload
-    chunk_rows: int | None
+    row_limit: int | None
     link: tuple[float, float] | None
-    deterministic: bool
 
 
 def select(call: Call) -> Selection:
-    """The variant of a call; collective if its class is new."""
-    if call.world.stream_ordered:
-        return remembered.select(call)
-    key, selections = _class_of(call), engine(call.world).selections
+    """The selection for a call; collective if its class is new."""
+    key = _class_of(call)
     if key is None:
-        return call.rule(call.options.algorithm)
-    if key not in selections:
-        call.check_algorithm("auto")
-        first, *others = candidates = _agreed(call, key)
-        variants = [each.variant for each in candidates]
-        selections[key] = Trial(key, variants, first.record) if others else first
-        if not others:
-            call.log(first)
-    found: Selection | Trial = selections[key]
+        return call.rule()
+    selections = call.engine.selections
+    found = selections.get(key)
+    if found is None:
+        found = selections[key] = _agreed(call, key)
+        if isinstance(found, Selection):
+            call.log(found)
+    elif isinstance(found, Selection) and found.left is not None and not found.left.take():
+        found = selections[key] = Trial(key, call.candidates(), period=10 * found.period)
     return found.next(call) if isinstance(found, Trial) else found
-
-
-def measure(call: Call, trial: Trial, execute: Callable[[], None]) -> None:
-    """Execute a call, and report its times to its trial; collective at the end of a round."""
-    if not trial.includes(call):
-        execute()
-        return
-    before, begin = waited_for_core(), time.monotonic_ns()
-    execute()
-    end = time.monotonic_ns()
-    if not trial.record(call, begin, end, waited_for_core() - before):
-        return
-    world, key = call.world, trial.key
-    fastest = trial.end_round(_exchanged(call, trial), world.hosts)
-    if fastest is not None:
-        engine(world).selections[key] = fastest
-        call.log(fastest)
-        # a network is not a property of this machine
-        if world.rank == 0 and trial.round and key.chunk_rows is None and not world.multi_host:
-            tuned.learn(call.workload, key.link, trial.measured(fastest.variant))
 
 
 def expected(call: Call) -> Selection:
     """The selection of a call's class, or the one that this rank would make as rank 0; not
     collective.
     """
-    if call.world.stream_ordered:
-        return remembered.expected(call)
     key = _class_of(call)
     if key is None:
-        return call.rule(call.options.algorithm)
-    own, found = _candidates(call)[0], engine(call.world).selections.get(key)
-    if isinstance(found, Trial):
-        found = found.next(call)
-    if found is None or (found.variant == own.variant and not found.measured):
-        return own
-    return found
+        return call.rule()
+    found = call.engine.selections.get(key)
+    if found is None:
+        return _proposed(call).first
+    return found.next(call) if isinstance(found, Trial) else found
+
+
+def settled(call: Call) -> Variant:
+    """The variant of a call that is not measured itself: the selected one of its class, or the
+    rule's; not collective.
+    """
+    found = call.engine.selections.get(_class_of(call))
+    return found.variant if isinstance(found, Selection) else call.rule().variant
+
+
+def measure(call: Call, trial: Trial, execute: Callable[[], None]) -> None:
+    """Execute a call, and report its times to its trial; collective at the end of a round."""
+    if not call.comparable(trial.candidates):
+        execute()
+        return
+    world, key = call.world, trial.key
+    agreement.synchronize(world, f"{call.description}\n{key}", call.timeout)
+    before, begin = waited_for_core(), time.monotonic_ns()
+    execute()
+    end = time.monotonic_ns()
+    if not trial.record(begin, end, waited_for_core() - before, call.work):
+        return
+    times = agreement.of_all_ranks(
+        world,
+        f"{call.description}\n{key} took {len(trial.calls)} times",
+        torch.tensor(trial.calls, device="cpu"),
+        call.timeout,
+    )
+    by_rank = times.view(world.ranks, -1, 4).tolist()
+    fastest = trial.end_round(by_rank, world.hosts, world.oversubscribed)
+    if fastest is None:
+        return
+    if call.exact:
+        fastest = fastest._replace(left=CallsLeft(trial.period), period=trial.period)
+    call.engine.selections[key] = fastest
+    call.log(fastest)
+    if world.rank == 0 and trial.round and (name := _stored_as(call)) is not None:
+        stored.learn(name, trial.measured(fastest.variant))
 
 
 def _class_of(call: Call) -> Class | None:
-    """The class of a call; None if there is only one variant to select."""
-    rows, ranks = max(call.workload.rows), call.world.ranks
-    if not call.tunable or ranks == 1 or not rows:
+    """The class of a call; None if the rule alone selects its variant."""
+    workload, world = call.similar, call.world
+    if workload is None or world.ranks == 1 or not max(workload.rows):
         return None
-    chunk_rows = call.options.chunk_rows
-    rows = size_class(rows) if chunk_rows is None else rows
-    return Class(
-        call.shared._replace(rows=(rows,) * ranks),
-        chunk_rows,
-        call.world.emulated_link,
-        torch.are_deterministic_algorithms_enabled(),
-    )
+    return Class(workload, call.row_limit, world.emulated_link)
 
 
-def _candidates(call: Call) -> list[Selection]:
-    """The variants to measure for the class of a call, a stored one or the rule's first; a single
-    one if there is nothing to measure.
+class Proposal(NamedTuple):
+    """A rank's candidates for a class: the first, by the rule or as stored, and its time as stored,
+    0 if it is not; and others to measure.
     """
-    operator, workload, world = call.operator, call.workload, call.world
-    first, chunk_rows = call.rule("auto"), call.options.chunk_rows
-    if torch.are_deterministic_algorithms_enabled():
-        return [first]
-    if chunk_rows is None and world.topology is None:
-        stored = tuned.find(workload, world.emulated_link)
-        if stored and not stored.busy and call.possible(stored.variant.algorithm):
-            first = Selection(stored.variant, _STORED, record=stored.ns)
-    if (
-        call.passing < _MEASURED_FROM
-        or max(workload.rows) <= FEW_ROWS
-        or workload.dtype not in _DTYPES
-    ):
-        return [first]
-    linked = not world.remote_reads
-    names = operator.auto_candidates_over_links if linked else operator.auto_candidates
-    variants = [first.variant, *map(call.variant, names)]
-    if linked and chunk_rows is None:
-        most = max(workload.rows) // _LEAST_PIECE
-        cut = [each for each in variants if each.algorithm not in operator.uncut]
-        variants += [each._replace(pieces=n) for each in cut for n in _PIECES if n <= most]
-    others = [Selection(each, "") for each in dict.fromkeys(variants) if each != first.variant]
-    return [first, *others][:_CANDIDATES]
+
+    first: Selection
+    record: float
+    others: list[Variant]
+
+
+def _proposed(call: Call) -> Proposal:
+    first, name = call.rule(), _stored_as(call)
+    candidates, record = call.candidates(), 0.0
+    found = None if name is None else stored.find(name)
+    if found and not found.busy and call.possible(found.variant.algorithm):
+        first, record = Selection(found.variant, _STORED), found.ns
+    others = [each for each in dict.fromkeys(candidates) if each != first.variant]
+    if len(candidates) == 1 or call.world.stream_ordered:
+        others = []
+    return Proposal(first, record, others[: _CANDIDATES - 1])
+
+
+def _stored_as(call: Call) -> str | None:
+    """The name of a call's class among the stored measurements; None for one that is not stored: a
+    network is not a property of this machine.
+    """
+    world = call.world
+    if call.row_limit is not None or world.topology is not None:
+        return None
+    return stored.key(call.own_class, stored.setting(world))
+
+
+def _agreed(call: Call, key: Class) -> Selection | Trial:
+    """The selection that rank 0 proposes, or the trial of its candidates, on all ranks; `key` is
+    compared between ranks, so that different calls raise an error.
+    """
+    text = ""
+    if call.world.rank == 0:
+        first, record, others = _proposed(call)
+        variants = [each.to_json() for each in (first.variant, *others)]
+        text = json.dumps([variants, record, first.reason])
+    name = f"{call.description}\n{key}"
+    text = agreement.from_rank_0(call.world, name, text, call.timeout)
+    found, record, reason = json.loads(text)
+    candidates = [*map(Variant.from_json, found)]
+    if len(candidates) == 1:
+        return Selection(candidates[0], reason)
+    return Trial(key, candidates, record)
 
 
 class Trial:
     """The candidates of a class, the stored or the rule's one first, and their times so far.
 
-    `record` is the time of the first if an earlier process has stored it, in nanoseconds per
-    element of the product. Then calls of that variant alone come first; the others are measured
-    only if these are clearly slower.
+    `record` is the time of the first if an earlier process has stored it, in nanoseconds per unit
+    of work. Then calls of that variant alone come first; the others are measured only if these are
+    clearly slower. `period` is the number of calls after which an exact class is measured again.
     """
 
-    def __init__(self, key: Class, candidates: Sequence[Variant], record: float = 0.0) -> None:
+    def __init__(
+        self,
+        key: Class,
+        candidates: Sequence[Variant],
+        record: float = 0.0,
+        period: int = _PERIOD,
+    ) -> None:
         self.key, self.first, self.candidates = key, candidates[0], [*candidates]
-        self.to_check = record
-        self.turns = [self.first] * _CHECKS if record else self.candidates
-        """The variants of the calls of this round."""
+        self.to_check, self.period = record, period
+        self.left = self.candidates
+        """The candidates that have not been dropped."""
         self.round = 0
         """The number of rounds that have ended and count."""
         self.repeated = False
         """Whether the latest round did not count, since ranks had to wait for cores."""
         self.calls: list[tuple[int, int, int, int]] = []
         """Of this round: begin and end of each call and the time that this rank waited for a core
-        in it, in nanoseconds, and the size of its product.
+        in it, in nanoseconds, and its work.
         """
-        self.ns_per_element: dict[Variant, list[float]] = defaultdict(list)
-        """The times of each candidate divided by the size of the product, shortest first."""
+        self.ns_per_work: dict[Variant, list[float]] = defaultdict(list)
+        """The times of each candidate divided by the work, shortest first."""
         self.ms: dict[Variant, float] = {}
         """The shortest time of each candidate, for `explain`."""
         self.took = self.waited = 0.0
+
+    @property
+    def turns(self) -> list[Variant]:
+        """The variants of the calls of this round."""
+        if self.to_check:
+            return [self.first] * _CHECKS
+        return [variant for variant in self.left for _ in range(IN_A_ROW)]
 
     @property
     def busy(self) -> bool:
         """Whether ranks have waited for cores in the measured calls."""
         return self.waited > _BUSY * self.took
 
-    def includes(self, call: Call) -> bool:
-        """Whether no candidate multiplies so few rows of a call that torch uses other kernels."""
-        least = min(call.workload.rows)
-        return all(least >= _SAME_BITS * variant.pieces for variant in self.candidates)
-
     def next(self, call: Call) -> Selection:
         """The candidate of the next call, or the first one."""
-        variant = self.turns[len(self.calls)] if self.includes(call) else self.first
+        comparable = call.comparable(self.candidates)
+        variant = self.turns[len(self.calls)] if comparable else self.first
         return Selection(
             variant, "one of the first calls, which measure the candidates", trial=self
         )
 
-    def record(self, call: Call, begin: int, end: int, waited: int) -> bool:
+    def record(self, begin: int, end: int, waited: int, work: int) -> bool:
         """Record the times of a call; True for the last one of a round."""
-        size = sum(call.workload.rows) * max(1, call.workload.n)
-        self.calls.append((begin, end, waited, size))
+        self.calls.append((begin, end, waited, work))
         return len(self.calls) == len(self.turns)
 
-    def end_round(self, times: Tensor, hosts: Sequence[int]) -> Selection | None:
-        """Evaluate a round, with every rank's calls in `times`; the selection, or None if another
-        round follows.
+    def end_round(
+        self,
+        times: Sequence[Sequence[Sequence[int]]],
+        hosts: Sequence[int],
+        oversubscribed: bool = False,
+    ) -> Selection | None:
+        """Evaluate a round, with the `calls` of every rank in `times`; the selection, or None if
+        another round follows. Ranks that share cores always wait for one: then no round is busy.
         """
-        measured = times.view(-1, len(self.turns), 4)
-        latest = [
-            measured[[host == each for each in hosts]].amax(0) for host in dict.fromkeys(hosts)
-        ]
-        durations = torch.stack([each[:, 1] - each[:, 0] for each in latest]).amin(0).tolist()
-        waits = measured[:, :, 2].amax(0).tolist()
+        durations, waits = [], []
+        for calls in zip(*times, strict=True):
+            by_host = [
+                [call for call, host in zip(calls, hosts, strict=True) if host == each]
+                for each in dict.fromkeys(hosts)
+            ]
+            durations.append(
+                min(
+                    max(end for _, end, *_ in each) - max(begin for begin, *_ in each)
+                    for each in by_host
+                )
+            )
+            waits.append(0 if oversubscribed else max(waited for _, _, waited, _ in calls))
         self.took, self.waited = self.took + sum(durations), self.waited + sum(waits)
         disturbed = any(wait > _BUSY * ns for wait, ns in zip(waits, durations, strict=True))
         self.repeated = disturbed and not self.repeated
-        sizes = measured[0, :, 3].tolist()
-        for variant, ns, size in zip(self.turns, durations, sizes, strict=True):
-            insort(self.ns_per_element[variant], ns / size)
+        for variant, ns, (*_, work) in zip(self.turns, durations, times[0], strict=True):
+            insort(self.ns_per_work[variant], ns / work)
             self.ms[variant] = min(self.ms.get(variant, float("inf")), 1e-6 * ns)
         self.calls = []
         if self.to_check:
             return self._checked()
         return None if self.repeated else self._selected()
 
-    def measured(self, variant: Variant) -> tuned.Measured:
+    def measured(self, variant: Variant) -> Measured:
         """The time of a variant, to store."""
-        return tuned.Measured(variant, self.ns_per_element[variant][0], self.busy)
+        return Measured(variant, self.ns_per_work[variant][0], self.busy)
 
     def _checked(self) -> Selection | None:
         """The stored variant, or None if all candidates have to be measured."""
-        if self.busy or self.ns_per_element[self.first][0] <= _SLOWER * self.to_check:
+        if self.busy or self.ns_per_work[self.first][0] <= _SLOWER * self.to_check:
             return Selection(self.first, _STORED)
-        self.to_check, self.turns = 0.0, self.candidates
-        self.ns_per_element.clear()
+        self.to_check = 0.0
+        self.ns_per_work.clear()
         self.ms.clear()
         return None
 
     def _selected(self) -> Selection | None:
         """The fastest candidate, or None if another round has to follow."""
-        if self.round:
-            bound = DROPPED_FROM[self.round - 1] * min(map(self._time, self.turns))
-            self.turns = [each for each in self.turns if self._time(each) <= bound]
+        bound = DROPPED_FROM[self.round] * min(map(self._time, self.left))
+        self.left = [each for each in self.left if self._time(each) <= bound]
         self.round += 1
-        if len(self.turns) > 1 and self.round <= len(DROPPED_FROM):
+        if len(self.left) > 1 and self.round < len(DROPPED_FROM):
             return None
 
         def weighted(variant: Variant) -> float:
@@ -276,46 +319,11 @@ class Trial:
 
         by_time = tuple(sorted(self.ms.items(), key=lambda each: each[1]))
         reason = "it was the fastest in the first calls of its class"
-        return Selection(min(self.turns, key=weighted), reason, by_time)
+        return Selection(min(self.left, key=weighted), reason, by_time)
 
     def _time(self, variant: Variant) -> float:
         """The mean of the two shortest times, since one call may be lucky; of two times the shorter
         one, since the first call touches new memory.
         """
-        shortest, *others = self.ns_per_element[variant]
+        shortest, *others = self.ns_per_work[variant]
         return (shortest + others[0]) / 2 if len(others) > 1 else shortest
-
-
-def _agreed(call: Call, key: Class) -> list[Selection]:
-    """The candidates of rank 0, on all ranks; `key` is compared between ranks, so that different
-    calls raise an error.
-    """
-    world = call.world
-    own = _candidates(call) if world.rank == 0 else []
-    numbers = torch.zeros(4 * _CANDIDATES, 1, dtype=torch.int64, device="cpu")
-    for at, each in enumerate(own):
-        algorithm, pieces, order, _ = each.variant
-        encoded = _ALGORITHMS.index(algorithm), pieces, ORDERS.index(order)
-        numbers[4 * at : 4 * at + 3, 0] = torch.tensor(encoded, device="cpu")
-        numbers[4 * at + 3] = torch.tensor(each.record, dtype=torch.float64, device="cpu").view(
-            torch.int64
-        )
-    name = f"{call.description}\n{key}"
-    agreement.from_rank_0(world, name, numbers, call.options.timeout)
-    return own or [
-        Selection(
-            Variant(_ALGORITHMS[name], pieces, ORDERS[order]), "as rank 0 decided", record=record
-        )
-        for (name, pieces, order, _), record in zip(
-            numbers.view(-1, 4).tolist(), numbers[3::4, 0].view(torch.float64).tolist(), strict=True
-        )
-        if pieces
-    ]
-
-
-def _exchanged(call: Call, trial: Trial) -> Tensor:
-    """The times that all ranks measured in a round, a row for each rank."""
-    own = torch.tensor(trial.calls, device="cpu")
-    name = f"{call.description}\n{trial.key} took {own.numel()}"
-    operator, timeout = call.operator.name, call.options.timeout
-    return agreement.of_all_ranks(call.world, operator, name, own, timeout)

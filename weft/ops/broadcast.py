@@ -8,7 +8,9 @@ from torch import Tensor
 
 from weft.checks import check_rank
 from weft.ops import arguments, collective, granularity
-from weft.ops.collective import ANY, CollectiveCall, Handle, planned
+from weft.ops.collective import ANY, CollectiveCall, Plans, planned
+from weft.ops.handle import Handle
+from weft.ops.operator import CollectiveOperator
 from weft.schedules import broadcast as schedule
 from weft.schedules.workload import pieces
 from weft.world import World
@@ -46,7 +48,7 @@ def broadcast(
         ...     local.run(lambda: weft.broadcast(torch.tensor([weft.init().rank]), 1))
         [tensor([1]), tensor([1])]
     """
-    return collective.run(_check, tensor, tensor, (source, algorithm), world, timeout)
+    return collective.run(check, tensor, tensor, (source, algorithm), world, timeout)
 
 
 def broadcast_async(
@@ -68,12 +70,10 @@ def broadcast_async(
         ...     local.run(overlapped)
         [tensor([1]), tensor([1])]
     """
-    return collective.start(_check, tensor, tensor, (source, algorithm), world, timeout)
+    return collective.start(check, tensor, tensor, (source, algorithm), world, timeout)
 
 
-def _check(
-    world: World, tensor: Tensor, out: Tensor, source: int, algorithm: str
-) -> CollectiveCall:
+def check(world: World, tensor: Tensor, out: Tensor, source: int, algorithm: str) -> CollectiveCall:
     arguments.check_input(tensor, "tensor", world, ANY)
     arguments.check_algorithm(algorithm, schedule.COLLECTIVE, world)
     source = check_rank(source, "source", world.ranks)
@@ -84,43 +84,56 @@ def _check(
         )
     if not tensor.is_leaf:
         collective.check_not_recorded(tensor, "tensor")
-    rows, hosts = tensor.view(-1, 1), world.topology
-    most, size = len(rows), tensor.nbytes
-    none, sends = rows[:0], world.rank == source
-    tensors = {"a": rows if sends else none, "out": none if sends else rows}
-    symmetric = world.is_symmetric(rows)
-    if algorithm in ("auto", "pull") and not symmetric and granularity.measurable(world, size):
-        planner = partial(planned, schedule.broadcast, world.ranks, source=source)
-        cut = pieces(most, granularity.slot_rows(rows, most, 1, world, PIECE_BYTES))
-        plans = granularity.plans(
+    return _Broadcast(world, tensor, source, algorithm)
+
+
+class _Broadcast(CollectiveCall):
+    """The source's tensor in place of all others."""
+
+    def __init__(self, world: World, tensor: Tensor, source: int, algorithm: str) -> None:
+        rows = tensor.view(-1, 1)
+        none, sends = rows[:0], world.rank == source
+        tensors = {"a": rows if sends else none, "out": none if sends else rows}
+        self.matrix, self.source = rows, source
+        super().__init__(
             world,
-            size,
-            eager=partial(schedule.eager, source, world.levels),
-            slots=partial(planner, cut),
-            short=None,
-            read=partial(planner, 1, symmetric_a=True),
+            "broadcast",
+            (len(rows),),
+            tensors,
+            tensor,
+            size=tensor.nbytes,
+            algorithm=algorithm,
         )
-        first = next(iter(plans.values()))()
-        return CollectiveCall(first, (most,), tensors, tensor, plans=plans, size=size)
-    if algorithm in ("auto", "pull") and granularity.moved_eagerly(world, size, symmetric):
-        return CollectiveCall(schedule.eager(source, world.levels), (most,), tensors, tensor)
-    host_of, staged = hosts or range(world.ranks), hosts is None and not symmetric
-    if algorithm == "ring":
-        plan = planned(
-            schedule.ring,
-            pieces(most, granularity.sent_rows(rows, most)),
-            source,
-            host_of,
-            staged=staged,
-        )
-    elif hosts is not None or algorithm == "push":
-        plan = planned(schedule.push, source, host_of, staged=staged)
-    else:
+
+    def choose(self) -> Plans:
+        world, source, algorithm, size = self.world, self.source, self.algorithm, self.size
+        (most,), hosts = self.rows, world.topology
+        symmetric = world.is_symmetric(self.matrix)
+        staged = hosts is None and not symmetric
+        planner = partial(planned, schedule.broadcast, world.ranks, source=source)
+        slots = pieces(most, granularity.slot_rows(self.matrix, most, 1, world, PIECE_BYTES))
+        if algorithm in ("auto", "pull"):
+            eager = partial(schedule.eager, source, world.levels)
+            if not symmetric and granularity.measurable(world, size):
+                return granularity.plans(
+                    world,
+                    size,
+                    eager=eager,
+                    slots=partial(planner, slots),
+                    short=None,
+                    read=partial(planner, 1, symmetric_a=True),
+                )
+            if granularity.moved_eagerly(world, size, symmetric):
+                return {"eager": eager}
+        sends = hosts or range(world.ranks)
+        if algorithm == "ring":
+            cut = pieces(most, granularity.sent_rows(self.matrix, most))
+            return {"ring": partial(planned, schedule.ring, cut, source, sends, staged=staged)}
+        if hosts is not None or algorithm == "push":
+            return {"push": partial(planned, schedule.push, source, sends, staged=staged)}
         shared = size >= SHARED_BYTES
-        cut = world.ranks if shared else 1
-        if staged:
-            cut = pieces(most, granularity.slot_rows(rows, most, 1, world, PIECE_BYTES))
-        plan = planned(
-            schedule.broadcast, world.ranks, cut, source, symmetric_a=not staged, shared=shared
-        )
-    return CollectiveCall(plan, (most,), tensors, tensor)
+        cut = slots if staged else world.ranks if shared else 1
+        return {"pull": partial(planner, cut, symmetric_a=not staged, shared=shared)}
+
+
+OPERATOR = CollectiveOperator(schedule.COLLECTIVE, check)

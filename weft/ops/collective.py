@@ -30,26 +30,27 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache, partial
-from itertools import count
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from weft._native import Binding
 from weft.checks import check_timeout, suggestion
 from weft.checks import name as dtype_name
 from weft.engines import engine
 from weft.engines.engine import Engine
 from weft.engines.program import Program
-from weft.errors import PeerTimeout
 from weft.kernels.weights import DTYPES as FLOATS
-from weft.ops import arguments, dims, measured
-from weft.ops.measured import Plans
+from weft.ops import arguments, dims, driver, handle
+from weft.ops.call import Call, Key, Selection
+from weft.ops.handle import Handle
 from weft.plan import Plan
 from weft.plan.values import REDUCTIONS
+from weft.schedules.workload import Variant, Workload
 from weft.world import World, current
 
 NUMBERS = (*FLOATS, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
@@ -58,85 +59,106 @@ NUMBERS = (*FLOATS, torch.int8, torch.int16, torch.int32, torch.int64, torch.uin
 ANY = (*NUMBERS, torch.bool)
 """The dtypes that can be moved."""
 
+Plans = Mapping[str, Callable[[], Plan]]
+"""The plans that a call can be executed by, by algorithm, the rule's first."""
 
-class CollectiveCall(NamedTuple):
-    """A checked call of a collective: its plan, the rows of its shards, the matrices of its
-    buffers, and its result.
 
-    `copied` has pairs of a part of the result and the block that is copied to it at the end.
+_AS_ASKED = "as asked for"
+_BY_RULE = "the rule for its size and memory"
+
+
+class CollectiveCall(Call):
+    """A checked call of a collective; a subclass chooses its plans.
+
+    `size` is the most bytes of a rank that are sent to peers, `algorithm` the caller's. `copied`
+    has pairs of a part of the result and the block that is copied to it at the end.
     `sizes_exchanged`: ranks exchanged the sizes, which may differ in the next call with the same
-    arguments. `plans`: the plans from which the fastest is chosen by measuring them, if there are
-    several, for calls of about `size` bytes on each rank; `plan` is then the first of them.
-    `name`: what errors name in place of the plan's operator.
+    arguments.
     """
 
-    plan: Plan
-    rows: Sequence[int]
-    tensors: dict[str, Tensor]
-    result: Tensor
+    exact = True
+    description = ""
     copied: Sequence[tuple[Tensor, Tensor]] = ()
-    sizes_exchanged: bool = False
-    plans: Plans = MappingProxyType({})
-    size: int = 0
-    name: str = ""
+    sizes_exchanged = False
+
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        rows: Sequence[int],
+        tensors: dict[str, Tensor],
+        result: Tensor,
+        *,
+        size: int = 0,
+        algorithm: str = "auto",
+    ) -> None:
+        super().__init__(world, None)
+        self.name, self.algorithm, self.size = name, algorithm, size
+        self.rows, self.tensors, self.results = rows, tensors, [result]
+        self.plans = self.choose()
+
+    @abstractmethod
+    def choose(self) -> Plans:
+        """The plans of its algorithm; several for ``auto`` if the fastest depends on the machine.
+        Calls of up to the same power of two of bytes have the same algorithms.
+        """
 
     @property
-    def key(self) -> measured.Class:
-        """The class of calls that share the choice among `plans`."""
-        return measured.Class.of(self.plan.operator, self.size)
+    def own_class(self) -> Workload:
+        """Rows of one byte each, as the fastest plan depends on the bytes alone."""
+        sizes = (class_bytes(self.size),) * self.world.ranks
+        return Workload(self.name, sizes, 1, 1, "uint8", "uint8", symmetric=False)
+
+    @property
+    def similar(self) -> Workload | None:
+        return None if len(self.plans) == 1 else self.own_class
+
+    @property
+    def work(self) -> int:
+        return self.size
+
+    def rule(self) -> Selection:
+        first = Variant(next(iter(self.plans)), device=self.world.device_options)
+        return Selection(first, _AS_ASKED if self.algorithm != "auto" else _BY_RULE)
+
+    def candidates(self) -> list[Variant]:
+        return [Variant(name, device=self.world.device_options) for name in self.plans]
+
+    def possible(self, algorithm: str) -> bool:
+        return algorithm in self.plans
+
+    def plan(self, variant: Variant) -> Plan:
+        return self.plans[variant.algorithm]()
+
+    def bind(self, program: Program) -> Binding:
+        found: Binding = program.bind(self.tensors, self.rows, self.description)
+        return found
+
+    def execute(self, program: Program) -> None:
+        with self.world.exclusive:
+            program.execute(self.bind(program), self.timeout)
+
+    def repeatable(self, key: Key) -> bool:
+        return self.engine.caches_calls and not (self.copied or self.sizes_exchanged)
 
     def finish(self) -> Tensor:
         """The result, with the blocks copied to it."""
         for part, block in self.copied:
             part.copy_(block)
-        return self.result
+        return self.results[0]
+
+    def cut(self, variant: Variant) -> str:
+        pieces = max(self.plan(variant).pieces, default=1)
+        return f"{variant}, {pieces} piece{'' if pieces == 1 else 's'} per shard"
+
+
+def class_bytes(size: int) -> int:
+    """The most bytes of a call that is in one class with calls of `size` bytes: a power of two."""
+    return 1 << (size - 1).bit_length() if size else 0
 
 
 Check = Callable[..., CollectiveCall]
 """An operator's ``check(world, a, out, *options)``, which raises an error for bad arguments."""
-
-
-class Handle:
-    """A collective in progress, made by the ``_async`` forms."""
-
-    def __init__(self, program: Program, call: CollectiveCall) -> None:
-        self._program, self._result = program, call.result
-        self._number = program.started
-        self._call: CollectiveCall | None = call
-
-    def done(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._call is None or self._reused() or self._program.done()
-
-    def _reused(self) -> bool:
-        """Whether a later call has started the program again, which the end of this one permits."""
-        return self._program.started != self._number
-
-    def wait(self, timeout: float | None = None) -> Tensor:
-        """Wait for the result, and return it.
-
-        Raises `PeerTimeout` after `timeout` seconds; the collective continues, and `wait` can be
-        called again. Raises `ValueError` for a `timeout` that is not positive, and the errors of
-        the collective itself.
-        """
-        if self._call is not None:
-            check_timeout(timeout)
-            if not self._join(timeout):
-                operator = self._program.plan.operator
-                raise PeerTimeout(f"{operator} is not done after {timeout:g} s")
-            self._call.finish()
-            self._call = None
-        return self._result
-
-    def _join(self, timeout: float | None) -> bool:
-        """Wait until the call has ended, and raise its error; False after `timeout` seconds."""
-        if self._call is None or self._reused():
-            return True
-        if not self._program.join(float("inf") if timeout is None else timeout):
-            return False
-        if self._program.failure is not None:
-            raise self._program.failure
-        return True
 
 
 def run(
@@ -159,29 +181,9 @@ def run(
             result: Tensor = cached
             return result
     with world.tell_refusal:
-        call = check(world, a, out, *options)
-        description = describe(_name(call), a, check, options)
-        trial = left = None
-        if len(call.plans) > 1:
-            choices = measured.choices(world, description, timeout)
-            found = choices.of(call.key, call.plans)
-            call = call._replace(plan=call.plans[found.name]())
-            trial = found if isinstance(found, measured.Trial) else None
-            left = choices.left.get(call.key)
-        program: Any = own.program(call.plan, call.tensors, call.rows)
-        with world.exclusive:
-            binding = program.bind(call.tensors, call.rows, description)
-            if trial is None:
-                program.execute(binding, timeout)
-        if trial is not None:
-            execute = partial(program.execute, binding, timeout)
-            choices.measure(trial, execute, call.plans, call.size, description, timeout)
-        result = call.finish()
-        if own.caches_calls and trial is None and not call.copied and not call.sizes_exchanged:
-            operands = a, out, None, None
-            made = call.tensors, [result], program.prepare, left
-            own.calls.add(check, options, *operands, program, binding, *made)
-        return result
+        call = _checked(check, world, a, out, options, timeout)
+        made: Tensor = driver.run(call, (check, options, a, out, None, None))
+        return made
 
 
 def start(
@@ -196,33 +198,21 @@ def start(
     world = current(world)
     with world.tell_refusal:
         check_timeout(timeout)
-        call = check(world, a, out, *options)
-        return begin(world, call, describe(_name(call), a, check, options), timeout)
+        return handle.begin(_checked(check, world, a, out, options, timeout))
 
 
-def begin(world: World, call: CollectiveCall, description: str, timeout: float | None) -> Handle:
-    """Begin a checked call and return at once."""
-    own = engine(world)
-    if call.plans and (choices := own.selections.get(measured.Choices)):
-        call = call._replace(plan=choices.expected(call.key, call.plans))
-    with world.exclusive:
-        own.limit_outstanding()
-        program = _idle(own, call)
-        program.start(program.bind(call.tensors, call.rows, description), call, timeout)
-        program.started += 1
-    return Handle(program, call)
-
-
-def _idle(own: Engine, call: CollectiveCall) -> Program:
-    """An idle program of a call: each of several concurrent calls needs its own."""
-    programs = (
-        own.program(call.plan, call.tensors, call.rows, number=number) for number in count()
-    )
-    return next(program for program in programs if program.idle())
-
-
-def _name(call: CollectiveCall) -> str:
-    return call.name or call.plan.operator
+def _checked(
+    check: Check,
+    world: World,
+    a: Tensor,
+    out: Tensor | None,
+    options: tuple[Hashable, ...],
+    timeout: float | None,
+) -> CollectiveCall:
+    call = check(world, a, out, *options)
+    call.timeout = timeout
+    call.description = describe(call.name, a, check, options)
+    return call
 
 
 def describe(operator: str, a: Tensor, check: Check, options: tuple[Hashable, ...]) -> str:

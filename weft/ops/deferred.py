@@ -10,7 +10,8 @@ from torch import Tensor
 
 from weft.checks import check_timeout
 from weft.errors import PeerTimeout, SymmetricMemoryError
-from weft.ops.collective import CollectiveCall, Handle, begin
+from weft.ops.collective import CollectiveCall
+from weft.ops.handle import Handle, begin
 from weft.world import World
 
 
@@ -46,7 +47,8 @@ class DeferredHandle(Handle):
         with self._world.fail_on_error:
             try:
                 call = self._prepare(numbers)
-                self._begun = begin(self._world, call, self._description, self._timeout)
+                call.description, call.timeout = self._description, self._timeout
+                self._begun = begin(call)
             except (ValueError, SymmetricMemoryError) as error:  # on all ranks
                 self._refused = error
 

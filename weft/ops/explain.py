@@ -1,104 +1,141 @@
-"""A text on the variant that a fused operator would select for its arguments, and the reason."""
+"""A text on the variant that an operator would select for its arguments, and the reason."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+import weft
 from weft.engines import engine
 from weft.kernels.weights import Weight, words
 from weft.ops import float8
-from weft.ops.arguments import listed
+from weft.ops.arguments import as_key, listed
 from weft.ops.autotune import expected
-from weft.ops.call import Call, Operands, Options
-from weft.ops.operator import find
-from weft.predict import machine, rank
-from weft.schedules.operators import OPERATORS
+from weft.ops.call import Call
+from weft.ops.collective import describe
+from weft.ops.fused import FusedCall
+from weft.ops.operator import CollectiveOperator, FusedOperator, find_any
+from weft.ops.options import Operands, Options
+from weft.schedules.operators import COLLECTIVES, OPERATORS
 from weft.schedules.workload import Variant
 from weft.world import World, current
 
 
 def explain(
     a: Tensor,
-    b: Weight | Sequence[Weight],
+    b: Weight | Sequence[Weight] | None = None,
     *,
     operator: str = "all_gather_matmul",
-    dim: int = 0,
-    op: str = "sum",
-    bias: Tensor | Sequence[Tensor | None] | None = None,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | Sequence[Tensor | None] | None = None,
-    out_dtype: torch.dtype | None = None,
-    return_gathered: bool = False,
-    shard_rows: Sequence[int] | None = None,
-    algorithm: str = "auto",
-    chunk_rows: int | None = None,
-    order: str | None = None,
     world: World | None = None,
+    **options: Any,
 ) -> str:
     """A text that names the variant that `operator` would select for these arguments, the reason,
     and the measured and predicted times of other variants.
 
-    Not collective; nothing is sent. For ``auto``, if rank 0 has not selected yet, it is the variant
-    that this rank would select.
+    Not collective; nothing is sent. If the ranks have not selected yet, it is the variant that this
+    rank would propose.
 
-    `operator` is the name of a fused operator, such as ``matmul_all_reduce``; other arguments are
-    the operator's. Raises the `ValueError` or `TypeError` that the operator would raise.
+    `operator` is the name of a fused operator, such as ``matmul_all_reduce``, or of a collective,
+    such as ``all_gather``, which has no `b`; `options` are the operator's, without `out` and
+    `timeout`. Raises the `ValueError` or `TypeError` that the operator would raise.
 
     Examples:
         >>> a, b = torch.randn(64, 32), weft.pack(torch.randn(32, 16))
         >>> with weft.local_world(2) as local:
         ...     print(local.run(lambda: weft.explain(a, b, algorithm="ring"))[0])
         all_gather_matmul over 2 ranks: ring, at most 64 rows per transfer: as asked for; ...
+        >>> with weft.local_world(2) as local:
+        ...     print(local.run(lambda: weft.explain(a, operator="all_reduce"))[0])
+        all_reduce over 2 ranks: eager, 1 piece per shard: the rule for its size and memory
     """
     world = current(world)
-    if operator not in OPERATORS:
-        raise ValueError(f"there is no operator {operator!r}; choose one of {', '.join(OPERATORS)}")
-    several = isinstance(b, list | tuple)
-    weights: list[Weight] = [*b] if several else [b]  # type: ignore[list-item, misc]
-    if not weights or (len(weights) > 1 and not OPERATORS[operator].several_weights):
-        names = ", ".join(name for name, found in OPERATORS.items() if found.several_weights)
-        raise ValueError(
-            f"b must be one weight, or several for {names}; got a list of {len(weights)} weights"
-        )
-    biases = listed(bias, weights, several, "bias")
-    scales = listed(scale_b, weights, several, "scale_b")
+    names = (*OPERATORS, *(name for name in COLLECTIVES if name != "barrier"))
+    if operator not in names:
+        raise ValueError(f"there is no operator {operator!r}; choose one of {', '.join(names)}")
+    found = find_any(operator)
+    operands = (a,) if b is None and operator in COLLECTIVES else (a, b)
+    bound = inspect.signature(getattr(weft, operator)).bind(*operands, **options, world=world)
+    call: Call
+    notes, predicted = "", list[tuple[Variant, float]]()
     with torch.no_grad():
-        rows, weights = float8.scaled(a, weights, scale_a, scales, world)
-        options = Options(
-            dim,
-            op,
-            out_dtype,
-            return_gathered,
-            shard_rows,
-            algorithm,
-            chunk_rows,
-            order=order,
-        )
-        operands = Operands(rows, weights, biases, [None] * len(weights))
-        call = find(operator).check(world, operands, options)
-        selection, own = expected(call), engine(world)
-    for weight in call.weights:
-        own.check_product(call.tensors["a"], weight, getattr(torch, call.workload.out_dtype))
-    notes = f"{own.products}; " if own.products else ""
-    notes += f"the comm lane has {world.comm_threads} threads; " if world.comm_threads > 1 else ""
-    details = call.describe(selection.variant)
-    lines = [
-        f"{operator} over {world.ranks} ranks: {call.cut(selection.variant)}: "
-        f"{selection.reason}{details}; {notes}b is {words(weights)}"
-    ]
-    for kind, times in (("measured", selection.measured), ("predicted", _predicted(call))):
+        if isinstance(found, FusedOperator):
+            weights: list[Weight] = [*b] if isinstance(b, list | tuple) else [b]  # type: ignore[list-item]
+            several = isinstance(b, list | tuple)
+            call = fused = _fused_call(found, world, a, weights, several, options)
+            notes, predicted = f"{_of_products(fused)}{words(weights)}", _predicted(fused)
+        else:
+            call = _collective_call(found, world, a, bound)
+        selection = expected(call)
+    cut, details = call.cut(selection.variant), call.describe(selection.variant)
+    lines = [f"{operator} over {world.ranks} ranks: {cut}: {selection.reason}{details}{notes}"]
+    for kind, times in (("measured", selection.measured), ("predicted", predicted)):
         lines += [f"{kind}:"] if times else []
         lines += [f"  {ms:9.3f} ms  {call.cut(variant)}" for variant, ms in times]
     return "\n".join(lines)
 
 
-def _predicted(call: Call) -> list[tuple[Variant, float]]:
+def _fused_call(
+    found: FusedOperator,
+    world: World,
+    a: Tensor,
+    weights: list[Weight],
+    several: bool,
+    options: Mapping[str, Any],
+) -> FusedCall:
+    if not weights or (len(weights) > 1 and not found.schedule.several_weights):
+        names = ", ".join(name for name, each in OPERATORS.items() if each.several_weights)
+        raise ValueError(
+            f"b must be one weight, or several for {names}; got a list of {len(weights)} weights"
+        )
+    given = {"keep" if name == "return_gathered" else name: options[name] for name in options}
+    biases = listed(given.pop("bias", None), weights, several, "bias")
+    scales = listed(given.pop("scale_b", None), weights, several, "scale_b")
+    rows, weights = float8.scaled(a, weights, given.pop("scale_a", None), scales, world)
+    operands = Operands(rows, weights, biases, [None] * len(weights))
+    call = found.check(world, operands, Options(**given))
+    own = engine(world)
+    for weight in call.weights:
+        own.check_product(call.tensors["a"], weight, getattr(torch, call.workload.out_dtype))
+    return call
+
+
+def _collective_call(
+    found: CollectiveOperator, world: World, a: Tensor, bound: inspect.BoundArguments
+) -> Call:
+    bound.apply_defaults()
+    names = (*inspect.signature(found.check).parameters,)[3:]
+    if any(name.endswith("split_sizes") and bound.arguments[name] is not None for name in names):
+        raise ValueError(
+            "split sizes are exchanged by the call itself, and explain sends nothing: leave them "
+            "out"
+        )
+    options = [
+        as_key(value) if isinstance(value := bound.arguments[name], list) else value
+        for name in names
+    ]
+    call = found.check(world, a, None, *options)
+    call.description = describe(call.name, a, found.check, (*options,))
+    return call
+
+
+def _of_products(call: FusedCall) -> str:
+    """Words on how the products of a call are computed, up to those on its weights."""
+    world, own = call.world, engine(call.world)
+    notes = f"{own.products}; " if own.products else ""
+    notes += f"the comm lane has {world.comm_threads} threads; " if world.comm_threads > 1 else ""
+    return f"; {notes}b is "
+
+
+def _predicted(call: FusedCall) -> list[tuple[Variant, float]]:
     """The predicted milliseconds of a call's variants on this machine, fastest first; empty if
     ``weft calibrate`` has not measured the machine, this dtype or the network.
     """
+    from weft.predict import machine, rank  # no part of the path of a call
+
     world, workload, profile = call.world, call.workload, machine.calibrated()
     model = machine.from_dict(profile) if profile else None
     if model is None or not call.tunable or not model.multiplies(workload.dtype):

@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from weft.ops import measured
-from weft.ops.measured import Plans
+from weft.ops.collective import Plans, class_bytes
 from weft.plan import Plan
 from weft.schedules.staging import SHARED_SLOTS
 from weft.schedules.thresholds import EAGER_BUFFER_BYTES
@@ -29,6 +28,8 @@ EXCHANGED_BYTES = 16 << 10
 """The minimum size of a piece that two ranks exchange: its signals take longer than to copy fewer
 bytes.
 """
+MEASURED_BYTES = 4 << 10
+"""Bytes of a rank up to which nothing is measured: two system calls take longer than the copies."""
 SHORT_BYTES = 512 << 10
 """The number of bytes above which shorter slots are measured, too."""
 MAX_PIECES = 64
@@ -115,7 +116,7 @@ def measurable(world: World, size: int) -> bool:
     """
     return (
         world.ranks > 1
-        and size > measured.LEAST_BYTES
+        and size > MEASURED_BYTES
         and world.topology is None
         and not world.stream_ordered
     )
@@ -126,11 +127,12 @@ def plans(
 ) -> Plans:
     """The plans that move `size` bytes of each rank's ordinary tensor, the usual one first.
 
-    All sizes of a class (`measured.Class`) have plans of the same names, since one of these is
-    chosen for all. `slots` are as large as the caches permit, `short` ones have a sixteenth of the
-    rows.
+    All sizes of a class have plans of the same names, since one of these is chosen for all: rows
+    copied to ``eager`` buffers; staged through ``slots`` as large as the caches permit, or through
+    ``short slots`` for a sixteenth of the rows; or ``read`` in place through the kernel, which has
+    the fewest copies.
     """
-    largest = measured.Class.of("", size).largest
+    largest = class_bytes(size)
     found = {"slots": slots}
     if largest <= EAGER_BUFFER_BYTES:
         found = {"eager": eager}

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from weft.kernels.weights import Weight, rows_multiple
 from weft.ops import arguments, autograd, dims, float8, fused
-from weft.ops.call import Call, Operands, Options, workload
+from weft.ops.call import Key
+from weft.ops.fused import FusedCall
 from weft.ops.operator import FusedOperator, Gradient, Gradients, Pattern, Recorded
+from weft.ops.options import Operands, Options, workload
 from weft.ops.partial_sums import (
     ADDED_ROWS,
     SumCall,
@@ -80,7 +82,7 @@ def matmul_all_reduce(
                 [8., 8., 8.]])
     """
     world = current(world)
-    key: fused.Key | None = None
+    key: Key | None = None
     if scale_a is None and scale_b is None:
         key = check, (op, out_dtype, algorithm, chunk_rows), a, out, (b,), (bias,)
         cached: Tensor | None = fused.repeat(world, key, timeout)
@@ -96,7 +98,7 @@ def matmul_all_reduce(
     return fused.call(check, world, Operands(a, [b], [bias], [out]), options, key)[0]
 
 
-def check(world: World, operands: Operands, options: Options) -> Call:
+def check(world: World, operands: Operands, options: Options) -> FusedCall:
     """A checked call, which computes the sum."""
     out_dtype = check_sum(world, operands, options)
     a, (b,), (bias,), (out,) = operands

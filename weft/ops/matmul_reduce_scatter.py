@@ -5,6 +5,7 @@ while products are computed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch import Tensor
 
 from weft.kernels.weights import Weight, as_tensor
 from weft.ops import arguments, autograd, dims, float8, fused
-from weft.ops.call import Call, Operands, Options, workload
+from weft.ops.call import Key
+from weft.ops.fused import FusedCall
 from weft.ops.operator import FusedOperator, Gradient, Gradients, Pattern, Recorded
+from weft.ops.options import Operands, Options, workload
 from weft.ops.partial_sums import (
     ADDED_ROWS,
     SumCall,
@@ -109,7 +112,7 @@ def matmul_reduce_scatter(
     """
     world = current(world)
     shards = None if shard_rows is None else arguments.as_key(shard_rows)
-    key: fused.Key | None = None
+    key: Key | None = None
     if scale_a is None and scale_b is None:
         choices = op, dim, out_dtype, shards, algorithm, chunk_rows, order
         key = check, choices, a, out, (b,), (bias,)
@@ -118,7 +121,14 @@ def matmul_reduce_scatter(
             return cached
     a, (b,) = float8.scaled(a, [b], scale_a, [scale_b], world)
     options = Options(
-        dim, op, out_dtype, False, shards, algorithm, chunk_rows, timeout, order=order
+        dim=dim,
+        op=op,
+        out_dtype=out_dtype,
+        shard_rows=shards,
+        algorithm=algorithm,
+        chunk_rows=chunk_rows,
+        timeout=timeout,
+        order=order,
     )
     if arguments.recorded((a, b, bias, out)):
         operator = torch.ops.weft.matmul_reduce_scatter.default
@@ -126,7 +136,7 @@ def matmul_reduce_scatter(
     return fused.call(check, world, Operands(a, [b], [bias], [out]), options, key)[0]
 
 
-def check(world: World, operands: Operands, options: Options) -> Call:
+def check(world: World, operands: Operands, options: Options) -> FusedCall:
     """A checked call, which computes this rank's part of the sum."""
     out_dtype = check_sum(world, operands, options)
     a, (b,), (bias,), (out,) = operands
@@ -139,7 +149,7 @@ def check(world: World, operands: Operands, options: Options) -> Call:
     result = arguments.result(
         out, dims.resized(shape, dim, parts[world.rank]), out_dtype, (a, b, bias), world
     )
-    options = options if dim == options.dim else options._replace(dim=dim)
+    options = options if dim == options.dim else replace(options, dim=dim)
     return (_ColumnsCall if transposed else _RowsCall)(world, options, operands, parts, result)
 
 
@@ -247,7 +257,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Gradients:
     a, b = ctx.saved_tensors
     (dy,) = grads
     assert dy is not None
-    da, g = torch.ops.weft.all_gather_matmul(dy.to(a.dtype), [b.t()], [], *ctx.options)
+    da, g = torch.ops.weft.all_gather_matmul(dy.to(a.dtype), [b.t()], [], *ctx.arguments)
     db = autograd.weight_gradient(autograd.rows(a), autograd.rows(g)) if ctx.for_b else None
     dbias = autograd.rows(g).sum(0)
     if ctx.divisor > 1:

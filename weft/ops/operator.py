@@ -1,7 +1,7 @@
-"""The half of a fused operator's record that handles tensors; its planner's half is
-`weft.schedules.workload.Operator`.
+"""The half of an operator's record that handles tensors; the planner's half is
+`weft.schedules.workload.Operator`, or `Collective`.
 
-Every module of this package with the name of a fused operator ends with its record, `OPERATOR`.
+Every module of this package with the name of an operator ends with its record, `OPERATOR`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from weft.ops.call import Call, Operands, Options
-from weft.schedules.workload import Operator
+from weft.ops.collective import CollectiveCall
+from weft.ops.fused import FusedCall
+from weft.ops.options import Operands, Options
+from weft.schedules.workload import Collective, Operator
 from weft.world import World
 
 
@@ -76,6 +78,16 @@ class Pattern(NamedTuple):
 
 
 @dataclass(frozen=True)
+class CollectiveOperator:
+    """A collective: its planner's record, and `check`, which returns a checked call; its options
+    follow the world, the input and the output.
+    """
+
+    schedule: Collective
+    check: Callable[..., CollectiveCall]
+
+
+@dataclass(frozen=True)
 class FusedOperator:
     """A fused operator: its planner's record, and how it handles tensors.
 
@@ -86,7 +98,7 @@ class FusedOperator:
     """
 
     schedule: Operator
-    check: Callable[[World, Operands, Options], Call]
+    check: Callable[[World, Operands, Options], FusedCall]
     reference: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[int]], Sequence[Tensor]]
     fake: Callable[[Recorded], list[Tensor]] | None = None
     gradient: Gradient | None = None
@@ -106,5 +118,12 @@ class FusedOperator:
 
 def find(name: str) -> FusedOperator:
     """The fused operator of this name."""
-    operator: FusedOperator = import_module(f"weft.ops.{name}").OPERATOR
+    found = find_any(name)
+    assert isinstance(found, FusedOperator)
+    return found
+
+
+def find_any(name: str) -> FusedOperator | CollectiveOperator:
+    """The operator of this name."""
+    operator: FusedOperator | CollectiveOperator = import_module(f"weft.ops.{name}").OPERATOR
     return operator

@@ -13,8 +13,9 @@ from torch import Tensor
 from weft.checks import check_timeout, name
 from weft.kernels.weights import Weight
 from weft.ops import arguments, dims
-from weft.ops.call import Call, Operands, Options
+from weft.ops.fused import FusedCall
 from weft.ops.operator import Exchange, Recorded
+from weft.ops.options import Operands, Options
 from weft.schedules import workload as pure
 from weft.schedules.workload import Workload
 from weft.world import World
@@ -55,7 +56,7 @@ def check_sum(world: World, operands: Operands, options: Options) -> torch.dtype
     return arguments.check_out_dtype(a.dtype, options.out_dtype)
 
 
-class SumCall(Call):
+class SumCall(FusedCall):
     """Multiplies the matrix `x` (rows, K) by `weight` (K, N), and sums over ranks into `out`, which
     has N columns and the rows that this rank keeps.
 
@@ -81,11 +82,9 @@ class SumCall(Call):
     ) -> None:
         super().__init__(world, options, sums)
         self.results = [self.result]
-        self.tensors, self.weights, self.request_fields = (
-            {"a": x, "out": out},
-            (weight,),
-            {"op": options.op},
-        )
+        self.tensors = {"a": x, "out": out}
+        self.weights = (weight,)
+        self.request_fields = {"op": options.op}
         if bias is not None and options.own_bias:
             self.biases = (bias,)
         elif bias is not None and world.rank == 0:
@@ -102,15 +101,13 @@ def summed_products(inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tens
 def save_factors(ctx: Any, call: Recorded, results: Sequence[Tensor]) -> None:
     """Keep the operands that the backward formulas of both sums need."""
     a, (b,), biases, options, world = call
-    ctx.options = (
-        *Options(
-            dims.normal(options.dim, a.dim()),
-            keep=True,
-            shard_rows=options.shard_rows,
-            timeout=options.timeout,
-        ),
-        world,
+    backward = Options(
+        dim=dims.normal(options.dim, a.dim()),
+        keep=True,
+        shard_rows=options.shard_rows,
+        timeout=options.timeout,
     )
+    ctx.arguments = *backward.values(), world
     ctx.divisor = world[2] if options.op == "avg" else 1
     ctx.for_a, ctx.for_b = a.requires_grad, b.requires_grad
     ctx.biases = [(bias.requires_grad, bias.dtype) for bias in biases]

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
 from weft.ops import arguments, collective, dims, granularity
-from weft.ops.collective import CollectiveCall, Handle, as_matrix, planned, same_place
+from weft.ops.collective import CollectiveCall, Plans, as_matrix, planned, same_place
+from weft.ops.handle import Handle
+from weft.ops.operator import CollectiveOperator
 from weft.schedules import reduce_scatter as schedule
 from weft.schedules.workload import pieces
 from weft.world import World
@@ -112,15 +115,45 @@ def check(
         for part, block in collective.parts(a.detach(), matrix, dim, sizes):
             block.copy_(part)
     tensors = {"a": matrix, "out": as_matrix(result, dim)}
-    to_peers = (sum(rows) - min(rows)) * matrix.shape[1] * matrix.itemsize
-    most, symmetric, hosts = max(rows), world.is_symmetric(matrix), world.topology
-    if algorithm in ("auto", "direct") and granularity.reduced_eagerly(world, to_peers, symmetric):
-        plan = schedule.eager(world.levels, op)
-    elif hosts is not None or algorithm in ("push", "ring"):
-        cut = pieces(most, granularity.sent_rows(matrix, most))
-        algorithm = "ring" if algorithm == "ring" else "push"
-        plan = planned(schedule.put, cut, hosts or range(world.ranks), algorithm, op)
-    else:
+    return _ReduceScatter(world, rows, tensors, result, op, algorithm)
+
+
+class _ReduceScatter(CollectiveCall):
+    """This rank's part of the reduction of all ranks' tensors."""
+
+    def __init__(
+        self,
+        world: World,
+        rows: Sequence[int],
+        tensors: dict[str, Tensor],
+        result: Tensor,
+        op: str,
+        algorithm: str,
+    ) -> None:
+        self.op, matrix = op, tensors["a"]
+        to_peers = (sum(rows) - min(rows)) * matrix.shape[1] * matrix.itemsize
+        super().__init__(
+            world, "reduce_scatter", rows, tensors, result, size=to_peers, algorithm=algorithm
+        )
+
+    def choose(self) -> Plans:
+        world, op, algorithm = self.world, self.op, self.algorithm
+        matrix, most, hosts = self.tensors["a"], max(self.rows), world.topology
+        symmetric = world.is_symmetric(matrix)
+        if algorithm in ("auto", "direct") and granularity.reduced_eagerly(
+            world, self.size, symmetric
+        ):
+            return {"eager": partial(schedule.eager, world.levels, op)}
+        if hosts is not None or algorithm in ("push", "ring"):
+            cut = pieces(most, granularity.sent_rows(matrix, most))
+            algorithm = "ring" if algorithm == "ring" else "push"
+            sends = hosts or range(world.ranks)
+            return {algorithm: partial(planned, schedule.put, cut, sends, algorithm, op)}
         cut = pieces(most, granularity.exchanged_rows(matrix, most, world))
-        plan = planned(schedule.reduce_scatter, world.ranks, cut, op, symmetric_a=symmetric)
-    return CollectiveCall(plan, rows, tensors, result)
+        plan = partial(
+            planned, schedule.reduce_scatter, world.ranks, cut, op, symmetric_a=symmetric
+        )
+        return {"direct": plan}
+
+
+OPERATOR = CollectiveOperator(schedule.COLLECTIVE, check)

@@ -118,8 +118,7 @@ class Request(NamedTuple):
     peers in one lane for each of `links`.
 
     `op` is the reduction of a sum, ``sum`` or ``avg``. A gather multiplies by n `weights`, and
-    may have the `gathered` rows as an output too. `extra` are integers that only one operator
-    takes, such as a rank; without them it takes defaults.
+    may have the `gathered` rows as an output too.
     """
 
     ranks: int
@@ -133,7 +132,6 @@ class Request(NamedTuple):
     op: str = "sum"
     weights: int = 1
     gathered: bool = False
-    extra: tuple[int, ...] = ()
 
 
 class Rows(NamedTuple):

@@ -60,6 +60,8 @@ LOOK = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
 _native.set_tensor_access(PLAIN, LOOK)
 
+_END_OF_CALL = "\x1e"  # the separator of records, which no description of a call contains
+
 layouts = _native.layouts
 """Layouts of plain CPU tensors (dtypes, shapes, strides); None if any is not one."""
 
@@ -68,12 +70,11 @@ def find(tensor: torch.Tensor) -> Segment | None:
     """The segment of a tensor in symmetric memory of any world, also of a view made by another
     library; None for other tensors.
     """
-    if not (tensor.is_cpu or tensor.is_cuda):
-        return None
-    found = segments.get(tensor.untyped_storage().data_ptr())
-    return (
-        _native.segment_containing(tensor.data_ptr()) if found is None and tensor.is_cpu else found
-    )
+    if tensor.is_cpu and (address := tensor.data_ptr()):
+        return _native.segment_containing(address)
+    if tensor.is_cpu or tensor.is_cuda:  # one without elements has no address
+        return segments.get(tensor.untyped_storage().data_ptr())
+    return None
 
 
 def offset(tensor: torch.Tensor, segment: Segment, rank: int) -> int:
@@ -124,10 +125,12 @@ def exchange(
     world: Peers, compiled: _native.Compiled, call: str, note: str, file: _native.File | None = None
 ) -> Iterator[tuple[int, str, _native.File | None]]:
     """Send every peer a note and a file, if there is one, and yield ``(peer, note, file)`` of each;
-    all ranks make this `call`.
+    all ranks make this `call`. Of a call with a second line only that is compared between ranks,
+    and the first one is for errors.
     """
+    shown, _, compared = call.partition("\n")
     for peer in world.others:
-        send(world, peer, f"{call}\n{note}", file, f"in {call}")
+        send(world, peer, f"{call}{_END_OF_CALL}{note}", file, f"in {shown}")
     for peer in world.others:
         refused = world.executor.refused_call(compiled, peer)
 
@@ -140,10 +143,10 @@ def exchange(
 
         number = f"(call {compiled.call})"
         note, theirs = receive(
-            world, peer, f"for {call} {number}", f"for rank {peer} in {call} {number}", look
+            world, peer, f"for {shown} {number}", f"for rank {peer} in {shown} {number}", look
         )
-        their_call, text = note.split("\n", 1)
-        if their_call != call:
+        their_call, text = note.split(_END_OF_CALL, 1)
+        if their_call.partition("\n")[2] != compared or not (compared or their_call == call):
             raise world.mismatch(compiled.call, call, peer, their_call)
         yield peer, text, theirs
     world.executor.end(compiled)

@@ -1,7 +1,7 @@
 """Reading a peer's ordinary tensors directly through the kernel: one copy, where staging makes two.
 
 The kernel looks up each page, so whether that is faster depends on the processor, the size, and the
-size of pages: collectives measure it (`weft.ops.measured`). It always pays for tensors in huge
+size of pages: collectives measure it (`weft.ops.autotune`). It always pays for tensors in huge
 pages, which are few. Linux gives these to all large tensors if
 ``/sys/kernel/mm/transparent_hugepage/enabled`` is ``always``; if it is ``madvise``, torch requests
 them with ``THP_MEM_ALLOC_ENABLE=1``. ``WEFT_READ_PEERS=0`` has all tensors staged. Ranks test

@@ -1,0 +1,50 @@
+"""The path of every call, collective or fused operator, from its check to its results: select a
+variant, prepare a program, execute it, finish; `Engine.calls` repeats it without all that.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from weft.engines.program import Program
+from weft.ops.autotune import measure, select
+from weft.ops.call import Call, Key, Selection
+from weft.schedules.workload import Variant
+
+
+def run(call: Call, key: Key | None = None) -> Any:
+    """The results of a checked call, collectively; the call cache finds it by its `key` from now
+    on.
+    """
+    selection = select(call)
+    program = prepare(call, selection.variant)
+    if selection.trial is not None:
+        measure(call, selection.trial, partial(call.execute, program))
+    elif key is not None and call.repeatable(key):
+        _execute_and_cache(call, program, key, selection)
+    else:
+        call.execute(program)
+    return call.finish()
+
+
+def execute(call: Call, variant: Variant) -> Any:
+    """The results of a checked call in one variant."""
+    call.execute(prepare(call, variant))
+    return call.finish()
+
+
+def prepare(call: Call, variant: Variant, number: int = 0) -> Program:
+    """The program of a call in a variant; concurrent calls have different `number` each."""
+    return call.engine.program(
+        call.plan(variant), call.tensors, call.rows, call.dtypes, number, variant.device
+    )
+
+
+def _execute_and_cache(call: Call, program: Any, key: Key, selection: Selection) -> None:
+    with call.world.exclusive:
+        binding = call.bind(program)
+        compute, prepared = call.computes(program, binding, key)
+        program.execute(binding, call.timeout, compute)
+    tensors, results = call.tensors, call.results
+    call.engine.calls.add(*key, program, binding, tensors, results, prepared, selection.left)
