@@ -236,7 +236,7 @@ def different_widths(world):
     """Ranks whose widths select different variants by themselves; rank 0 selects."""
     own = Selection(Variant(("sequential", "push", "direct")[world.rank]), f"rank {world.rank}")
     # patched in this process, which ends with the rank
-    autotune._proposed = lambda _: autotune.Proposal(own, 0.0, [])
+    autotune._proposed = lambda *_: autotune.Proposal(own, 0.0, [])
     a, b = torch.randn(16, 4), torch.randn(4, 4 + world.rank)
     for _ in range(2):
         assert_product(weft.all_gather_matmul(a, b), gathered(a), b)
@@ -282,7 +282,7 @@ def explained_as_called(world, operator):
     call, workloads, proposed = getattr(weft, operator), [], autotune._proposed
     accepted, other = inspect.signature(call).parameters, OPERATORS[operator].algorithms[-2]
 
-    def record(call):
+    def record(call, _):
         workloads.append(call.workload)
         return autotune.Proposal(Selection(call.variant(other), "patched"), 0.0, [])
 

@@ -225,7 +225,8 @@ def described_anew(world):
     for text in ("all_gather(…)\nfirst", "all_to_all(…)\nsecond"):
         agreement.synchronize(world, text)
         assert world.executor.peer_call(world.rank, world.executor.calls) == text
-        assert agreement.from_rank_0(world, text, f"from {world.rank} \u2026") == "from 0 \u2026"
+        own = f"from {world.rank}…" if world.rank else ""
+        assert agreement.exchange(world, text, own) == ["", "from 1…"]
         assert world.executor.peer_call(world.rank, world.executor.calls) == text
 
 

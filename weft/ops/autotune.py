@@ -34,8 +34,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
-
 from weft._native import CallsLeft
 from weft.ops import agreement, stored
 from weft.ops.call import Call, Selection
@@ -89,7 +87,9 @@ def select(call: Call) -> Selection:
         if isinstance(found, Selection):
             call.log(found)
     elif isinstance(found, Selection) and found.left is not None and not found.left.take():
-        found = selections[key] = Trial(key, call.candidates(), period=10 * found.period)
+        found = selections[key] = Trial(
+            key, call.candidates(call.rule().variant), period=10 * found.period
+        )
     return found.next(call) if isinstance(found, Trial) else found
 
 
@@ -102,7 +102,7 @@ def expected(call: Call) -> Selection:
         return call.rule()
     found = call.engine.selections.get(key)
     if found is None:
-        return _proposed(call).first
+        return _proposed(call, call.rule()).first
     return found.next(call) if isinstance(found, Trial) else found
 
 
@@ -126,22 +126,17 @@ def measure(call: Call, trial: Trial, execute: Callable[[], None]) -> None:
     end = time.monotonic_ns()
     if not trial.record(begin, end, waited_for_core() - before, call.work):
         return
-    times = agreement.of_all_ranks(
-        world,
-        f"{call.description}\n{key} took {len(trial.calls)} times",
-        torch.tensor(trial.calls, device="cpu"),
-        call.timeout,
-    )
-    by_rank = times.view(world.ranks, -1, 4).tolist()
-    fastest = trial.end_round(by_rank, world.hosts, world.oversubscribed)
+    name = f"{call.description}\n{key} took {len(trial.calls)} times"
+    times = agreement.exchange(world, name, json.dumps(trial.calls), call.timeout)
+    fastest = trial.end_round([*map(json.loads, times)], world.hosts, world.oversubscribed)
     if fastest is None:
         return
     if call.exact:
         fastest = fastest._replace(left=CallsLeft(trial.period), period=trial.period)
     call.engine.selections[key] = fastest
     call.log(fastest)
-    if world.rank == 0 and trial.round and (name := _stored_as(call)) is not None:
-        stored.learn(name, trial.measured(fastest.variant))
+    if world.rank == 0 and trial.round and (class_name := _stored_as(call)) is not None:
+        stored.learn(class_name, trial.measured(fastest.variant))
 
 
 def _class_of(call: Call) -> Class | None:
@@ -162,9 +157,10 @@ class Proposal(NamedTuple):
     others: list[Variant]
 
 
-def _proposed(call: Call) -> Proposal:
-    first, name = call.rule(), _stored_as(call)
-    candidates, record = call.candidates(), 0.0
+def _proposed(call: Call, first: Selection) -> Proposal:
+    """The proposal of this rank, whose rule selects `first`."""
+    candidates, record = call.candidates(first.variant), 0.0
+    name = _stored_as(call)
     found = None if name is None else stored.find(name)
     if found and not found.busy and call.possible(found.variant.algorithm):
         first, record = Selection(found.variant, _STORED), found.ns
@@ -188,13 +184,13 @@ def _agreed(call: Call, key: Class) -> Selection | Trial:
     """The selection that rank 0 proposes, or the trial of its candidates, on all ranks; `key` is
     compared between ranks, so that different calls raise an error.
     """
-    text = ""
+    text, first = "", call.rule()  # all ranks refuse what is not possible here
     if call.world.rank == 0:
-        first, record, others = _proposed(call)
+        first, record, others = _proposed(call, first)
         variants = [each.to_json() for each in (first.variant, *others)]
         text = json.dumps([variants, record, first.reason])
     name = f"{call.description}\n{key}"
-    text = agreement.from_rank_0(call.world, name, text, call.timeout)
+    text, *_ = agreement.exchange(call.world, name, text, call.timeout)
     found, record, reason = json.loads(text)
     candidates = [*map(Variant.from_json, found)]
     if len(candidates) == 1:

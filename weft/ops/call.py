@@ -106,9 +106,9 @@ class Call(ABC):
         """The variant by the operator's rule, or by the caller's options."""
 
     @abstractmethod
-    def candidates(self) -> list[Variant]:
-        """The variants to measure for its class, the rule's first; a single one if there is nothing
-        to measure.
+    def candidates(self, first: Variant) -> list[Variant]:
+        """The variants to measure for its class, beginning with the rule's, `first`; a single one
+        if there is nothing to measure.
         """
 
     @abstractmethod

@@ -121,7 +121,7 @@ class CollectiveCall(Call):
         first = Variant(next(iter(self.plans)), device=self.world.device_options)
         return Selection(first, _AS_ASKED if self.algorithm != "auto" else _BY_RULE)
 
-    def candidates(self) -> list[Variant]:
+    def candidates(self, first: Variant) -> list[Variant]:
         return [Variant(name, device=self.world.device_options) for name in self.plans]
 
     def possible(self, algorithm: str) -> bool:

@@ -134,7 +134,6 @@ class FusedCall(Call):
         fixed = torch.are_deterministic_algorithms_enabled()
         if not self.tunable or not rows or streams_as_asked or fixed:
             return None
-        self.check_algorithm("auto")
         rows = size_class(rows) if self.row_limit is None else rows
         return self.shared._replace(rows=(rows,) * world.ranks)
 
@@ -252,9 +251,8 @@ class FusedCall(Call):
         # they depend on the operator and dtypes, not on sizes
         return _dtypes(self.workload._replace(rows=(), k=1, n=1, packed=True))
 
-    def candidates(self) -> list[Variant]:
+    def candidates(self, first: Variant) -> list[Variant]:
         operator, workload, world = self.operator, self.workload, self.world
-        first = self.rule().variant
         if (
             self.passing < _MEASURED_FROM
             or max(workload.rows) <= FEW_ROWS
