@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from weft.ops.onesided import Transfer, get, get_async, put, put_async, put_notify
     from weft.ops.reduce_scatter import reduce_scatter, reduce_scatter_async
     from weft.ops.signalling import notify, test, wait
-    from weft.plan import Plan
+    from weft.plan import Launch, Plan
     from weft.plan.proof import verify
     from weft.schedules.device_options import DeviceOptions
     from weft.world import World, init
@@ -76,7 +76,7 @@ _HOMES = {
     "weft.ops.explain": ["explain"],
     "weft.ops.onesided": ["Transfer", "get", "get_async", "put", "put_async", "put_notify"],
     "weft.ops.signalling": ["notify", "test", "wait"],
-    "weft.plan": ["Plan"],
+    "weft.plan": ["Launch", "Plan"],
     "weft.plan.proof": ["verify"],
     "weft.schedules.device_options": ["DeviceOptions"],
     "weft.world.signals": ["Signals"],

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from weft.errors import WeftError
 from weft.ops.all_gather import all_gather, all_gather_async
+from weft.plan.launch import Launch
 from weft.world import World
 from weft_benchmarks.settings import OverlapSettings
 
@@ -46,7 +47,7 @@ def ways(settings: OverlapSettings, world: World, a: Tensor) -> list[Way]:
         elif name == "kernel":
             for sms in settings.sms:
                 label = f"kernel on {sms} SM{'s' if sms > 1 else ''}"
-                options = {"algorithm": "kernel", "comm_sms": sms}
+                options = {"algorithm": "kernel", "launch": Launch(comm_sms=sms)}
                 found.append(_by_weft(label, settings, world, a, sms, **options))
         else:
             found.append(_by_weft(name, settings, world, a, 0))

@@ -92,7 +92,7 @@ def kernels():
     gathered = world.empty(512 * ranks, 136, dtype=torch.bfloat16)
     symmetric = world.empty(512 * ranks, 128, dtype=torch.bfloat16)
     for gluon in (False, True):
-        options = {"algorithm": "kernel", "comm_sms": 8, "gluon": gluon}
+        options = {"algorithm": "kernel", "launch": weft.Launch(comm_sms=8, gluon=gluon)}
         for out in (symmetric, gathered[:, :128], gathered[:, 1:129], None):
             for columns in (128, 3):
                 wanted = torch.cat(shards)[:, :columns]
@@ -106,7 +106,7 @@ def kernels():
         handle = weft.all_gather_async(shards[rank], **options)
         assert torch.equal(handle.wait(), torch.cat(shards))
     with pytest.raises(ValueError, match="could block the programs that they"):
-        weft.all_gather(shards[rank], algorithm="kernel", comm_sms=1024)
+        weft.all_gather(shards[rank], algorithm="kernel", launch=weft.Launch(comm_sms=1024))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -23,7 +23,8 @@ from weft.world import World, current
 
 pytest.importorskip("triton", "3.6")
 
-SMALL: dict[str, Any] = {"algorithm": "kernel", "comm_sms": 2, "tile_bytes": 1024, "warps": 1}
+LAUNCH = weft.Launch(comm_sms=2, tile_bytes=1024, warps=1)
+SMALL: dict[str, Any] = {"algorithm": "kernel", "launch": LAUNCH}
 
 
 def data(rank: int, *shape: int, dtype: torch.dtype = torch.float32, call: int = 0) -> torch.Tensor:
@@ -159,13 +160,17 @@ def refused() -> None:
         ({"tile_bytes": 3000}, "tile_bytes must be a power of two from 4096 to 65536"),
         ({"tile_bytes": 512, "warps": 2}, "from 1024 to 16384, 16 to 256 for each of 64 threads"),
         ({"gluon": True}, "Gluon has no interpreter: use gluon=False under TRITON_INTERPRET=1"),
-        ({"chunk_rows": 2}, "chunk_rows has no effect with algorithm='kernel'"),
-        ({"out": out[:, ::2]}, "out must be contiguous"),
     ):
         with pytest.raises(ValueError, match=re.escape(why)):
-            weft.all_gather(a, algorithm="kernel", **options)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="comm_sms has no effect with algorithm='push'"):
-        weft.all_gather(a, algorithm="push", comm_sms=2)
+            weft.all_gather(a, algorithm="kernel", launch=weft.Launch(**options))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="chunk_rows has no effect with algorithm='kernel'"):
+        weft.all_gather(a, algorithm="kernel", chunk_rows=2)
+    with pytest.raises(ValueError, match="out must be contiguous"):
+        weft.all_gather(a, algorithm="kernel", out=out[:, ::2])
+    with pytest.raises(TypeError, match=r"launch must be a weft\.Launch; got int"):
+        weft.all_gather(a, algorithm="kernel", launch=4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="launch has no effect with algorithm='push'"):
+        weft.all_gather(a, algorithm="push", launch=LAUNCH)
     assert torch.equal(weft.all_gather(a, algorithm="kernel"), torch.ones(4 * world.ranks, 4))
 
 
@@ -186,7 +191,8 @@ def different() -> None:
     world = current()
     weft.all_gather(torch.ones(2, 16), **SMALL)
     with pytest.raises(weft.MismatchError, match="comm_sms differs"):
-        weft.all_gather(torch.ones(2, 16), **(SMALL | {"comm_sms": 1 + world.rank}), timeout=5)
+        launch = LAUNCH._replace(comm_sms=1 + world.rank)
+        weft.all_gather(torch.ones(2, 16), algorithm="kernel", launch=launch, timeout=5)
         weft.barrier(timeout=5)
 
 
@@ -252,9 +258,8 @@ def without_kernels() -> None:
     )
     with pytest.raises(ValueError, match=instead):
         weft.all_gather(a, algorithm="kernel")
-    for option in ({"comm_sms": 4}, {"gluon": True}, {"tile_bytes": 4096}, {"warps": 4}):
-        with pytest.raises(ValueError, match=f"{next(iter(option))} has no effect with algorithm"):
-            weft.all_gather_async(a, **option)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="launch has no effect with algorithm='auto'"):
+        weft.all_gather_async(a, launch=weft.Launch(comm_sms=4))
     with pytest.raises(weft.PlanError, match="all_gather by kernel is a plan for kernels"):
         engine(world).execute(all_gather(1, 1, "kernel"), {"a": a[:1], "gathered": a[:1].clone()})
 

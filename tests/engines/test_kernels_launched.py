@@ -69,7 +69,8 @@ def operators():
     every = (a, torch.ones(33, 64)[world.rank : world.rank + 32], torch.ones(32, 8).bfloat16())
     out = {each: world.empty(64, each.shape[1], dtype=each.dtype) for each in every}
     for gluon, each in itertools.product((False, True), every):
-        weft.all_gather(each, out=out[each], algorithm="kernel", gluon=gluon)
+        launch = weft.Launch(gluon=gluon)
+        weft.all_gather(each, out=out[each], algorithm="kernel", launch=launch)
 
 
 def test_every_kernel_compiles_once_for_all_ranks(monkeypatch):

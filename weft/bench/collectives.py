@@ -148,7 +148,7 @@ def weft_collective(
         return functools.partial(call, out, 0, world=world)
     options: dict[str, Any] = {"op": settings.op} if collective.reduces else {}
     if launch is not None:
-        options |= {"algorithm": "kernel", **launch._asdict()}
+        options |= {"algorithm": "kernel", "launch": launch}
     elif settings.algorithm != "auto":
         options["algorithm"] = settings.algorithm
     return functools.partial(call, a, out=out, world=world, **options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,10 +35,7 @@ def all_gather(
     shard_rows: Sequence[int] | None = None,
     algorithm: str = "auto",
     chunk_rows: int | None = None,
-    comm_sms: int | None = None,
-    tile_bytes: int | None = None,
-    warps: int | None = None,
-    gluon: bool | None = None,
+    launch: Launch | None = None,
     world: World | None = None,
     timeout: float | None = None,
 ) -> Tensor:
@@ -53,16 +49,13 @@ def all_gather(
     symmetric, unless `a` is symmetric, too, and small. `a` may be this rank's own part of `out`; if
     `out` is symmetric a push then makes no copies but to peers.
 
-    On a GPU ``kernel`` is a push by one kernel that occupies `comm_sms` SMs (AMD: compute units;
-    default 16), where the others use copy engines. Each program loads `tile_bytes` at a time
-    (default 16384; a power of two, 16 to 256 bytes for each thread), stores them to every rank, and
-    has `warps` warps (default 8); Gluon compiles it if `gluon`, else Triton. All ranks give the
-    same options. Rows of dimension 0 may then have any size, and in `a` and a symmetric `out` any
-    distance from one to the next: they are read and written in place, in accesses of 16 bytes where
-    all addresses and distances are multiples of 16, else in narrower ones. If `out` is not
-    symmetric, as a new result, rows go to a workspace and are copied from there. On a CPU the
-    kernel runs under TRITON_INTERPRET=1 in worlds of ``products="triton"``, without Gluon;
-    elsewhere it is refused.
+    On a GPU ``kernel`` is a push by one kernel, where the others use copy engines; `launch`, equal
+    on all ranks, is by default ``weft.Launch()``. Rows of dimension 0 may then have any size, and
+    in `a` and a symmetric `out` any distance from one to the next: they are read and written in
+    place, in accesses of 16 bytes where all addresses and distances are multiples of 16, else in
+    narrower ones. If `out` is not symmetric, as a new result, rows go to a workspace and are copied
+    from there. On a CPU the kernel runs under TRITON_INTERPRET=1 in worlds of
+    ``products="triton"``, without Gluon; elsewhere it is refused.
 
     There is no gradient: an `a` that requires one is a `ValueError` outside ``torch.no_grad()``.
 
@@ -72,7 +65,7 @@ def all_gather(
         [tensor([0, 1]), tensor([0, 1])]
     """
     shards = None if shard_rows is None else arguments.as_key(shard_rows)
-    options = dim, shards, algorithm, chunk_rows, comm_sms, tile_bytes, warps, gluon
+    options = dim, shards, algorithm, chunk_rows, launch
     return collective.run(check, a, out, options, world, timeout)
 
 
@@ -84,10 +77,7 @@ def all_gather_async(
     shard_rows: Sequence[int] | None = None,
     algorithm: str = "auto",
     chunk_rows: int | None = None,
-    comm_sms: int | None = None,
-    tile_bytes: int | None = None,
-    warps: int | None = None,
-    gluon: bool | None = None,
+    launch: Launch | None = None,
     world: World | None = None,
     timeout: float | None = None,
 ) -> Handle:
@@ -103,7 +93,7 @@ def all_gather_async(
         [tensor([0, 1]), tensor([0, 1])]
     """
     shards = None if shard_rows is None else arguments.as_key(shard_rows)
-    options = dim, shards, algorithm, chunk_rows, comm_sms, tile_bytes, warps, gluon
+    options = dim, shards, algorithm, chunk_rows, launch
     return collective.start(check, a, out, options, world, timeout)
 
 
@@ -115,18 +105,14 @@ def check(
     shard_rows: Sequence[int] | None,
     algorithm: str,
     chunk_rows: int | None,
-    comm_sms: int | None,
-    tile_bytes: int | None,
-    warps: int | None,
-    gluon: bool | None,
+    launch: Launch | None,
 ) -> CollectiveCall:
     """The checked call, of which another operator may be made, too."""
     collective.check_input(a, world)
     dim = dims.normal(dim, a.dim())
     arguments.check_algorithm(algorithm, schedule.COLLECTIVE, world)
     arguments.check_chunk_rows(chunk_rows)
-    given = {"comm_sms": comm_sms, "tile_bytes": tile_bytes, "warps": warps, "gluon": gluon}
-    launch = _launch(world, algorithm, chunk_rows, given)
+    launch = _launch(world, algorithm, chunk_rows, launch)
     strided = launch is not None and dim == 0
     sizes = arguments.check_shard_rows(a.shape[dim], shard_rows, world)
     lead = math.prod(a.shape[:dim])
@@ -221,23 +207,24 @@ class _AllGather(CollectiveCall):
 
 
 def _launch(
-    world: World, algorithm: str, chunk_rows: int | None, given: Mapping[str, Any]
+    world: World, algorithm: str, chunk_rows: int | None, launch: Launch | None
 ) -> Launch | None:
-    """The launch of the kernel with the options `given`; None if another algorithm is called."""
-    options = {name: value for name, value in given.items() if value is not None}
+    """The launch of the kernel; None if another algorithm is called."""
     if algorithm not in schedule.COLLECTIVE.launched:
-        if options:
+        if launch is not None:
             raise ValueError(
-                f"{', '.join(options)} {'has' if len(options) == 1 else 'have'} no effect with "
-                f'algorithm={algorithm!r}, which no kernel executes: pass algorithm="kernel" too, '
-                "or none of comm_sms, tile_bytes, warps and gluon"
+                f"launch has no effect with algorithm={algorithm!r}, which no kernel executes: "
+                'pass algorithm="kernel" too, or no launch'
             )
         return None
     if chunk_rows is not None:
         raise ValueError(
-            "chunk_rows has no effect with algorithm='kernel', which puts tiles: pass tile_bytes"
+            "chunk_rows has no effect with algorithm='kernel', which puts tiles: pass "
+            "launch=weft.Launch(tile_bytes=…)"
         )
-    launch = Launch(**options)
+    launch = Launch() if launch is None else launch
+    if not isinstance(launch, Launch):
+        raise TypeError(f"launch must be a weft.Launch; got {type(launch).__name__}")
     engine(world).check_launch(launch)
     return launch
 

@@ -203,7 +203,7 @@ def _splits(
 
 def _check_sizes(world: World, a: Tensor, out: Tensor | None) -> CollectiveCall:
     """The all-gather of split sizes, under a name of its own."""
-    call = check_all_gather(world, a, out, 0, None, "auto", *(None,) * 5)
+    call = check_all_gather(world, a, out, 0, None, "auto", None, None)
     call.name = "sizes of all_to_all"
     return call
 

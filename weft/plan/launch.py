@@ -6,11 +6,13 @@ from typing import NamedTuple
 
 
 class Launch(NamedTuple):
-    """The launch of a kernel that executes a plan's copies to all ranks, equal on all ranks.
+    """The launch of a kernel that executes a plan's copies to all ranks, equal on all ranks: of
+    `weft.all_gather` with ``algorithm="kernel"``.
 
     `comm_sms`: programs, each on an SM (a compute unit of AMD's) of its own. `tile_bytes`: bytes
     that a program loads at once, in accesses of 16 bytes, and stores to every rank before it loads
-    more; in narrower accesses a tile has as many of them, so fewer bytes. `warps`: warps of a
+    more, a power of two, 16 to 256 for each thread; in narrower accesses a tile has as many of
+    them, so fewer bytes. `warps`: warps of a
     program. `gluon`: whether Gluon compiles the kernel, with the layout of a tile over threads
     stated, in place of Triton.
     """

@@ -125,7 +125,7 @@ def _check_all_gather(world: World, a: Tensor, out: Tensor) -> CollectiveCall:
     own, whole = a.view(-1), out.view(-1)
     part = whole.narrow(0, world.rank * len(own), len(own))
     own = _apart(own, whole, same_place(own, part))
-    return check_all_gather(world, own, whole, 0, None, "auto", *(None,) * 5)
+    return check_all_gather(world, own, whole, 0, None, "auto", None, None)
 
 
 def all_gather(
