@@ -48,7 +48,7 @@ ERRORS = (
 INTERNAL = {
     "bench",
     "cli",
-    "engines/device/kernels/tiles.py",
+    "gpu/kernels/tiles.py",
     "engines/network.py",
     "engines/program.py: does not pause at instruction",
     "engines/reference.py",

@@ -62,12 +62,12 @@ EXCEPTIONS = {
     "format: numbers of dtypes, of the kernel's interfaces and of encodings": """
         native/execute/program.hpp: kAnyBlock
         native/execute/program.hpp: kRow
-        weft/engines/device/kernels/clock.py: TICK
+        weft/gpu/kernels/clock.py: TICK
         native/execute/deferred_work.hpp: kNone
         native/python/call_cache.hpp: kNone
         native/python/call_cache.hpp: kPrepared
         native/python/call_cache.hpp: kSeparate
-        weft/engines/device/kernels/signals.py: COMPARISONS
+        weft/gpu/kernels/signals.py: COMPARISONS
         weft/engines/network.py: _WRITABLE
         weft/engines/reference.py: NAN
         weft/kernels/int8.py: _LARGEST
@@ -79,18 +79,18 @@ EXCEPTIONS = {
         native/execute/binding.cpp: kPage
         native/kernels/stores.cpp: kPage
         native/kernels/strided.cpp: kLine
-        weft/engines/device/kernels/all_gather.py: VECTOR
-        weft/engines/device/kernels/all_gather.py: _LONG
-        weft/engines/device/kernels/symmetric.py: COUNTER
+        weft/gpu/kernels/all_gather.py: VECTOR
+        weft/gpu/kernels/all_gather.py: _LONG
+        weft/gpu/kernels/symmetric.py: COUNTER
         weft/world/signals.py: COUNTER_BYTES
     """,
     "structure: the algorithm is for this number": """
         native/execute/program.hpp: kEagerSets
         native/memory/calls.hpp: kBytes
         native/kernels/stores.cpp: kSizes
-        weft/engines/device/kernels/tiles.py: SOURCES
+        weft/gpu/kernels/tiles.py: SOURCES
         weft/schedules/device_options.py: TILES
-        weft/world/local.py: _STREAMS
+        weft/gpu/options.py: _STREAMS
     """,
     "results: with other numbers results, or their bits, would be wrong": """
         native/memory/calls.hpp: kHeaders
@@ -106,9 +106,9 @@ EXCEPTIONS = {
         native/memory/signals.hpp: kSlice
         native/memory/transfers.hpp: kNever
         native/memory/transfers.hpp: kForever
-        weft/engines/device/counters.py: _POLL_SECONDS
-        weft/engines/device/kernels/symmetric.py: MAX_POLLS
-        weft/engines/device/kernels/symmetric.py: _POLLS_PER_SECOND
+        weft/gpu/counters.py: _POLL_SECONDS
+        weft/gpu/kernels/symmetric.py: MAX_POLLS
+        weft/gpu/kernels/symmetric.py: _POLLS_PER_SECOND
         weft/engines/engine.py: _STOP_SECONDS
         weft/engines/network.py: _POLL_SECONDS
         weft/measure/fuzz.py: _TIMEOUT
@@ -176,10 +176,10 @@ EXCEPTIONS = {
         weft/measure/fuzz.py: _WIDEST
         weft/measure/timing.py: BUDGET
         weft/measure/timing.py: FEWEST
-        weft/measure/tune_device.py: _COPYING
-        weft/measure/tune_device.py: _LINKS
-        weft/measure/tune_device.py: _PIECES
-        weft/measure/tune_device.py: _SHARES
+        weft/gpu/tuning.py: _COPYING
+        weft/gpu/tuning.py: _LINKS
+        weft/measure/tune.py: _PIECES
+        weft/gpu/tuning.py: _SHARES
         weft/measure/verification.py: RUNS
         weft/predict/answers.py: _WORTH
     """,
@@ -433,7 +433,7 @@ def test_constants_that_depend_on_each_other_agree():
     assert python("ops/fused.py", "_SAME_BITS") == python("kernels/methods.py", "_LEAST")
     # a counter has a cache line
     line = python("world/signals.py", "COUNTER_BYTES")
-    assert 8 * python("engines/device/kernels/symmetric.py", "COUNTER") == line
+    assert 8 * python("gpu/kernels/symmetric.py", "COUNTER") == line
     counter = (ROOT / "native/memory/signals.hpp").read_text()
     assert f"struct alignas({line}) Counter" in counter
     # variants are measured only on links that may be worth hiding, and kept apart from noise

@@ -73,10 +73,10 @@ def _multicast(world: World, a: Tensor) -> Way:
 
     supported = _SymmetricMemory.has_multicast_support(DeviceType.CUDA, world.device.index)
     operator = getattr(torch.ops.symm_mem, "multimem_all_gather_out", None)
-    if not supported or operator is None or world.group is None:
+    if not supported or operator is None or world.backend.group is None:
         raise WeftError("--gather multicast needs GPUs on an NVSwitch: leave it out")
     gathered = world.empty(len(a) * world.ranks, dtype=a.dtype)
-    gather = partial(operator, a, world.group.group_name, gathered)
+    gather = partial(operator, a, world.backend.group.group_name, gathered)
     return Way("multicast", gathered, gather, _in_background(gather), None)
 
 

@@ -169,7 +169,7 @@ def test_kernels_are_swept_and_verified(tmp_path):
 
 def nothing_is_moved(_):
     os.environ["TRITON_INTERPRET"] = "1"
-    from weft.engines.device.kernels.all_gather import Distances
+    from weft.gpu.kernels.all_gather import Distances
 
     Distances.size = 0  # the kernel waits and notifies, but has no tiles
     return kernels(comm_sms="1")

@@ -543,7 +543,7 @@ def test_baselines_in_chunks_are_verified(operator):
 
 
 def test_ranks_take_the_gpu_of_their_local_rank(monkeypatch):
-    from weft.world.device_memory import device_of_rank
+    from weft.gpu.backend import device_of_rank
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

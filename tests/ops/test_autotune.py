@@ -261,7 +261,7 @@ def candidates_of_measured_classes(world, directory):
     os.environ["WEFT_CACHE"] = f"{directory}/{world.rank}"  # both store, and one may do so late
 
     def remember(case, measured):
-        stored.remember(stored.key(case, stored.setting(world)), measured)
+        stored.remember(stored.key(case, engine(world).setting), measured)
 
     a, b = world.empty(400, 64), torch.randn(64, 32)
     case = Workload("all_gather_matmul", (400, 400), 64, 32, "float32", "float32", packed=False)
@@ -286,7 +286,7 @@ def deterministic(world, directory):
     os.environ["WEFT_CACHE"] = f"{directory}/{world.rank}"
     a, b = world.empty(400, 64), torch.randn(64, 32)
     case = Workload("all_gather_matmul", (400, 400), 64, 32, "float32", "float32", packed=False)
-    name = stored.key(case, stored.setting(world))
+    name = stored.key(case, engine(world).setting)
     stored.remember(name, stored.Measured(Variant("ring", 4), 1.0))
     torch.use_deterministic_algorithms(True)
     weft.all_gather_matmul(a, b)

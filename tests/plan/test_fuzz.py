@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 
-from weft.engines.device.program import DeviceProgram
 from weft.engines.host import HostProgram
+from weft.gpu.program import DeviceProgram
 from weft.kernels.matmul import MATMUL
 from weft.measure.fuzz import SETTINGS, Tally, case, fuzz
 from weft.plan import Copy, Region

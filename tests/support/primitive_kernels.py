@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from weft.engines.device.kernels.symmetric import get, notify, put, wait
+from weft.gpu.kernels.symmetric import get, notify, put, wait
 
 
 @triton.jit

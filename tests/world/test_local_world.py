@@ -11,7 +11,8 @@ from support.on_hosts import results
 
 import weft
 from weft.engines.recording import record
-from weft.world import device_memory, memory, peers
+from weft.gpu import memory as device_memory
+from weft.world import memory, peers
 
 
 def shard(rank, *shape, call=0):

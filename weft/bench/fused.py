@@ -239,7 +239,7 @@ class Subject(Views):
             )
         if self.multiplied_in:
             yield sentence(self.out_dtype)
-        if self.world.matmul_backend == "triton":
+        if self.world.backend.products == "triton":
             yield "compute is torch's product; all others multiply by weft's kernel."
 
     @abstractmethod

@@ -70,9 +70,9 @@ def _by_torch(operator: str, a: Tensor, b: Tensor, world: World) -> Callable[[],
     """torch's own fused operator on symmetric memory."""
     import torch.distributed._symmetric_memory  # registers the operators
 
-    assert world.group is not None
+    assert world.backend.group is not None
     fused: Any = torch.ops.symm_mem
-    group: str = world.group.group_name
+    group: str = world.backend.group.group_name
     if operator == "all_gather_matmul":
         return lambda: fused.fused_all_gather_matmul(a, [b], 0, group)[1][0]
     return lambda: fused.fused_matmul_reduce_scatter(a, b, "sum", 0, group)

@@ -26,8 +26,7 @@ def use_reference(world: World) -> None:
 
 
 def _create(world: World) -> Engine:
-    if not world.stream_ordered:
-        return NetworkEngine(world) if world.multi_host else HostEngine(world)
-    from weft.engines.device.engine import DeviceEngine
-
-    return DeviceEngine(world)
+    found: Engine | None = world.backend.engine(world)
+    if found is not None:
+        return found
+    return NetworkEngine(world) if world.multi_host else HostEngine(world)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +27,11 @@ from weft.plan import (
 from weft.plan.language import LANES
 from weft.plan.proof import verify
 from weft.schedules.device_options import DeviceOptions
+from weft.schedules.workload import Variant
 from weft.world import World, memory
 
 if TYPE_CHECKING:
-    from weft.engines.device.onesided import OneSided
+    from weft.gpu.onesided import OneSided
 
 _log = logging.getLogger("weft")
 # Concurrent calls of a rank. Ranks read descriptions of each other's latest 32 calls only, and may
@@ -249,6 +250,23 @@ class Engine(ABC):
             assert self.segment is not None
             part = self.parts[rank, dtype] = memory.numbers(self.segment, rank, dtype)
         return part
+
+    @property
+    def setting(self) -> str:
+        """The properties of its world, besides its calls, on which the fastest variants depend."""
+        link, world = self.world.emulated_link, self.world
+        pages = "huge" if world.huge_pages else "small"
+        over = f"over {link[0]:g} Gbit/s {link[1]:g} us" if link else "in shared memory"
+        return f"{world.threads} threads, {pages} pages, {over}"
+
+    def check_options(self, options: DeviceOptions) -> None:  # noqa: B027, of streams only
+        """Raise `ValueError` for options that this rank's device cannot honour."""
+
+    def groups(self) -> Sequence[Callable[[Any, Sequence[Variant]], Iterable[Variant]]]:
+        """The variants to measure for a call, besides its algorithms and pieces: each function
+        takes the call and the variants so far, the fastest first.
+        """
+        return ()
 
     @property
     def one_sided(self) -> OneSided:

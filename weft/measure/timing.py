@@ -27,7 +27,6 @@ from weft.errors import WeftError
 from weft.ops.barrier import barrier
 from weft.schedules.device_options import DEFAULT, DeviceOptions
 from weft.world import World, init
-from weft.world.device_memory import device_of_rank
 from weft.world.memory import exchange
 
 BUDGET = 24.0
@@ -109,7 +108,11 @@ def session(
         torch.set_num_threads(threads)
     if engine == "interpreter":
         os.environ["TRITON_INTERPRET"] = "1"
-    place = device_of_rank() if device == "cuda" else torch.device("cpu")
+    place = torch.device("cpu")
+    if device == "cuda":
+        from weft.gpu.backend import device_of_rank
+
+        place = device_of_rank()
     made = init(
         timeout=TIMEOUT,
         device=place,

@@ -4,6 +4,7 @@ compare predictions with.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,10 +12,9 @@ import torch
 
 from weft.engines import engine
 from weft.kernels.packed import pack
-from weft.measure import tune_device
 from weft.measure.launched import on_ranks
 from weft.measure.progress import progress
-from weft.measure.timing import Stopwatch, session
+from weft.measure.timing import Statistics, Stopwatch, session, stopwatch_of
 from weft.ops import driver, stored
 from weft.ops.fused import FusedCall
 from weft.ops.operator import find
@@ -23,6 +23,9 @@ from weft.plan.binding import bind
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Variant, Workload
 from weft.world import World
+
+_PIECES = (1, 2, 4, 8, 16)
+"""Pieces of a rank's rows that are tried on streams."""
 
 
 class Question(NamedTuple):
@@ -71,7 +74,7 @@ def measure(questions: list[Question], iterations: int, threads: int) -> list[Me
                 Answer(variant, time.median, time.min)
                 for variant, time in zip(variants, times, strict=True)
             ]
-            found.append((answers, stored.key(case, stored.setting(world))))
+            found.append((answers, stored.key(case, engine(world).setting)))
             engine(world).programs.clear()
     return found
 
@@ -95,11 +98,65 @@ def measure_streams(
         progress("tuning", len(cases), shown=world.rank == 0) as advance,
     ):
         for case in cases:
-            times = tune_device.measure(_prepare(case, world), iterations)
+            times = _by_groups(_prepare(case, world), iterations)
             answers = [Answer(variant, time.median, time.min) for variant, time in times]
-            found.append((answers, stored.key(case, stored.setting(world))))
+            found.append((answers, stored.key(case, engine(world).setting)))
             advance()
     return found
+
+
+def _by_groups(call: FusedCall, iterations: int) -> list[tuple[Variant, Statistics]]:
+    """The variants of a call that this world can execute, with their times, fastest first;
+    collective. Raises `ValueError` if it can execute none.
+
+    Each group is measured interleaved, and starts from the fastest variant so far, which is
+    measured again with it.
+    """
+    times: dict[Variant, Statistics] = {}
+    fastest: list[Variant] = []
+    for group in (_algorithms, *engine(call.world).groups()):
+        found = [*dict.fromkeys([*fastest[:1], *group(call, fastest)])]
+        possible = list(_possible(call, found, last_resort=not fastest))
+        if len(possible) > len(fastest[:1]):
+            times |= _interleaved(call, possible, iterations)
+        fastest = sorted(times, key=lambda variant: times[variant].median)
+    return [(variant, times[variant]) for variant in fastest]
+
+
+def _interleaved(
+    call: FusedCall, variants: Iterable[Variant], iterations: int
+) -> dict[Variant, Statistics]:
+    names = {str(number): variant for number, variant in enumerate(variants)}
+    views = {name: partial(driver.execute, call, each) for name, each in names.items()}
+    times = stopwatch_of(call.world).interleave(views, 1, iterations)
+    engine(call.world).programs.clear()
+    return {variant: times[name] for name, variant in names.items()}
+
+
+def _possible(call: FusedCall, variants: Iterable[Variant], last_resort: bool) -> Iterator[Variant]:
+    """The variants that the device and the kernels do not refuse; if they refuse all and this is
+    the `last_resort`, the error.
+    """
+    refused = None
+    for variant in variants:
+        try:
+            engine(call.world).check_options(variant.device)
+            driver.prepare(call, variant)
+        except ValueError as error:
+            refused = error
+        else:
+            last_resort = False
+            yield variant
+    if last_resort and refused:
+        raise refused
+
+
+def _algorithms(call: FusedCall, _: Sequence[Variant]) -> Iterator[Variant]:
+    operator, most = call.operator, max(call.workload.rows)
+    for algorithm in filter(call.possible, operator.algorithms):
+        uncut = algorithm in operator.uncut
+        for pieces in _PIECES[:1] if uncut else (n for n in _PIECES if n <= most):
+            yield Variant(algorithm, pieces)
 
 
 def tune_streams(

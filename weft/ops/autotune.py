@@ -177,7 +177,7 @@ def _stored_as(call: Call) -> str | None:
     world = call.world
     if call.row_limit is not None or world.topology is not None:
         return None
-    return stored.key(call.own_class, stored.setting(world))
+    return stored.key(call.own_class, call.engine.setting)
 
 
 def _agreed(call: Call, key: Class) -> Selection | Trial:

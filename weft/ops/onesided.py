@@ -46,7 +46,7 @@ from weft.world.peers import Peers
 from weft.world.signals import Signals
 
 if TYPE_CHECKING:
-    from weft.engines.device.lanes import Completion
+    from weft.gpu.lanes import Completion
 
 ALGORITHMS = ("auto", "copy-engine", "kernel")
 

@@ -16,10 +16,11 @@ from weft.errors import PeerTimeout
 from weft.ops.between_hosts import RemoteChange
 from weft.world import World
 from weft.world.peers import Peers
-from weft.world.signals import LARGEST, DeviceSignals, Signals
+from weft.world.signals import LARGEST, Signals
 
 if TYPE_CHECKING:
-    from weft.engines.device.onesided import OneSided
+    from weft.gpu.onesided import OneSided
+    from weft.gpu.signals import DeviceSignals
 
 _COMPARISONS = {
     "==": _native.Compare.equal,
@@ -94,10 +95,10 @@ def wait(
     world.check()
     selection, compare, number = signals.select(index), _comparison(cmp), _value(value)
     seconds = seconds_of(timeout, world)
-    if isinstance(signals, DeviceSignals):
+    if signals.on_streams:
         streams = on_streams(world)
         streams.check()
-        streams.wait(signals, selection, cmp, number, seconds)
+        streams.wait(cast("DeviceSignals", signals), selection, cmp, number, seconds)
         return
     status, at, actual = signals.array.wait(*selection, compare, number, seconds)
     if status == _native.WaitStatus.none:
@@ -132,8 +133,10 @@ def test(signals: Signals, index: int | slice, cmp: str, value: int) -> bool:
     """
     signals.world.check()
     selection, compare, number = signals.select(index), _comparison(cmp), _value(value)
-    if isinstance(signals, DeviceSignals):
-        satisfied = on_streams(signals.world).test(signals, selection, cmp, number)
+    if signals.on_streams:
+        satisfied = on_streams(signals.world).test(
+            cast("DeviceSignals", signals), selection, cmp, number
+        )
     else:
         satisfied = signals.array.test(*selection, compare, number)
     if not satisfied and signals.world.mesh.failure()[0]:
@@ -154,10 +157,10 @@ def notification(
     world.check()
     if op not in ("add", "set"):
         raise ValueError(f"a notify can add or set; got op={op!r}")
-    if isinstance(signals, DeviceSignals):
+    if signals.on_streams:
         checked = signals.select(index), check_rank(peer, "peer", world.ranks), op, _value(value)
         on_streams(world).check()
-        return partial(on_streams(world).notify, signals, *checked)
+        return partial(on_streams(world).notify, cast("DeviceSignals", signals), *checked)
     rank = check_rank(peer, "peer", world.ranks)
     selection, number = signals.select(index), _value(value)
     if not world.same_host(rank):

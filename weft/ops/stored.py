@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import weft.cache as cache
 from weft.schedules.workload import ORDERS, Variant, Workload, size_class
-from weft.world import World
 
 Entry = Mapping[str, Any]
 """A measurement as it is stored: the fields of the variant, `ns` and `busy`."""
@@ -28,20 +27,8 @@ class Measured(NamedTuple):
     busy: bool = False
 
 
-def setting(world: World) -> str:
-    """The properties of a world, besides its calls, on which the fastest variant depends."""
-    if world.stream_ordered:
-        from weft.engines.device.options import hardware
-
-        return hardware(world)
-    link = world.emulated_link
-    pages = "huge" if world.huge_pages else "small"
-    over = f"over {link[0]:g} Gbit/s {link[1]:g} us" if link else "in shared memory"
-    return f"{world.threads} threads, {pages} pages, {over}"
-
-
 def key(workload: Workload, setting: str) -> str:
-    """The name of the class of a workload in a `setting`."""
+    """The name of the class of a workload in the `setting` of an engine."""
     operator, rows, k, n, dtype, out_dtype, packed, symmetric = workload
     operands = f"{'' if symmetric else 'staged, '}{'packed' if packed else 'plain'}"
     size = f"{len(rows)} ranks, up to {size_class(max(rows))} rows of each"

@@ -24,20 +24,14 @@ from weft.checks import check_ranks, integers, limited
 from weft.errors import PeerLost, WeftError
 from weft.schedules.device_options import DEFAULT, DeviceOptions
 from weft.world import hints
-from weft.world.device_memory import check_device, check_options, check_products
+from weft.world.backend import Backend, backend_of
 from weft.world.listener import Address
 from weft.world.peer_memory import probe
-from weft.world.peers import Backend
 from weft.world.placement import threads_per_rank, thresholds
 from weft.world.relay import Relay
 from weft.world.rendezvous import RankInfo, host_identity
 from weft.world.tcp import TcpTransport
 from weft.world.world import LOCAL_MAKER, World, default_here, log_made, of_thread
-
-_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-# of a rank on a GPU: the compute lane, the caller's, and that of one-sided transfers; and one for
-# each link
-_STREAMS = 3
 
 
 class LocalWorld:
@@ -54,19 +48,21 @@ class LocalWorld:
     """
 
     def __init__(
-        self, ranks: int, timeout: float, backend: Backend, hosts: Sequence[int] = ()
+        self,
+        ranks: int,
+        timeout: float,
+        backend: Backend,
+        options: DeviceOptions = DEFAULT,
+        hosts: Sequence[int] = (),
     ) -> None:
         self.ranks, self.device, self.closed = ranks, backend.device, False
         self.hosts = hosts or (0,) * ranks
         self.threads = [ThreadPoolExecutor(1, f"rank {rank}") for rank in range(ranks)]
-        self._timeout, self._backend = timeout, backend
+        self._timeout, self._backend, self._options = timeout, backend, options
         self._returned = set[int]()
         self.before = torch.get_num_threads(), _native.allow_teams(True)
         self.worlds = self._new_worlds()
-        self.stream = [
-            torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-            for _ in range(ranks)
-        ]
+        self.contexts = [backend.on_thread() for _ in range(ranks)]
 
     def _new_worlds(self) -> list[World]:
         """A world of all ranks, on each rank's thread."""
@@ -99,13 +95,10 @@ class LocalWorld:
                 ends |= {peer: end.detach() for peer, end in relay.sockets().items()}
             mesh = _native.Mesh([ends.get(peer, -1) for peer in range(ranks)])
             world = World(rank, infos, mesh, self._timeout, self._backend, relay)
+            world.device_options = self._options
             world.maker, world.returned = LOCAL_MAKER, self._returned
             default_here(world)
             log_made(world)
-            if self.device.type == "cuda":
-                # each rank computes gradients on its own thread; on a shared one ranks would wait
-                # for each other
-                torch.autograd.set_multithreading_enabled(False)
             return world
 
         return self._on_all(make)
@@ -133,12 +126,8 @@ class LocalWorld:
 
         def work(rank: int) -> Any:
             try:
-                if self.device.type != "cuda":
+                with self.contexts[rank]:
                     return fn(*args)
-                with torch.cuda.stream(self.stream[rank]):
-                    result = fn(*args)
-                    torch.cuda.current_stream().synchronize()
-                    return result
             except BaseException as error:
                 hints.add(error, error.__traceback__)
                 self.worlds[rank].fail(error)
@@ -215,36 +204,15 @@ def local_world(
         [tensor([2., 2., 2.]), tensor([2., 2., 2.])]
     """
     check_ranks(ranks)
-    place = check_device(device)
-    if place.type == "cuda":
-        check_queues(ranks, device_options.links)
-    check_products(products, place)
-    streams = streams or place.type == "cuda" or products == "triton"
-    check_options(device_options, streams, products, place, ranks)
+    backend = backend_of(device, products, streams)
+    backend.share(ranks, device_options)
+    backend.check_options(device_options, ranks)
     on = () if hosts is None else integers(hosts, "hosts")
     if on and len(on) != ranks:
         raise ValueError(f"hosts must have a number for each of the {ranks} ranks; got {on}")
-    if streams and len({*on}) > 1:
+    if backend.stream_ordered and len({*on}) > 1:
         raise ValueError("ranks that work on streams share one host: leave out hosts")
-    backend = Backend(place, streams, products, ranks, device_options=device_options)
-    return LocalWorld(ranks, limited(timeout), backend, on)
-
-
-def check_queues(ranks: int, links: int) -> None:
-    """Raise `ValueError` unless each stream of the ranks that share a GPU gets a hardware queue of
-    its own: streams that share one wait for each other, and would deadlock.
-    """
-    if not torch.cuda.is_initialized():
-        os.environ.setdefault(_QUEUES, "32")
-        # lazy loading may wait for kernels that wait for this rank
-        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-    queues = int(os.environ.get(_QUEUES, "8"))
-    if ranks * (streams := _STREAMS + links) > queues:
-        fewer = f"at most {queues // streams} ranks" + (", or fewer links" if links > 1 else "")
-        raise ValueError(
-            f"{ranks} ranks need {ranks * streams} concurrent streams, and there are {queues}: "
-            f"use {fewer}, or set {_QUEUES} (at most 32) before CUDA is first used"
-        )
+    return LocalWorld(ranks, limited(timeout), backend, device_options, on)
 
 
 def _pairs(

@@ -55,6 +55,9 @@ Matrix = tuple[int, int, int, int]
 segments: WeakValueDictionary[int, Segment] = WeakValueDictionary()
 """All segments of this process, by the address of its own part."""
 
+on_devices: WeakValueDictionary[int, DeviceSegment] = WeakValueDictionary()
+"""Those that native code does not know."""
+
 LOOK = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 """The interface by which native code reads a tensor's metadata; None in torch 2.9."""
 
@@ -70,11 +73,14 @@ def find(tensor: torch.Tensor) -> Segment | None:
     """The segment of a tensor in symmetric memory of any world, also of a view made by another
     library; None for other tensors.
     """
-    if tensor.is_cpu and (address := tensor.data_ptr()):
+    if tensor.is_cpu and not on_devices and (address := tensor.data_ptr()):
         return _native.segment_containing(address)
-    if tensor.is_cpu or tensor.is_cuda:  # one without elements has no address
-        return segments.get(tensor.untyped_storage().data_ptr())
-    return None
+    if not (tensor.is_cpu or tensor.is_cuda):
+        return None
+    found = segments.get(tensor.untyped_storage().data_ptr())  # also of one without elements
+    return (
+        _native.segment_containing(tensor.data_ptr()) if found is None and tensor.is_cpu else found
+    )
 
 
 def offset(tensor: torch.Tensor, segment: Segment, rank: int) -> int:

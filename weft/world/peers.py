@@ -11,15 +11,12 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 import weft._native as _native
 import weft.errors as errors
 from weft.errors import MismatchError, PeerLost, PeerTimeout, SymmetricMemoryError, WeftError
-from weft.schedules.device_options import DEFAULT, DeviceOptions
+from weft.schedules.device_options import DEFAULT
 from weft.schedules.levels import (
     OVERSUBSCRIBED_SIGNAL_LATENCY,
     SIGNAL_LATENCY,
@@ -32,20 +29,11 @@ from weft.world import details, flight, peer_memory, places
 from weft.world.relay import Relay
 from weft.world.rendezvous import RankInfo
 
+if TYPE_CHECKING:
+    from weft.world.backend import Backend
+
 _log = logging.getLogger("weft")
 _SPINS = 200  # tests of a counter before a wait yields: some microseconds
-
-
-class Backend(NamedTuple):
-    """Where a rank's tensors are and how they are worked on: each attribute as in `World`."""
-
-    device: torch.device
-    stream_ordered: bool = False
-    matmul_backend: str = "torch"
-    ranks_per_device: int = 1
-    group: dist.ProcessGroup | None = None
-    comm_threads: int = 1
-    device_options: DeviceOptions = DEFAULT
 
 
 class OnError:
@@ -123,15 +111,9 @@ class Peers:
         relay: Relay | None = None,
     ) -> None:
         self.rank, self.ranks, self.timeout, self.relay = rank, len(infos), timeout, relay
-        (
-            self.device,
-            self.stream_ordered,
-            self.matmul_backend,
-            self.ranks_per_device,
-            self.group,
-            self.comm_threads,
-            self.device_options,
-        ) = backend
+        self.backend, self.device_options = backend, DEFAULT
+        self.device, self.stream_ordered = backend.device, backend.stream_ordered
+        self.comm_threads = backend.comm_threads
         self.others = [peer for peer in range(self.ranks) if peer != rank]
         self.hosts = numbered(info.host for info in infos)
         self.multi_host = relay is not None
@@ -188,11 +170,6 @@ class Peers:
             self.locality_groups,
             OVERSUBSCRIBED_SIGNAL_LATENCY if self.oversubscribed else SIGNAL_LATENCY,
         )
-
-    @property
-    def runs_kernels(self) -> bool:
-        """Whether weft's kernels run on its device: on a GPU, or under Triton's interpreter."""
-        return self.device.type == "cuda" or self.matmul_backend == "triton"
 
     def same_host(self, rank: int) -> bool:
         """Whether a rank is on this rank's host, and so shares memory with it."""

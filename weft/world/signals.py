@@ -10,7 +10,7 @@ import torch
 
 import weft._native as _native
 from weft.checks import integer
-from weft.world import device_memory, memory
+from weft.world import memory
 from weft.world.peers import Peers
 
 COUNTER_BYTES = 64  # a cache line each, against false sharing
@@ -33,6 +33,9 @@ class Signals:
         ...     local.run(lambda: weft.init().signals(3)[0:3])
         [[0, 0, 0], [0, 0, 0]]
     """
+
+    on_streams = False
+    """Whether they are raised and waited for in the order of streams."""
 
     def __init__(self, world: Peers, count: int, name: str) -> None:
         self.world, self.name = world, name
@@ -74,29 +77,3 @@ class Signals:
                 f"got {start}:{stop}:{step}"
             )
         return start, len(range(start, stop, step)), step
-
-
-class DeviceSignals(Signals):
-    """Signals that kernels raise and wait for: their counters are in the world's symmetric memory.
-
-    To read a counter waits for the current stream.
-
-    Attributes: `world`, `name`, and `counters`, int64 (number, words of a cache line), with the
-    values in column 0.
-    """
-
-    def __init__(self, world: Peers, count: int, name: str) -> None:
-        self.world, self.name, self._count = world, name, count
-        shape = [count, COUNTER_BYTES // torch.int64.itemsize]
-        allocate = device_memory.allocate if world.device.type == "cuda" else memory.allocate
-        # new symmetric memory is zeroed
-        self.counters = allocate(world, shape, torch.int64, f"signals({count})")
-
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        values = self.values(*self.select(index))
-        return values if isinstance(index, slice) else values[0]
-
-    def values(self, start: int, count: int, step: int) -> list[int]:
-        """The values of `count` counters from `start` on, with step `step`."""
-        signed = self.counters[start : start + count * step : step, 0].tolist()
-        return [value % (LARGEST + 1) for value in signed]

@@ -30,10 +30,11 @@ from weft.checks import (
 from weft.errors import WeftError
 from weft.plan import Plan
 from weft.schedules.device_options import DEFAULT, DeviceOptions
-from weft.world import device_memory, memory, peer_memory, placement, stopped, topology
+from weft.world import memory, peer_memory, placement, stopped, topology
+from weft.world.backend import Backend, backend_of
 from weft.world.forked import keep
 from weft.world.listener import Listener, listen_to_hosts
-from weft.world.peers import Backend, Peers
+from weft.world.peers import Peers
 from weft.world.relay import Relay
 from weft.world.rendezvous import (
     STARTING,
@@ -45,7 +46,7 @@ from weft.world.rendezvous import (
     member,
     rendezvous_of,
 )
-from weft.world.signals import DeviceSignals, Signals
+from weft.world.signals import Signals
 from weft.world.tcp import TcpTransport
 
 
@@ -91,15 +92,13 @@ class World(Peers):
     are independent of each other; one world is used by one thread at a time.
 
     Attributes: `rank`, `ranks` (their number), `timeout` (default seconds of any wait), `pids`,
-    `cores` (the processor cores that each rank may use), `recorder` (of every execution, or None),
-    `emulated_link` (its Gbit/s and its latency in microseconds, or None), `device` (of its
-    tensors), `stream_ordered` (whether lanes are streams, as on a GPU), `matmul_backend` (of
-    streams: ``torch`` or ``triton``), `ranks_per_device` (the number of ranks on this rank's GPU,
-    if it has one), `device_options` (set by `configure`), `group` (the process group by which ranks
-    with GPUs share memory, or None), `hosts` (the host of each rank, numbered from 0), `relay` (to
-    the ranks on other hosts, or None), `comm_threads` (as in `init`), `thresholds` (the sizes at
-    which its collectives change algorithms, equal on all ranks), `engine` (the executor of plans,
-    or None before the first).
+    `cores` (the processor cores that each rank may use), `recorder` (of every execution, or
+    None), `emulated_link` (its Gbit/s and its latency in microseconds, or None), `device` (of
+    its tensors), `stream_ordered` (whether lanes are streams, as on a GPU), `backend` (what
+    works on its tensors), `device_options` (set by `configure`), `hosts` (the host of each
+    rank, numbered from 0), `relay` (to the ranks on other hosts, or None), `comm_threads` (as
+    in `init`), `thresholds` (the sizes at which its collectives change algorithms, equal on all
+    ranks), `engine` (the executor of plans, or None before the first).
 
     Examples:
         >>> with weft.local_world(2) as local:
@@ -153,9 +152,8 @@ class World(Peers):
 
     def allocate(self, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """As `empty`, for a thread that is in `exclusive`."""
-        allocate = device_memory.allocate if self.device.type == "cuda" else memory.allocate
         with self.fail_on_error:
-            return allocate(self, sizes, dtype)
+            return self.backend.allocate(self, sizes, dtype)
 
     def signals(self, count: int, name: str = "signals") -> Signals:
         """`count` zeroed counters on every rank for one-sided calls; collective, with the same
@@ -171,7 +169,7 @@ class World(Peers):
                 raise ValueError(f"count must be a positive integer; got {count!r}")
         self._drain()
         with self.exclusive, self.fail_on_error:
-            return (DeviceSignals if self.runs_kernels else Signals)(self, count, name)
+            return self.backend.signals(self, count, name)
 
     def _drain(self) -> None:
         """Wait for outstanding asynchronous collectives, and raise their errors."""
@@ -240,9 +238,7 @@ class World(Peers):
 
         Raises `ValueError` for options that this world cannot honour.
         """
-        device_memory.check_options(
-            device_options, self.stream_ordered, self.matmul_backend, self.device, self.ranks
-        )
+        self.backend.check_options(device_options, self.ranks)
         if self.engine is not None and self.stream_ordered:
             self.engine.check_options(device_options)
         self.device_options = device_options
@@ -372,33 +368,18 @@ def init(
     if group is None and (here := _thread.world) is not None:
         found: World = here
         return found
-    place = device_memory.check_device(device)
-    device_memory.check_products(products, place)
-    if not (isinstance(comm_threads, int) and comm_threads > 0):
-        raise ValueError(f"comm_threads must be a positive integer; got {comm_threads!r}")
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
+    backend = backend_of(device, products, streams, comm_threads)
     limit, starting = (_TIMEOUT, STARTING) if timeout is None else (limited(timeout),) * 2
     members = default_group(timeout=starting) if group is None else member(group)
-    streams = streams or place.type == "cuda" or products == "triton"
-    ranks = members.size() if members else 1
-    device_memory.check_options(device_options, streams, products, place, ranks)
+    backend.check_options(device_options, members.size() if members else 1)
+    backend.join(members)
     placement.bind_as_launched()  # before there is memory
-    # a world on a CPU must not keep the group and its threads alive
-    shared = members if place.type == "cuda" else None
-    backend = Backend(
-        place,
-        streams,
-        products,
-        group=shared,
-        comm_threads=comm_threads,
-        device_options=device_options,
-    )
     world = _connect(
         StoreRendezvous(HashStore(), 0, 1) if members is None else rendezvous_of(members),
         limit,
         backend,
     )
+    world.device_options = device_options
     if group is None:
         _default = world
     return world
@@ -410,8 +391,7 @@ def init_by_store(store: Store, rank: int, ranks: int, timeout: float) -> World:
 
     `timeout` and errors are as of `init`.
     """
-    backend = Backend(torch.device("cpu"))
-    return _connect(StoreRendezvous(store, rank, ranks), limited(timeout), backend)
+    return _connect(StoreRendezvous(store, rank, ranks), limited(timeout), Backend())
 
 
 def _connect(

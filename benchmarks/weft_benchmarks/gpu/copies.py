@@ -26,7 +26,7 @@ class StreamCopies(Copies):
     """Copies in the order of this rank's current stream."""
 
     def contenders(self, size: int) -> list[Copier]:
-        sms, made = self.settings.sms if self.world.runs_kernels else [], list[Copier]()
+        sms, made = self.settings.sms if self.world.backend.runs_kernels else [], list[Copier]()
         for make, call, begin in ((self.put, put, put_async), (self.get, get, get_async)):
             made.append(make(ENGINE, partial(call, algorithm="copy-engine"), size))
             made.append(make(ENGINE_ASYNC, partial(begin, algorithm="copy-engine"), size))

@@ -153,8 +153,8 @@ class Product(Views):
     """A product by the persistent kernel and by `torch.mm`."""
 
     def __init__(self, m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> None:
-        from weft.engines.device.kernels import all_gather_matmul as kernels
-        from weft.engines.device.kernels import symmetric
+        from weft.gpu.kernels import all_gather_matmul as kernels
+        from weft.gpu.kernels import symmetric
         from weft.kernels.matmul import matmul
         from weft.plan import Region
 

@@ -15,8 +15,8 @@ from support.ranks import die, on_ranks, start, stream_world
 
 import weft
 from weft.engines import engine
+from weft.gpu.signals import DeviceSignals
 from weft.world import World
-from weft.world.signals import DeviceSignals
 
 pytest.importorskip("triton", "3.6")
 
@@ -59,7 +59,7 @@ def completed_by_close(world: World) -> None:
 
 def refused(world: World) -> None:
     memory, plain, signals = world.empty(4, 4).fill_(7), torch.zeros(4, 4), world.signals(2, "s")
-    kernels = world.matmul_backend == "triton"
+    kernels = world.backend.products == "triton"
     calls = [
         (ValueError, "dst is not in symmetric memory", lambda: weft.put(plain, plain, 1)),
         (ValueError, "src is on meta", lambda: weft.put(memory, plain.to("meta"), 1)),

@@ -7,12 +7,12 @@ import torch
 
 pytest.importorskip("triton", "3.6")
 import weft
-from weft.engines.device.kernels import all_gather, symmetric
-from weft.engines.device.kernels.all_gather import Distances
-from weft.engines.device.kernels.tiles import launch_tables, launches, runs, tiles
+from weft.gpu import backend, options
+from weft.gpu.kernels import all_gather, symmetric
+from weft.gpu.kernels.all_gather import Distances
+from weft.gpu.kernels.tiles import launch_tables, launches, runs, tiles
 from weft.kernels.matmul import matmul
 from weft.plan import Copy, Launch, Notify, Region, Signal, Wait
-from weft.world import device_memory, local
 
 GPU = torch.device("cuda", 0)
 
@@ -89,12 +89,12 @@ def test_accesses_are_as_wide_as_addresses_permit(rows, expected):
 def test_each_rank_needs_its_own_queue(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    local.check_queues(2, 1)
+    options.check_queues(2, 1)
     with pytest.raises(
         ValueError,
         match="3 ranks need 12 concurrent streams, and there are 8: use at most 2 ranks",
     ):
-        local.check_queues(3, 1)
+        options.check_queues(3, 1)
 
 
 def test_polls_are_bounded():
@@ -219,6 +219,6 @@ def test_invalid_products_are_refused(monkeypatch):
         weft.WeftError, match=r"needs Triton 3.6 or newer, and there is 3.5.1: pip install -e "
     ):
         weft.local_world(2, products="triton")
-    monkeypatch.setattr(device_memory, "find_spec", lambda name: None)
+    monkeypatch.setattr(backend, "find_spec", lambda name: None)
     with pytest.raises(weft.WeftError, match=r"and there is none: pip install -e "):
         weft.local_world(2, products="triton")

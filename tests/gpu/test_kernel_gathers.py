@@ -42,7 +42,7 @@ def poisoned(out: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def accesses() -> Iterator[list[Any]]:
     """The accesses of all launches of this thread's rank."""
-    from weft.engines.device.kernels.all_gather import Gather
+    from weft.gpu.kernels.all_gather import Gather
 
     made, put, rank = list[Any](), Gather._put, current().rank
 
@@ -265,7 +265,7 @@ def without_kernels() -> None:
 
 
 def test_parts_of_a_lane_that_a_kernel_executes() -> None:
-    from weft.engines.device.gathers import fan_outs
+    from weft.gpu.gathers import fan_outs
 
     for symmetric in (True, False):
         lane = all_gather(3, 1, "kernel", symmetric_gathered=symmetric).lanes[1]["compute"]

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
-from weft.engines.device.kernels.clock import CLOCK, TICK
-from weft.engines.device.lanes import Operands, Step
-from weft.engines.device.products import Launch
 from weft.engines.program import Timed
+from weft.gpu.kernels.clock import CLOCK, TICK
+from weft.gpu.lanes import Operands, Step
+from weft.gpu.products import Launch
 from weft.plan import Instruction
 from weft.plan.trace import of_program
 

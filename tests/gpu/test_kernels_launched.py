@@ -20,14 +20,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from weft.engines import engine
-from weft.engines.device.kernels import copy_rows, stream_signals
-from weft.engines.device.kernels import signals as one_sided_signals
-from weft.engines.device.kernels.all_gather import KERNELS
-from weft.engines.device.kernels.all_gather_matmul import all_gather_matmul_kernel
-from weft.engines.device.kernels.copy_rows import copy_vectors_kernel, copy_words_kernel
-from weft.engines.device.kernels.sum_in_rank_order import sum_in_rank_order_kernel
-from weft.engines.device.lanes import Operands
-from weft.world import local as local_worlds
+from weft.gpu import backend as gpu_backend
+from weft.gpu.kernels import copy_rows, stream_signals
+from weft.gpu.kernels import signals as one_sided_signals
+from weft.gpu.kernels.all_gather import KERNELS
+from weft.gpu.kernels.all_gather_matmul import all_gather_matmul_kernel
+from weft.gpu.kernels.copy_rows import copy_vectors_kernel, copy_words_kernel
+from weft.gpu.kernels.sum_in_rank_order import sum_in_rank_order_kernel
+from weft.gpu.lanes import Operands
 
 
 class Driver:
@@ -74,7 +74,7 @@ def operators():
 
 
 def test_every_kernel_compiles_once_for_all_ranks(monkeypatch):
-    monkeypatch.setattr(local_worlds, "check_products", lambda *_: None)
+    monkeypatch.setattr(gpu_backend, "check_products", lambda *_: None)
     with weft.local_world(2, products="triton") as local:
         local.run(operators)
     signals = stream_signals.notify_kernel, stream_signals.wait_kernel
@@ -109,7 +109,7 @@ def gathers_of_any_alignment(compiled):
 
 
 def test_a_shard_of_any_alignment_needs_no_further_kernel(monkeypatch):
-    monkeypatch.setattr(local_worlds, "check_products", lambda *_: None)
+    monkeypatch.setattr(gpu_backend, "check_products", lambda *_: None)
     compiled = []
     with weft.local_world(2, products="triton") as local:
         local.run(gathers_of_any_alignment, compiled)
@@ -136,7 +136,7 @@ def with_options(compiled):
 
 
 def test_tiles_and_copies_of_options_compile_once_for_all_ranks(monkeypatch):
-    monkeypatch.setattr(local_worlds, "check_products", lambda *_: None)
+    monkeypatch.setattr(gpu_backend, "check_products", lambda *_: None)
     before = variants(all_gather_matmul_kernel)
     compiled = []
     with weft.local_world(2, products="triton") as local:
@@ -171,7 +171,7 @@ ONE_SIDED = (
 
 
 def test_kernels_of_one_sided_calls_are_all_loaded_before_the_first(monkeypatch):
-    monkeypatch.setattr(local_worlds, "check_products", lambda *_: None)
+    monkeypatch.setattr(gpu_backend, "check_products", lambda *_: None)
     with weft.local_world(2, products="triton") as local:
         local.run(one_sided)
     assert [variants(kernel) for kernel in ONE_SIDED] == [1, 4, 1, 1]

@@ -32,7 +32,7 @@ def primitives(world: World) -> None:
     interpret()
     from support import primitive_kernels as kernels
 
-    from weft.engines.device.kernels import symmetric
+    from weft.gpu.kernels import symmetric
 
     rank, ranks = world.rank, world.ranks
     following, previous = (rank + 1) % ranks, (rank - 1) % ranks

@@ -4,32 +4,35 @@ waits are put in order.
 The host puts an execution on the streams and returns; it never waits for the device, so that calls
 queue up and can be captured in a CUDA graph. Copies are torch's, which a copy engine executes
 concurrently with products, or a kernel's on a few SMs (`kernels.copy_rows`). Products are torch's,
-too, or weft's own kernel's (`weft.engines.device.products`). `DeviceOptions` divide the SMs between
+too, or weft's own kernel's (`weft.gpu.products`). `DeviceOptions` divide the SMs between
 both. On a CPU lanes are threads: slower than the host engine, but the same code as on a GPU, so
 that tests do not need one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import weft._native as _native
-from weft.engines.device.counters import Counters, counters
-from weft.engines.device.fixed import Geometry
-from weft.engines.device.lanes import Lane, lane
-from weft.engines.device.onesided import OneSided
-from weft.engines.device.options import check_options
-from weft.engines.device.program import DeviceProgram
 from weft.engines.engine import Engine
 from weft.engines.program import Dtypes, Tensors
 from weft.errors import PeerTimeout, PlanError, WeftError
+from weft.gpu import tuning
+from weft.gpu.counters import Counters, counters
+from weft.gpu.fixed import Geometry
+from weft.gpu.lanes import Lane, lane
+from weft.gpu.onesided import OneSided
+from weft.gpu.options import check_options, hardware
+from weft.gpu.program import DeviceProgram
 from weft.kernels.weights import Weight, as_tensor
 from weft.plan import Launch, Plan
 from weft.plan.language import LANES, is_lane
 from weft.schedules.device_options import DeviceOptions
+from weft.schedules.workload import Variant
 from weft.world import World
 
 
@@ -38,13 +41,13 @@ class DeviceEngine(Engine):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self.kernels = world.matmul_backend == "triton"
+        self.kernels = world.backend.products == "triton"
         self.launches = self.kernels or world.device.type == "cuda"
         self.products = "products by torch, one after each wait"
         if self.kernels:
             import triton
 
-            from weft.engines.device.kernels import interpreter, symmetric
+            from weft.gpu.kernels import interpreter, symmetric
 
             if symmetric.INTERPRETED:
                 interpreter.serve_threads()
@@ -70,7 +73,7 @@ class DeviceEngine(Engine):
             # its kernels, too, are loaded before any waits for this rank
             assert self.one_sided
             self._counters = counters(self.world, _native.Executor.max_names * self.world.ranks)
-            if self.world.ranks_per_device > 1:
+            if self.world.backend.ranks_per_device > 1:
                 # a kernel may wait for other ranks only after all have loaded it
                 self.agree("the first call on a device")
         return self._counters
@@ -99,6 +102,13 @@ class DeviceEngine(Engine):
             )
         return *LANES, *(name for name in lanes if name not in LANES)
 
+    @property
+    def setting(self) -> str:
+        return hardware(self.world)
+
+    def groups(self) -> Sequence[Callable[[Any, Sequence[Variant]], Iterable[Variant]]]:
+        return tuning.tiles, tuning.transfers, tuning.sms
+
     def check_options(self, options: DeviceOptions) -> None:
         """Raise `ValueError` for options that this rank's device cannot honour."""
         check_options(self.world, options)
@@ -106,7 +116,7 @@ class DeviceEngine(Engine):
     def check_product(self, x: Tensor, weight: Weight, out_dtype: torch.dtype) -> None:
         """Raise `ValueError` for a product that this engine cannot compute."""
         if self.kernels and 0 not in (*x.shape, *weight.shape):
-            from weft.engines.device.kernels.all_gather_matmul import blocks, check
+            from weft.gpu.kernels.all_gather_matmul import blocks, check
 
             # contiguous rows, as arrivals are
             rows, out = x.new_empty(2, x.shape[1]), x.new_empty(1, 1, dtype=out_dtype)
@@ -116,9 +126,9 @@ class DeviceEngine(Engine):
     def check_launch(self, launch: Launch) -> None:
         if not self.launches:
             super().check_launch(launch)
-        from weft.engines.device.kernels import all_gather
+        from weft.gpu.kernels import all_gather
 
-        all_gather.check(launch, self.world.ranks_per_device, self.world.device)
+        all_gather.check(launch, self.world.backend.ranks_per_device, self.world.device)
 
     def kind(self, tensors: Tensors, rows: Sequence[int]) -> Hashable:
         return (

@@ -15,11 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from weft.engines.device.lanes import Completion, Lane, lane
 from weft.errors import PeerTimeout
+from weft.gpu.lanes import Completion, Lane, lane
+from weft.gpu.memory import drain
+from weft.gpu.signals import DeviceSignals
 from weft.world import World
-from weft.world.device_memory import drain
-from weft.world.signals import COUNTER_BYTES, LARGEST, DeviceSignals
+from weft.world.signals import COUNTER_BYTES, LARGEST
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """A dtype of each size that torch copies bit by bit."""
@@ -80,11 +81,11 @@ class OneSided:
         self._lane: Lane | None = None
         self.last: Completion | None = None  # of the asynchronous copies, which end in order
         self.signals: dict[DeviceSignals, _Used] = {}  # in the order of their first use
-        if world.runs_kernels:
+        if world.backend.runs_kernels:
             self.timeout_record = torch.zeros(
                 4, dtype=torch.int64, pin_memory=world.device.type == "cuda", device="cpu"
             )
-        if world.device.type == "cuda" and world.ranks_per_device > 1:
+        if world.device.type == "cuda" and world.backend.ranks_per_device > 1:
             self._load()
 
     def copy(
@@ -96,7 +97,7 @@ class OneSided:
         """
         dst, src = dst.detach(), src.detach()
         dims, bits = dimensions(dst, src), _BITS[dst.itemsize]
-        if algorithm == "kernel" and not self.world.runs_kernels:
+        if algorithm == "kernel" and not self.world.backend.runs_kernels:
             raise ValueError(
                 'algorithm="kernel" needs a GPU, or on a CPU a world with products="triton" under '
                 "TRITON_INTERPRET=1"
@@ -115,7 +116,7 @@ class OneSided:
     def _kernel_copy(
         self, dst: Tensor, src: Tensor, dims: Sequence[Dimension], comm_sms: int | None
     ) -> Callable[[], object]:
-        from weft.engines.device.kernels.copy_rows import SMS, Rows, copy_rows
+        from weft.gpu.kernels.copy_rows import SMS, Rows, copy_rows
 
         outer, inner = list(dims), 1
         if outer and outer[-1][1:] == (1, 1):
@@ -160,7 +161,7 @@ class OneSided:
         value: int,
     ) -> bool:
         """Raise counters of a peer after all earlier work of the current stream; always True."""
-        from weft.engines.device.kernels.signals import raise_kernel
+        from weft.gpu.kernels.signals import raise_kernel
 
         tables = signals.counters, self._used(signals).bases, self.world.rank, peer
         raise_kernel[(1,)](*tables, *selection, _signed(value), int(op == "set"), num_warps=1)
@@ -177,8 +178,8 @@ class OneSided:
         """Block the current stream until counters of this rank satisfy a comparison, for about
         `seconds` at most; `check` raises the error of a wait that timed out.
         """
-        from weft.engines.device.kernels.signals import COMPARISONS, compare_kernel
-        from weft.engines.device.kernels.symmetric import max_polls
+        from weft.gpu.kernels.signals import COMPARISONS, compare_kernel
+        from weft.gpu.kernels.symmetric import max_polls
 
         first, polls = self._used(signals).first, max(1, max_polls(seconds))
         compare_kernel[(1,)](
@@ -211,9 +212,9 @@ class OneSided:
 
     def timed_out(self) -> PeerTimeout | None:
         """The error of the first one-sided wait that timed out, which its kernel has recorded."""
-        if not self.world.runs_kernels or not (number := int(self.timeout_record[0])):
+        if not self.world.backend.runs_kernels or not (number := int(self.timeout_record[0])):
             return None
-        from weft.engines.device.kernels.signals import COMPARISONS
+        from weft.gpu.kernels.signals import COMPARISONS
 
         _, value, actual, comparison = self.timeout_record.tolist()
         signals, first = next(
@@ -229,7 +230,7 @@ class OneSided:
 
     def _used(self, signals: DeviceSignals) -> _Used:
         if (used := self.signals.get(signals)) is None:
-            from weft.engines.device.kernels import symmetric
+            from weft.gpu.kernels import symmetric
 
             first = sum(map(len, self.signals))
             used = _Used(symmetric.bases(self.world, signals.counters), first)
@@ -240,7 +241,7 @@ class OneSided:
         """Load all kernels of one-sided calls: loading one may wait for the device, and so for the
         kernels of other ranks that wait for this one.
         """
-        from weft.engines.device.kernels import copy_rows, signals, symmetric
+        from weft.gpu.kernels import copy_rows, signals, symmetric
 
         zeros = torch.zeros(
             1, COUNTER_BYTES // torch.int64.itemsize, dtype=torch.int64, device=self.world.device

@@ -13,24 +13,24 @@ import torch
 from torch import Tensor
 
 import weft._native as _native
-from weft.engines.device.counters import DeviceCounters, WaitFailed
-from weft.engines.device.fixed import FixedProgram
-from weft.engines.device.lanes import Completion, Operands, Step
-from weft.engines.device.options import programs
-from weft.engines.device.spans import Span, timed
 from weft.engines.program import Dtypes, Tensors, Weights
 from weft.engines.ranges import in_range
 from weft.errors import PeerTimeout, WeftError
+from weft.gpu.counters import DeviceCounters, WaitFailed
+from weft.gpu.fixed import FixedProgram
+from weft.gpu.lanes import Completion, Operands, Step
+from weft.gpu.memory import drain
+from weft.gpu.options import programs
+from weft.gpu.spans import Span, timed
 from weft.plan import Compute, Copy, Notify, Plan, Reduce, Region, Wait, accesses
 from weft.schedules.device_options import DeviceOptions
-from weft.world.device_memory import drain
 
 if TYPE_CHECKING:
-    from weft.engines.device.engine import DeviceEngine
-    from weft.engines.device.gathers import GatherLaunch
-    from weft.engines.device.kernel_trace import KernelTrace
-    from weft.engines.device.kernels.sum_in_rank_order import Sum
-    from weft.engines.device.products import Launch as ProductLaunch
+    from weft.gpu.engine import DeviceEngine
+    from weft.gpu.gathers import GatherLaunch
+    from weft.gpu.kernel_trace import KernelTrace
+    from weft.gpu.kernels.sum_in_rank_order import Sum
+    from weft.gpu.products import Launch as ProductLaunch
 
 
 class DeviceProgram(FixedProgram):
@@ -70,7 +70,7 @@ class DeviceProgram(FixedProgram):
         if engine.kernels:
             self._use_kernels()
         if self.plan.launch is not None:
-            from weft.engines.device.gathers import GatherLaunch, fan_outs
+            from weft.gpu.gathers import GatherLaunch, fan_outs
 
             for found in fan_outs(self.lanes[0], self.world.rank, self.world.ranks):
                 self.launches[found.part] = [GatherLaunch(found, self, self.plan.launch)]
@@ -84,9 +84,9 @@ class DeviceProgram(FixedProgram):
 
     def _use_kernels(self) -> None:
         """Use kernels for products, and for sums of rows with fixed addresses."""
-        from weft.engines.device.kernels.sum_in_rank_order import Sum
-        from weft.engines.device.kernels.tiles import launches, runs
-        from weft.engines.device.products import Launch as ProductLaunch
+        from weft.gpu.kernels.sum_in_rank_order import Sum
+        from weft.gpu.kernels.tiles import launches, runs
+        from weft.gpu.products import Launch as ProductLaunch
 
         lane, index = self.lanes[0], self.engine.index
         counters, tile = self.engine.counters, self.options.tile
@@ -164,10 +164,10 @@ class DeviceProgram(FixedProgram):
         """The launches of product kernels, to be traced, by the part of the lane they execute: none
         if ranks share a GPU, since they load kernels together, but may record alone.
         """
-        if self.world.device.type == "cuda" and self.world.ranks_per_device > 1:
+        if self.world.device.type == "cuda" and self.world.backend.ranks_per_device > 1:
             return {}
-        from weft.engines.device.kernel_trace import KernelTrace
-        from weft.engines.device.products import Launch as ProductLaunch
+        from weft.gpu.kernel_trace import KernelTrace
+        from weft.gpu.products import Launch as ProductLaunch
 
         found = {
             part: [
@@ -206,8 +206,8 @@ class DeviceProgram(FixedProgram):
         own = every or self.sums or self.options.comm_sms or self.plan.launch
         if not own or self.world.device.type != "cuda" or call in self.engine.loaded:
             return
-        from weft.engines.device.kernels import copy_rows
-        from weft.engines.device.kernels.symmetric import LOADING
+        from weft.gpu.kernels import copy_rows
+        from weft.gpu.kernels.symmetric import LOADING
 
         with LOADING:
             for launches in every.values():
@@ -221,7 +221,7 @@ class DeviceProgram(FixedProgram):
             if self.options.comm_sms:
                 copy_rows.load(self.world.device)
             drain(self.world.device)
-        if self.world.ranks_per_device > 1:
+        if self.world.backend.ranks_per_device > 1:
             self.engine.agree(call)
         self.engine.loaded.add(call)
 
@@ -346,7 +346,7 @@ class DeviceProgram(FixedProgram):
         rows = partial(self._find, tensors=operands.tensors)
         match self.lanes[lane][at]:
             case Copy(src, dst) if self.options.comm_sms and src.rank != dst.rank:
-                from weft.engines.device.kernels.copy_rows import Rows, copy_rows
+                from weft.gpu.kernels.copy_rows import Rows, copy_rows
 
                 to, source = rows(dst), rows(src)
                 size = source.shape[1] * source.itemsize

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.engines.device.kernels.symmetric import notify, wait
+from weft.gpu.kernels.symmetric import notify, wait
 
 
 @triton.jit(do_not_specialize=["index", "rank", "peer"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.engines.device.kernels.symmetric import last_to_arrive, notify, peer_pointer
+from weft.gpu.kernels.symmetric import last_to_arrive, notify, peer_pointer
 
 
 @triton.jit

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import weft._native as _native
+from weft.gpu.memory import drain
 from weft.world import World
-from weft.world.device_memory import drain
 from weft.world.signals import Signals
 
 _POLL_SECONDS = 0.2  # between checks whether peers make the same call
@@ -89,7 +89,7 @@ class DeviceCounters:
     """
 
     def __init__(self, world: World, count: int) -> None:
-        from weft.engines.device.kernels import stream_signals, symmetric
+        from weft.gpu.kernels import stream_signals, symmetric
 
         self.world, self.kernels, self.symmetric = world, stream_signals, symmetric
         self.counters = symmetric.zeroed(world, count + 1)
@@ -148,4 +148,4 @@ Counters = HostCounters | DeviceCounters
 
 def counters(world: World, count: int) -> Counters:
     """Counters for the lanes of this world's device; collective."""
-    return (DeviceCounters if world.runs_kernels else HostCounters)(world, count)
+    return (DeviceCounters if world.backend.runs_kernels else HostCounters)(world, count)

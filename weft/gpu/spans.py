@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 import weft._native as _native
-from weft.engines.device.lanes import Step
 from weft.engines.program import Timed
+from weft.gpu.lanes import Step
 
 if TYPE_CHECKING:
-    from weft.engines.device.kernel_trace import KernelTrace
+    from weft.gpu.kernel_trace import KernelTrace
 
 Span = Callable[[], list[Timed]]
 """Returns the times of the instructions of a step, after the execution has ended."""

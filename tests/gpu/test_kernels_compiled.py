@@ -10,11 +10,11 @@ pytest.importorskip("triton", "3.6")
 import torch
 from support.compiled import SHARED, TARGETS, Compiled, build
 
-from weft.engines.device.kernels.all_gather import KERNELS, VECTOR, Access, tile_layout
-from weft.engines.device.kernels.all_gather_matmul import all_gather_matmul_kernel, sizes
-from weft.engines.device.kernels.copy_rows import copy_vectors_kernel, copy_words_kernel
-from weft.engines.device.kernels.signals import compare_kernel, raise_kernel
-from weft.engines.device.kernels.sum_in_rank_order import sum_in_rank_order_kernel
+from weft.gpu.kernels.all_gather import KERNELS, VECTOR, Access, tile_layout
+from weft.gpu.kernels.all_gather_matmul import all_gather_matmul_kernel, sizes
+from weft.gpu.kernels.copy_rows import copy_vectors_kernel, copy_words_kernel
+from weft.gpu.kernels.signals import compare_kernel, raise_kernel
+from weft.gpu.kernels.sum_in_rank_order import sum_in_rank_order_kernel
 from weft.schedules.device_options import TILES, Tile
 
 pytestmark = pytest.mark.parametrize("target", TARGETS)

@@ -16,7 +16,7 @@ from support.ranks import die, on_ranks, start, stream_world
 
 import weft
 from weft.engines import engine
-from weft.engines.device.engine import DeviceEngine
+from weft.gpu.engine import DeviceEngine
 from weft.plan import Signal
 
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from weft.engines.device.counters import DeviceCounters
-from weft.engines.device.fixed import Geometry
-from weft.engines.device.kernels import symmetric
-from weft.engines.device.kernels.all_gather_matmul import Product, check
-from weft.engines.device.lanes import Operands, Step
+from weft.gpu.counters import DeviceCounters
+from weft.gpu.fixed import Geometry
+from weft.gpu.kernels import symmetric
+from weft.gpu.kernels.all_gather_matmul import Product, check
+from weft.gpu.lanes import Operands, Step
 from weft.kernels.weights import as_tensor
 from weft.plan import Compute, Instruction, Signal
 from weft.schedules.device_options import Tile

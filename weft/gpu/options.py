@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from weft.schedules.device_options import DeviceOptions
 from weft.world import World
-from weft.world.local import check_queues
+
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+# of a rank on a GPU: the compute lane, the caller's, and that of one-sided transfers; and one for
+# each link
+_STREAMS = 3
 
 
 def check_options(world: World, options: DeviceOptions) -> None:
@@ -14,9 +20,9 @@ def check_options(world: World, options: DeviceOptions) -> None:
     streams, the SMs or the registers.
     """
     if world.device.type == "cuda" and options.links > 1:
-        check_queues(world.ranks_per_device, options.links)
-    if world.matmul_backend == "triton":
-        from weft.engines.device.kernels.all_gather_matmul import blocks
+        check_queues(world.backend.ranks_per_device, options.links)
+    if world.backend.products == "triton":
+        from weft.gpu.kernels.all_gather_matmul import blocks
 
         blocks(options.tile, world.device)
     programs(world, options)
@@ -26,11 +32,11 @@ def programs(world: World, options: DeviceOptions) -> int:
     """The most programs of a product kernel, one per SM. Raises `ValueError` if the device has not
     that number of SMs beside those of copies and signals.
     """
-    if world.matmul_backend != "triton" and not options.comm_sms:
+    if world.backend.products != "triton" and not options.comm_sms:
         return 0
-    from weft.engines.device.kernels import symmetric
+    from weft.gpu.kernels import symmetric
 
-    ranks, copies = world.ranks_per_device, options.comm_sms * options.links
+    ranks, copies = world.backend.ranks_per_device, options.comm_sms * options.links
     reserved = copies + (1 if options.compute_sms else symmetric.RESERVED_SMS)
     most = symmetric.max_programs(ranks, world.device, reserved)
     if options.compute_sms is None:
@@ -52,9 +58,26 @@ def hardware(world: World) -> str:
         found = torch.cuda.get_device_properties(world.device)
         device = f"{found.name} with {found.multi_processor_count} SMs"
     versions = f"torch {torch.__version__}"
-    if world.matmul_backend == "triton":
+    if world.backend.products == "triton":
         import triton
 
         versions += f", triton {triton.__version__}"
-    shared = f"{world.ranks_per_device} ranks on each"
-    return f"{device}, {shared}, products by {world.matmul_backend}, {versions}"
+    shared = f"{world.backend.ranks_per_device} ranks on each"
+    return f"{device}, {shared}, products by {world.backend.products}, {versions}"
+
+
+def check_queues(ranks: int, links: int) -> None:
+    """Raise `ValueError` unless each stream of the ranks that share a GPU gets a hardware queue of
+    its own: streams that share one wait for each other, and would deadlock.
+    """
+    if not torch.cuda.is_initialized():
+        os.environ.setdefault(_QUEUES, "32")
+        # lazy loading may wait for kernels that wait for this rank
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    queues = int(os.environ.get(_QUEUES, "8"))
+    if ranks * (streams := _STREAMS + links) > queues:
+        fewer = f"at most {queues // streams} ranks" + (", or fewer links" if links > 1 else "")
+        raise ValueError(
+            f"{ranks} ranks need {ranks * streams} concurrent streams, and there are {queues}: "
+            f"use {fewer}, or set {_QUEUES} (at most 32) before CUDA is first used"
+        )

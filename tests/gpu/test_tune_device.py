@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 
 import weft
 from weft.cli import app
-from weft.measure import tune, tune_device
+from weft.engines import engine
+from weft.gpu import tuning
+from weft.measure import tune
 from weft.ops import stored
 from weft.schedules.device_options import DEFAULT, DeviceOptions
 from weft.schedules.workload import Variant, Workload
@@ -42,14 +44,14 @@ def measured_and_used(
     """
     os.environ["WEFT_CACHE"] = f"{shared}/{os.environ['RANK']}"
     sys.setswitchinterval(1e-4)
-    tune_device._PIECES, tune_device._COPYING = (1, 2), (2,)
-    tune_device.TILES, tune_device._SHARES = ((64, 64), (64, 128)), (4,)
+    tune._PIECES, tuning._COPYING = (1, 2), (2,)
+    tuning.TILES, tuning._SHARES = ((64, 64), (64, 128)), (4,)
     ((found, name),) = tune.measure_streams([CASE], 1, place)
     assert [each.median for each in found] == sorted(each.median for each in found)
     products = "triton" if place["engine"] == "interpreter" else "torch"
     made = {"products": products, "streams": True, "timeout": 20}
     with weft.init(**made) as world:
-        assert name == stored.key(CASE, stored.setting(world))
+        assert name == stored.key(CASE, engine(world).setting)
         if world.rank == 0:
             best = Variant("push", 2, device=kept)
             stored.remember(name, stored.Measured(best, 1.0))
@@ -124,9 +126,9 @@ def test_the_fastest_so_far_is_kept_by_each_group():
         def groups() -> None:
             call = tune._prepare(CASE, current())
             direct, push = Variant("direct"), Variant("push", 2)
-            found = [*tune_device._transfers(call, [direct, push])]
+            found = [*tuning.transfers(call, [direct, push])]
             assert found == [direct, push._replace(device=DeviceOptions(links=2))]
-            assert not [*tune_device._tiles(call, [push])], "torch has no tiles"
-            assert not [*tune_device._sms(call, [push])]
+            assert not [*tuning.tiles(call, [push])], "torch has no tiles"
+            assert not [*tuning.sms(call, [push])]
 
         local.run(groups)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.engines.device.kernels.symmetric import peer_pointer
+from weft.gpu.kernels.symmetric import peer_pointer
 
 COMPARISONS = {"==": 1, ">": 2, ">=": 3, "<": 4, "<=": 5, "!=": 6}
 """Comparisons as sums of the relations that satisfy them: 1 equal, 2 greater, 4 less."""

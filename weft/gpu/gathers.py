@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from weft.engines.device.counters import DeviceCounters
-from weft.engines.device.kernels import symmetric
-from weft.engines.device.kernels.all_gather import Distances, Gather, Signals
-from weft.engines.device.lanes import Operands, Step
 from weft.errors import PlanError
+from weft.gpu.counters import DeviceCounters
+from weft.gpu.kernels import symmetric
+from weft.gpu.kernels.all_gather import Distances, Gather, Signals
+from weft.gpu.lanes import Operands, Step
 from weft.plan import Copy, Instruction, Launch, Notify, Region, Signal, Wait
 
 if TYPE_CHECKING:
-    from weft.engines.device.program import DeviceProgram
+    from weft.gpu.program import DeviceProgram
 
 
 class FanOut(NamedTuple):

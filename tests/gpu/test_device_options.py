@@ -15,8 +15,8 @@ from support.ranks import on_ranks
 
 import weft
 from weft import DeviceOptions
-from weft.engines.device import options as devices
 from weft.engines.recording import record
+from weft.gpu import options as devices
 from weft.ops.operator import find
 from weft.ops.options import Operands, Options
 from weft.world import World, current
@@ -108,8 +108,8 @@ def sweep() -> None:
 
 def programs_and_tiles() -> None:
     """The kernels are launched with the programs and the tiles that the options ask for."""
-    from weft.engines.device.kernels import copy_rows as copies
-    from weft.engines.device.kernels.all_gather_matmul import Product
+    from weft.gpu.kernels import copy_rows as copies
+    from weft.gpu.kernels.all_gather_matmul import Product
 
     world, grids, copied, own = current(), [], [], copies.copy_rows
     world.configure(DeviceOptions(tile=(64, 128), compute_sms=2, comm_sms=5))
@@ -265,7 +265,8 @@ def a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "16")
     device = torch.device("cuda", 0)
-    return SimpleNamespace(device=device, ranks_per_device=2, matmul_backend="triton")
+    backend = SimpleNamespace(ranks_per_device=2, products="triton")
+    return SimpleNamespace(device=device, backend=backend)
 
 
 def test_sms_of_products_and_copies(a_gpu):
@@ -293,7 +294,7 @@ def test_sms_of_products_and_copies(a_gpu):
 
 def test_tiles_of_dtypes_and_vendors(monkeypatch):
     pytest.importorskip("triton", "3.6")
-    from weft.engines.device.kernels.all_gather_matmul import blocks
+    from weft.gpu.kernels.all_gather_matmul import blocks
 
     gpu = torch.device("cuda", 0)
     assert blocks((128, 256), gpu)[:2] == (128, 256)

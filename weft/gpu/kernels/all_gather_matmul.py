@@ -20,10 +20,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.checks import name as dtype_name
-from weft.engines.device.kernels.clock import CLOCK, ticks
-from weft.engines.device.kernels.matmul_put import arrive, put_tile
-from weft.engines.device.kernels.symmetric import CounterTables, wait
-from weft.engines.device.kernels.tiles import launch_tables, tiles
+from weft.gpu.kernels.clock import CLOCK, ticks
+from weft.gpu.kernels.matmul_put import arrive, put_tile
+from weft.gpu.kernels.symmetric import CounterTables, wait
+from weft.gpu.kernels.tiles import launch_tables, tiles
 from weft.plan import Compute, Instruction, Signal, Wait
 from weft.schedules.device_options import Tile, tile_name
 

@@ -28,8 +28,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from weft.engines.device.kernels import symmetric
-from weft.engines.device.kernels.symmetric import (
+from weft.gpu.kernels import symmetric
+from weft.gpu.kernels.symmetric import (
     CounterTables,
     last_to_arrive,
     notify,

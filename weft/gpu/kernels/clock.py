@@ -11,7 +11,7 @@ from triton.language.extra.cuda import globaltimer
 from triton.language.extra.hip import memrealtime
 
 import weft._native as _native
-from weft.engines.device.kernels.symmetric import INTERPRETED
+from weft.gpu.kernels.symmetric import INTERPRETED
 
 CLOCK = "host" if INTERPRETED else "amd" if torch.version.hip else "nvidia"
 """The clock of kernels in this process."""

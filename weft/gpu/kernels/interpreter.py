@@ -18,7 +18,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
-from weft.engines.device.kernels.symmetric import peer_pointer
+from weft.gpu.kernels.symmetric import peer_pointer
 
 _own = threading.local()
 
