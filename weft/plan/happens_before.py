@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from weft.plan import Compute, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Term, Wait
+from weft.plan.language import accumulates
 from weft.plan.messages import at_the_end, ending, is_channel
-from weft.plan.symbols import Cell, Pieces, Rows, joined
+from weft.plan.symbols import Cell, Pieces, Rows, every, joined
 from weft.plan.values import ordered, reduced, shifted, text
 
 Clock = list[int]
@@ -230,6 +231,10 @@ class Run:
             case Compute(kernel, srcs, dst, name):
                 weight = None if name is None else (self.rank_of[lane], name)
                 sources = [self.read(execution, lane, instruction, src) for src in srcs]
+                for at, src in enumerate(srcs):
+                    if at in kernel.whole:
+                        value = every(sources[at], self.plans[execution].numbers(src))
+                        sources[at] = [(0, dst.rows, value)]
                 pieces = [(a, b, kernel.value(values, weight)) for a, b, values in joined(sources)]
             case Reduce(srcs, dst, op):
                 sources = [self.read(execution, lane, instruction, src) for src in srcs]
@@ -237,14 +242,14 @@ class Run:
                 pieces = [(a, b, reduced(op, values, ranks)) for a, b, values in joined(sources)]
             case _:
                 return
-        rows = self.buffer(execution, dst.rank, dst.buffer)
+        rows, again = self.buffer(execution, dst.rank, dst.buffer), accumulates(instruction)
         for start, stop, value in pieces:
             moved = shifted(value, -dst.start)
             for a, b, cell in rows.over(dst.start + start, dst.start + stop):
                 self.touch(
                     execution, end, instruction, (dst.rank, dst.buffer, a, b), cell, write=True
                 )
-                cell.value, cell.writes = moved, cell.writes + 1
+                cell.value, cell.writes = moved, cell.writes + (not again)
 
     def read(self, execution: int, lane: int, instruction: Instruction, src: Region) -> Pieces:
         """The values of a region's rows, in pieces counted from its start."""
