@@ -168,7 +168,7 @@ def case(seed: int, number: int) -> Case:
         number,
         setting,
         plan,
-        [dice.randint(0, most) * max(plan.pieces) for _ in plan.pieces],
+        [dice.randint(0, most * pieces) for pieces in plan.pieces],
         columns,
         dice.choice((0, 0, 3)),
         dtype,

@@ -53,6 +53,12 @@ def sizes(plan: Plan, rows: Sequence[int]) -> list[int]:
     ]
 
 
+def rows_of(plan: Plan, rows: Sequence[int], region: Region) -> int:
+    """The rows of a region without slots if the plan's shards have these `rows`."""
+    by_block = sizes(plan, rows)
+    return sum(1 if number == ROW else by_block[number] for number in plan.numbers(region))
+
+
 def bind(plan: Plan, rows: Sequence[int]) -> Plan:
     """The plan over rows that a plan over blocks becomes if its shards have these `rows`."""
     return _Binding(plan, sizes(plan, rows)).bound() if plan.pieces else plan
