@@ -103,8 +103,9 @@ def test_ring_attention_over_two_hosts(hosts, rows):
 
 
 @pytest.mark.data
-def test_ring_attention_on_streams():
-    on_ranks(on_a_rank, 3, (5, 7), torch.float32, context=stream_world)
+@pytest.mark.parametrize("rows", BLOCKS.values(), ids=[*BLOCKS])
+def test_ring_attention_on_streams(rows):
+    on_ranks(on_a_rank, 3, rows, torch.float32, context=stream_world)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])

@@ -12,6 +12,7 @@ import weft
 from weft.engines import engine, reference
 from weft.errors import PlanError
 from weft.kernels.matmul import matmul
+from weft.measure.accumulation import gathered
 from weft.plan import Buffer, Copy, Notify, Plan, Reduce, Region, Signal, Term, Wait
 from weft.plan.language import ANY_BLOCK
 from weft.plan.proof import problems
@@ -158,6 +159,29 @@ def test_a_slot_has_the_rows_of_the_block_that_it_holds(sizes, options):
         local.run(call)
     assert torch.equal(out, torch.cat([a, 2 * a[sizes[0] :]]))
     assert (whole[len(out) :] == -1).all()
+
+
+@engines
+def test_a_kernel_reads_only_symmetric_rows_of_peers(options):
+    plan = gathered(2, 1)
+
+    def call(symmetric):
+        world = weft.init()
+        x, y, out = (torch.full((rows, 2), 2.0).double() for rows in (3, 4, 3))
+        if symmetric:
+            ordinary, y = y, world.empty(4, 2, dtype=torch.float64)
+            y.copy_(ordinary)
+        engine(world).execute(plan, {"x": x, "y": y, "out": out}, rows=[3, 3, 4, 4])
+        return out
+
+    with weft.local_world(2, timeout=20, **options) as local:
+        for out in local.run(call, True):
+            assert (out == 2 + 100 + 3 * (2 + 100)).all()
+    with (
+        pytest.raises(ValueError, match="peers access 'y' in this plan, so it must be symmetric"),
+        weft.local_world(2, timeout=20, **options) as local,
+    ):
+        local.run(call, False)
 
 
 def guarded(columns, dtype):

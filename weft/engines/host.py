@@ -378,7 +378,11 @@ class HostProgram(Program):
         segment = memory.find(tensors[region.buffer]) if bound else self.engine.segment
         if not rows * columns:
             return torch.empty(rows, columns, dtype=dtype, device="cpu")
-        assert segment is not None
+        if segment is None:
+            raise ValueError(
+                f"peers access {region.buffer!r} in this plan, so it must be symmetric: make it "
+                "with world.empty(...)"
+            )
         if bound:
             part = memory.numbers(segment, region.rank, dtype)
         else:

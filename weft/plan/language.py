@@ -418,8 +418,10 @@ def aligned(instruction: Instruction) -> tuple[Region, ...]:
     for `whole_sources`.
     """
     apart = whole_sources(instruction)
-    sources = (src for at, src in enumerate(reads(instruction)) if at not in apart)
-    return *writes(instruction), *sources
+    sources = reads(instruction)
+    if apart:
+        sources = tuple(src for at, src in enumerate(sources) if at not in apart)
+    return writes(instruction) + sources
 
 
 def accumulates(instruction: Instruction) -> bool:
