@@ -4,6 +4,7 @@ and, bit by bit, with the reference interpreter.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import partial
 
 import pytest
@@ -18,6 +19,9 @@ from weft.measure.mutation import score
 from weft.plan.binding import bind
 from weft.plan.mutants import deleted, repeated
 from weft.plan.proof import accepts
+from weft.predict.machine import load
+from weft.predict.simulator import simulate
+from weft.schedules.workload import Rows
 
 HEADS, WIDE = 2, 8
 ATTEND = Attend(HEADS, WIDE**-0.5)
@@ -115,6 +119,14 @@ def test_ring_attention_is_proved_for_every_size(ranks):
     weft.verify(plan, hosts=[rank % 2 for rank in range(ranks)])
     for rows in ((5, 7), (0, 3), (3, 0), (1, 1)):
         weft.verify(bind(plan, rows))
+
+
+def test_ring_attention_is_simulated():
+    plan = bind(planned(3, (5, 7))[0], (5, 7))
+    rows = defaultdict(lambda: Rows(HEADS * WIDE, "float32"))
+    spans = simulate(plan, load("cpu"), rows).spans
+    assert sum(span.kind == "attend" for span in spans) == 9
+    assert all(span.stop > span.start for span in spans if span.kind in ("attend", "divide"))
 
 
 @pytest.mark.parametrize("mutation", [deleted, repeated])

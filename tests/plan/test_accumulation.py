@@ -18,6 +18,7 @@ import weft
 from weft.engines.reference import Call, run
 from weft.kernels.matmul import MATMUL
 from weft.measure.accumulation import FOLD, gathered, in_turn
+from weft.measure.mutation import score
 from weft.plan import (
     Buffer,
     Compute,
@@ -256,6 +257,13 @@ def test_plans_that_accumulate_are_right_for_every_size(plan, ranks, pieces, dat
     weft.verify(blocks)
     many = len(blocks.pieces)
     weft.verify(bind(blocks, data.draw(st.lists(st.integers(0, 5), min_size=many, max_size=many))))
+
+
+@pytest.mark.parametrize("plan", [gathered, in_turn])
+def test_no_mutant_is_missed(plan):
+    found = score(plan(2, 2), seed=0)
+    assert not any(each.missed for each in found.values())
+    assert found["deleted"].rejected == found["deleted"].mutants
 
 
 def test_a_value_that_was_made_of_all_rows_may_be_needed_whole():
