@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from support.attention import Attend, ring_attention
-from support.ranks import on_ranks, stream_world
+from support.ranks import on_ranks, reference_world, stream_world
 from torch.nn.functional import scaled_dot_product_attention
 
 import weft
@@ -108,8 +108,9 @@ def test_ring_attention_over_two_hosts(hosts, rows):
 
 @pytest.mark.data
 @pytest.mark.parametrize("rows", BLOCKS.values(), ids=[*BLOCKS])
-def test_ring_attention_on_streams(rows):
-    on_ranks(on_a_rank, 3, rows, torch.float32, context=stream_world)
+@pytest.mark.parametrize("context", [stream_world, reference_world])
+def test_ring_attention_by_other_engines(context, rows):
+    on_ranks(on_a_rank, 3, rows, torch.float32, context=context)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])

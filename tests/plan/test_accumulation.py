@@ -310,3 +310,27 @@ def test_random_plans_that_accumulate_are_right(hosts):
         assert not problems(plan), (seed, problems(plan))
         found += sum(accumulates(instruction) for _, instruction in plan.instructions())
     assert found
+
+
+@pytest.mark.parametrize("read", [0, 1])
+def test_slots_are_read_as_the_block_that_they_hold(read):
+    """The sums have no row of an input that would show it: they are equal in rows of any block."""
+    slot, block = rows("slot", 0, 1), rows("space", 0, 1)
+    plan = Plan(
+        "example",
+        "made up",
+        {
+            "x": Buffer.of("input", [range(2)]),
+            "space": Buffer.of("workspace", [range(2)]),
+            "slot": Buffer.of("workspace", [[ANY_BLOCK]]),
+            "out": Buffer.of("output", [[read]]),
+        },
+        ({"compute": (Compute(Sums(), (X,), block), Copy(block, slot), Copy(slot, OUT_BLOCK))},),
+        {OUT_BLOCK: Sums().value([whole([((0, 1), ONE)])], None)},
+        (1, 1),
+    )
+    found = problems(plan)
+    assert found == [] if read == 0 else "slot@0[0:1] holds other blocks" in found[0]
+
+
+OUT_BLOCK = rows("out", 0, 1)

@@ -10,7 +10,8 @@ The proof is over blocks, and holds for any number of rows of each block. Blocks
 adjacent, so two accesses share a row only if they share a block; an instruction works on the same
 blocks in the same order everywhere, so its operands have the same rows, but for sources of which a
 kernel needs every row, whose blocks have numbers of their own; a slot (`ANY_BLOCK`) holds any
-block, from its beginning on; and lanes wait only for signals, which empty blocks raise too.
+block, from its beginning on, and is read as the block that it holds; and lanes wait only for
+signals, which empty blocks raise too.
 """
 
 from __future__ import annotations
