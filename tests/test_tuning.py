@@ -165,6 +165,7 @@ EXCEPTIONS = {
         weft/measure/calibrate.py: _ROW
         weft/measure/calibrate.py: _ROWS
         weft/measure/calibrate.py: _SENT
+        weft/measure/accumulation.py: _PRIME
         weft/measure/calibrate.py: _WARM
         weft/measure/calibrate.py: _WIDTHS
         weft/measure/fuzz.py: POOL

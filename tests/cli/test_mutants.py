@@ -22,7 +22,7 @@ def test_the_proof_misses_no_mutant_of_a_broadcast():
     found, printed = score("--operator", "broadcast", "--ranks", "2")
     scores = found["operators"].pop("broadcast")
     assert found == {"ranks": [2], "seed": 0, "plans": 5, "false_alarms": [], "operators": {}}
-    assert [*scores] == ["deleted", "moved", "aimed elsewhere"]
+    assert [*scores] == ["deleted", "repeated", "moved", "aimed elsewhere"]
     for each in scores.values():
         assert each["mutants"] == each["rejected"] + each["equivalent"] > 0
         assert not each["missed"]
@@ -59,7 +59,8 @@ def test_numbers_of_ranks_are_checked(ranks):
 def test_the_proof_misses_no_mutant_on_two_ranks():
     """On 3 ranks, as the command does without options, it takes some minutes more."""
     found, _ = score("--ranks", "2")
-    assert len(found["operators"]) == 9
+    assert [*found["operators"]][-1] == "accumulation"
+    assert len(found["operators"]) == 10
     for scores in found["operators"].values():
         assert not any(each["missed"] for each in scores.values())
         assert scores["deleted"]["rejected"] == scores["deleted"]["mutants"]

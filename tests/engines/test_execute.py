@@ -12,7 +12,9 @@ import weft
 from weft.engines import engine, reference
 from weft.errors import PlanError
 from weft.kernels.matmul import matmul
+from weft.measure.accumulation import gathered
 from weft.plan import Buffer, Copy, Notify, Plan, Reduce, Region, Signal, Term, Wait
+from weft.plan.language import ANY_BLOCK
 from weft.plan.proof import problems
 from weft.schedules.lanes import enter, leave
 
@@ -93,6 +95,93 @@ def test_writes_that_overlap_by_a_shift_keep_the_order_of_the_lane(plan, columns
     executed(plan, {"a": a, "out": out}, **options)
     [[wanted]] = reference.run(reference.Call(plan, [{"a": a}]))
     assert torch.equal(out, wanted["out"])
+
+
+def through_slots():
+    """Rank 0 sends two blocks through a slot of its own, and the second one again to a slot of rank
+    1, which multiplies it.
+    """
+    slot, blocks = rows("slot", 0, 1), range(2)
+    send = [
+        instruction
+        for at in blocks
+        for instruction in (
+            Copy(rows("a", at, at + 1), slot),
+            Copy(slot, rows("inbox", at, at + 1, rank=1)),
+        )
+    ]
+    to = slot._replace(rank=1)
+    lanes = (
+        (*enter(0, 2), *send, Copy(rows("a", 1, 2), to), Notify(1, Signal("arrived", 0))),
+        (
+            Wait(Signal("arrived", 0), 1),
+            Copy(rows("inbox", 0, 2, rank=1), rows("out", 0, 2, rank=1)),
+            matmul(to, rows("out", 2, 3, rank=1)),
+            *leave(1, 2),
+        ),
+    )
+    return Plan(
+        "mine",
+        "x",
+        {
+            "a": Buffer.of("input", [blocks, []]),
+            "slot": Buffer.of("workspace", [[ANY_BLOCK]] * 2),
+            "inbox": Buffer.of("workspace", [[], blocks]),
+            "out": Buffer.of("output", [[], [0, 1, 1]]),
+        },
+        tuple({"compute": lane} for lane in lanes),
+        {
+            rows("out", 0, 2, rank=1): (Term(0, "a", 0),),
+            rows("out", 2, 3, rank=1): (Term(0, "a", -1, (1, "out")),),
+        },
+        (1, 1),
+    )
+
+
+@pytest.mark.parametrize("sizes", [(3, 1), (1, 3), (0, 2), (2, 0)], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"streams": True}, {"hosts": (0, 1)}], ids=["processes", "streams", "hosts"]
+)
+def test_a_slot_has_the_rows_of_the_block_that_it_holds(sizes, options):
+    plan, total = through_slots(), sum(sizes)
+    weft.verify(plan)
+    a = torch.arange(2.0 * total).view(total, 2)
+    whole = torch.full((total + sizes[1] + 4, 2), -1.0)
+    out = whole[: total + sizes[1]]
+
+    def call():
+        world = weft.init()
+        first = world.rank == 0
+        tensors = {"a": a if first else a[:0], "out": out[:0] if first else out}
+        engine(world).execute(plan, tensors, {"out": torch.eye(2) * 2}, rows=sizes)
+
+    with weft.local_world(2, timeout=20, **options) as local:
+        local.run(call)
+    assert torch.equal(out, torch.cat([a, 2 * a[sizes[0] :]]))
+    assert (whole[len(out) :] == -1).all()
+
+
+@engines
+def test_a_kernel_reads_only_symmetric_rows_of_peers(options):
+    plan = gathered(2, 1)
+
+    def call(symmetric):
+        world = weft.init()
+        x, y, out = (torch.full((rows, 2), 2.0).double() for rows in (3, 4, 3))
+        if symmetric:
+            ordinary, y = y, world.empty(4, 2, dtype=torch.float64)
+            y.copy_(ordinary)
+        engine(world).execute(plan, {"x": x, "y": y, "out": out}, rows=[3, 3, 4, 4])
+        return out
+
+    with weft.local_world(2, timeout=20, **options) as local:
+        for out in local.run(call, True):
+            assert (out == 2 + 100 + 3 * (2 + 100)).all()
+    with (
+        pytest.raises(ValueError, match="peers access 'y' in this plan, so it must be symmetric"),
+        weft.local_world(2, timeout=20, **options) as local,
+    ):
+        local.run(call, False)
 
 
 def guarded(columns, dtype):

@@ -3,8 +3,10 @@ from __future__ import annotations
 import pytest
 
 from weft.kernels.matmul import matmul
+from weft.measure.accumulation import FOLD
 from weft.plan import (
     Buffer,
+    Compute,
     Copy,
     Notify,
     Plan,
@@ -31,6 +33,12 @@ ARRIVED = Signal("arrived", 1)
             Reduce((HERE, THERE), OUT),
             "reduce sum a@0[0:2] + inbox@1[4:6] -> out@0[0:2]",
             (HERE, THERE),
+            (OUT,),
+        ),
+        (
+            Compute(FOLD, (HERE, THERE, OUT), OUT),
+            "fold   a@0[0:2], all inbox@1[4:6], out@0[0:2] -> out@0[0:2]",
+            (HERE, THERE, OUT),
             (OUT,),
         ),
         (Notify(1, Signal("arrived", 0)), "notify arrived<0 on 1", (), ()),

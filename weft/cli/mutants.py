@@ -16,7 +16,6 @@ from weft.cli import options
 from weft.cli.plan import Name
 from weft.errors import PlanError
 from weft.measure.progress import progress
-from weft.predict.planners import PLANNERS
 
 
 def mutants(
@@ -31,18 +30,18 @@ def mutants(
     ] = 0,
     json_file: Json = None,
 ) -> None:
-    """Test the proof: change each instruction of every plan, delete it, move it in its lane, or aim
-    it elsewhere, and count how many of these mutants the proof rejects.
+    """Test the proof: change each instruction of every plan, delete it, repeat it, move it in its
+    lane, or aim it elsewhere, and count how many of these mutants the proof rejects.
 
     Those that it accepts are executed in adversarial orders: they are equivalent if they give the
     bits of the plan in every run, else the proof missed them. Exit status 1 if it missed one, or
     rejects a plan without a change.
     """
-    names = [operator.name] if operator else [*PLANNERS]
     counts = _counts(ranks)
     options.check_files(json_file, None)
-    from weft.measure.mutation import MUTATIONS, Score, plans, score
+    from weft.measure.mutation import MUTATIONS, SUBJECTS, Score, plans, score
 
+    names = [operator.name] if operator else [*SUBJECTS]
     every = [(name, plan) for name in names for many in counts for plan in plans(name, many)]
     scores = {name: dict.fromkeys(MUTATIONS, Score()) for name in names}
     alarms = []

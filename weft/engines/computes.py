@@ -5,23 +5,35 @@ call only passes other tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from weft.plan import Kernel, Region
+from weft.plan import Compute, Region
 from weft.plan.kernel import Run
 
 Operand = Any
 """An operand of a computation: the key of one of the caller's tensors, or a function that makes it
 of all of them.
 """
-Computation = tuple[Kernel, tuple[Region, ...], Region, str | None]
-"""The kernel of a Compute, its sources, its result, and the name of its weight."""
+
+
+class Computation(NamedTuple):
+    """A Compute, and a region that has as many rows as its result: its slots hold any block."""
+
+    instruction: Compute
+    like: Region
+
+    @property
+    def sources(self) -> list[tuple[Region, Region]]:
+        """Its sources, each with a region that has as many rows."""
+        whole, srcs = self.instruction.kernel.whole, self.instruction.srcs
+        return [(src, src if at in whole else self.like) for at, src in enumerate(srcs)]
 
 
 class Computes:
-    """Runs computations of a call of `rows` rows, with operands as `operand` gives them.
+    """Runs computations of a call of `rows` rows, with operands as `operand` gives them, of a
+    region and one that has as many rows.
 
     Each call passes its tensors, weights and biases, as mappings or sequences; `weights` are the
     keys of weights there. A bias may be None, and is not added unless `biased`.
@@ -31,19 +43,19 @@ class Computes:
         self,
         computations: Mapping[int, Computation],
         rows: int,
-        operand: Callable[[Region], Operand],
+        operand: Callable[[Region, Region], Operand],
         weights: Mapping[str, Any],
         biased: bool = True,
     ) -> None:
         self.rows, self.biased = rows, biased
         self.operands = {
             at: (
-                kernel,
-                [operand(source) for source in sources],
-                None if name is None else weights[name],
-                operand(out),
+                one.instruction.kernel,
+                [operand(*source) for source in one.sources],
+                None if (name := one.instruction.weight) is None else weights[name],
+                operand(one.instruction.dst, one.like),
             )
-            for at, (kernel, sources, out, name) in computations.items()
+            for at, one in computations.items()
         }
 
     def run(self, at: int, tensors: Any, weights: Any, biases: Any) -> None:

@@ -351,29 +351,38 @@ class HostProgram(Program):
         its key in `keys`; a buffer in `reshaped` may be passed with another shape.
         """
 
-        def operand(region: Region) -> Operand:
+        def operand(region: Region, like: Region) -> Operand:
             name, own = region.buffer, region.rank == self.world.rank
+            rows = binding.matrix(self.place(like))[1]
             if not (own and self.plan.buffers[name].given):
-                matrix = self._matrix(binding, region, tensors)
+                matrix = self._matrix(binding, region, rows, tensors)
                 return lambda _: matrix
-            start, rows, *_ = binding.matrix(self.place(region))
+            start = binding.matrix(self.place(region))[0]
             part = slice(start, start + rows)
             return rows_of(keys[name], part, tensors[name], name in reshaped)
 
         return Computes(self.computations, sum(binding.rows), operand, weights, biased)
 
-    def _matrix(self, binding: _native.Binding, region: Region, tensors: Tensors) -> Tensor:
-        """The matrix of a region in the workspace, or in a peer's part of a symmetric tensor."""
+    def _matrix(
+        self, binding: _native.Binding, region: Region, rows: int, tensors: Tensors
+    ) -> Tensor:
+        """The matrix of the first rows of a region in the workspace, or in a peer's part of a
+        symmetric tensor.
+        """
         if torch.is_inference_mode_enabled():  # later calls may be outside of it
             with torch.inference_mode(False):
-                return self._matrix(binding, region, tensors)
-        _, rows, columns, _, stride, address = binding.matrix(self.place(region))
+                return self._matrix(binding, region, rows, tensors)
+        _, _, columns, _, stride, address = binding.matrix(self.place(region))
         dtype, _ = self.kinds[region.buffer]
         bound = self.plan.buffers[region.buffer].given
         segment = memory.find(tensors[region.buffer]) if bound else self.engine.segment
         if not rows * columns:
             return torch.empty(rows, columns, dtype=dtype, device="cpu")
-        assert segment is not None
+        if segment is None:
+            raise ValueError(
+                f"peers access {region.buffer!r} in this plan, so it must be symmetric: make it "
+                "with world.empty(...)"
+            )
         if bound:
             part = memory.numbers(segment, region.rank, dtype)
         else:
@@ -423,12 +432,13 @@ class HostProgram(Program):
                 compiled.notify(lane, executor, peer, self.engine.index(signal))
             case Wait(signal, count):
                 compiled.wait(lane, executor, rank, self.engine.index(signal), signal.source, count)
-            case Compute(kernel, srcs, dst, weight):
+            case Compute(_, srcs, dst):
                 roles = {self.plan.buffers[region.buffer].role for region in (*srcs, dst)}
                 if lane or "eager" in roles:
                     raise PlanError(
                         "kernels must be in the compute lane and must not use eager buffers; the "
                         f"plan has {instruction}"
                     )
-                compiled.multiply(lane, self.place(self.plan.sizing_region(instruction)))
-                self.computations[at] = kernel, srcs, dst, weight
+                like = self.plan.sizing_region(instruction)
+                compiled.multiply(lane, self.place(like))
+                self.computations[at] = Computation(instruction, like)

@@ -27,8 +27,9 @@ from weft.engines.host import HostEngine, HostProgram, Place
 from weft.engines.program import Dtypes, Tensors, Timed
 from weft.engines.ranges import in_range
 from weft.errors import WeftError
-from weft.plan import Instruction, Notify, Plan, Region, Wait
-from weft.plan.language import LANES
+from weft.plan import Copy, Instruction, Notify, Plan, Region, Wait
+from weft.plan.binding import rows_of
+from weft.plan.language import ANY_BLOCK, LANES
 from weft.plan.messages import (
     Message,
     batches,
@@ -78,7 +79,16 @@ class NetworkEngine(HostEngine):
         program.run_locked({}, (), {})
 
 
-Batch = tuple[int, list[tuple[int, Place | None]]]
+class End(NamedTuple):
+    """The rows of a message at this end: their place, and another region that has as many rows, if
+    they are in slots, which hold any blocks.
+    """
+
+    place: Place
+    like: Region | None
+
+
+Batch = tuple[int, list[tuple[int, End | None]]]
 """A batch to send: the receiver, and for each message its number in its channel and its rows, or
 None for a token.
 """
@@ -118,7 +128,7 @@ class NetworkProgram(HostProgram):
         self.more_lanes = len(self.outgoing) + len(self.incoming)
         super().__init__(engine, plan, tensors, dtypes, common)
         self.sends: list[tuple[str, list[Batch]]] = []  # by lane
-        self.receives: list[tuple[int, str, list[int], list[Place | None]]] = []
+        self.receives: list[tuple[int, str, list[int], list[End | None]]] = []
         """The sender and its lane, the ranks that must have begun the call first, and the rows of
         each message.
         """
@@ -207,11 +217,11 @@ class NetworkProgram(HostProgram):
         assert self.bound is not None
         self.spans = []
         arrivals: dict[int, _Arrivals] = {}
-        for number, (sender, lane, notified, places) in enumerate(
+        for number, (sender, lane, notified, ends) in enumerate(
             self.receives, len(LANES) + len(self.sends)
         ):
             expected = arrivals.setdefault(sender, _Arrivals(self, call, digest))
-            rows = deque(map(self.rows, places))
+            rows = deque(map(self.rows, ends))
             expected.lanes[LANES.index(lane)] = _Incoming(number, notified, rows)
         relay.begin(call, digest, self.bound.call, arrivals, self.departures)
         for number, (lane, sent) in enumerate(self.sends, len(LANES)):
@@ -219,13 +229,23 @@ class NetworkProgram(HostProgram):
                 tag = Tag(LANES.index(lane), call, digest)
                 relay.lanes.submit(lane, partial(self._send, number, lane, sent, tag, self.spans))
 
-    def rows(self, place: Place | None) -> _Rows:
-        """The rows of a region in this call; zero rows for a token."""
+    def rows(self, end: End | None) -> _Rows:
+        """The rows of a message in this call; zero rows for a token."""
         assert self.bound is not None
-        if place is None:
+        if end is None:
             return _Rows(0, 0, 0, 0)
-        _, rows, _, row, stride, address = self.bound.matrix(place)
+        _, rows, _, row, stride, address = self.bound.matrix(end.place)
+        if end.like is not None:
+            rows = rows_of(self.plan, self.bound.rows, end.like)
         return _Rows(address, rows, row, stride)
+
+    def end(self, copy: Copy | None, sent: bool) -> End | None:
+        """The rows of a message at the end where they are sent, or received; None for a token."""
+        if copy is None:
+            return None
+        region = copy.src if sent else copy.dst
+        slots = ANY_BLOCK in self.plan.numbers(region)
+        return End(self.place(region), self.plan.sizing_region(copy) if slots else None)
 
     def advance(self, number: int, at: int) -> int:
         """Run a native lane to its next pause; -1 if it fails. Timeouts are ignored: the lane may
@@ -252,7 +272,7 @@ class NetworkProgram(HostProgram):
             if at < 0:
                 return
             start = _native.now()
-            relay.send(to, tag, [self.rows(place).gathered() for _, place in messages])
+            relay.send(to, tag, [self.rows(end).gathered() for _, end in messages])
             stop = _native.now()
             spans += [(channel(lane, to), index, start, stop) for index, _ in messages]
             at = self.advance(number, at + 1)
@@ -268,7 +288,7 @@ class NetworkProgram(HostProgram):
             self.advance(number, after)
 
         tag = Tag(0, compiled.call, compiled.digest)
-        rows = [self.rows(place).gathered() for _, place in messages]
+        rows = [self.rows(end).gathered() for _, end in messages]
         self.engine.relay.post(LANES[0], to, tag, rows, done)
 
     def _spans(self) -> list[Timed]:
@@ -295,9 +315,7 @@ class NetworkProgram(HostProgram):
                     self._compile(number, 0, begin)
                 compiled.pause(number)
                 self._compile(number, 0, end)
-                sent.append(
-                    (to, [(m.index, self.place(m.copy.src) if m.copy else None) for m in messages])
-                )
+                sent.append((to, [(m.index, self.end(m.copy, sent=True)) for m in messages]))
             self.sends.append((lane, sent))
         for number, (sender, lane, messages) in enumerate(
             self.incoming, len(LANES) + len(self.outgoing)
@@ -307,8 +325,8 @@ class NetworkProgram(HostProgram):
                 for notify in message.signals:
                     self._compile(number, 0, notify)
             notified = gate_ranks(self.plan, sender, lane, self.world.rank)
-            places = [self.place(m.copy.dst) if m.copy else None for m in messages]
-            self.receives.append((sender, lane, notified, places))
+            ends = [self.end(m.copy, sent=False) for m in messages]
+            self.receives.append((sender, lane, notified, ends))
 
     def _compile(self, lane: int, at: int, instruction: Instruction) -> None:
         if lane == 0 and self._is_post(instruction):

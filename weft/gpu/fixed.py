@@ -14,7 +14,7 @@ from torch import Tensor
 from weft.checks import name as dtype_name
 from weft.engines.engine import Engine
 from weft.engines.program import Dtypes, Program, Tensors, kinds, moves
-from weft.plan import Plan, Region, accesses
+from weft.plan import Plan, Region, accesses, writes
 from weft.plan.binding import bind
 from weft.schedules.device_options import DEFAULT
 from weft.world import World, memory
@@ -54,7 +54,7 @@ def _without_empty_moves(plan: Plan) -> Plan:
     """The plan without instructions on zero rows."""
     lanes = tuple(
         {
-            name: tuple(i for i in lane if not accesses(i) or accesses(i)[0].rows)
+            name: tuple(i for i in lane if not writes(i) or writes(i)[0].rows)
             for name, lane in lanes.items()
         }
         for lanes in plan.lanes

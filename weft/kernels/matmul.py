@@ -10,7 +10,7 @@ from weft.plan import Compute, Instruction, Kernel, Plan, Region, Term, Value
 from weft.plan.kernel import Load, Rates, Run
 from weft.plan.language import Lanes
 from weft.plan.lazy import Deferred
-from weft.plan.values import Applied, Weight
+from weft.plan.values import Applied, Symbol, Weight, Whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,7 +71,9 @@ def with_kernel(plan: Plan, kernel: Kernel) -> Plan:
     def value(terms: Value) -> Value:
         return tuple(map(symbol, terms))
 
-    def symbol(one: Term | Applied) -> Term | Applied:
+    def symbol(one: Symbol) -> Symbol:
+        if isinstance(one, Whole):
+            return Whole(tuple((numbers, value(part)) for numbers, part in one.parts))
         if isinstance(one, Applied):
             sources = tuple(map(value, one.sources))
             if one.kernel == MATMUL.name:

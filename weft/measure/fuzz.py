@@ -20,6 +20,7 @@ from weft.checks import name as dtype_name
 from weft.engines import engine, reference
 from weft.errors import WeftError
 from weft.kernels.matmul import MATMUL
+from weft.measure.accumulation import FOLD
 from weft.plan import Copy, Plan, accesses
 from weft.plan.binding import bind
 from weft.plan.messages import lower_to_messages
@@ -142,16 +143,17 @@ def case(seed: int, number: int) -> Case:
     dice = random.Random(f"{seed} {number}")
     setting = SETTINGS[number % len(SETTINGS)]
     dtype = dice.choice(_DTYPES)
-    multiplies = dtype is torch.float64 and dice.random() < 0.5
-    widest = math.log(_MULTIPLIED if multiplies else _WIDEST)
+    computes = dtype is torch.float64 and dice.random() < 0.5
+    widest = math.log(_MULTIPLIED if computes else _WIDEST)
     columns = round(math.exp(dice.uniform(0, widest)))
     omitted = dice.choice((0.0, 0.0, 0.0, 0.1))
     choices = Choices(
         setting.hosts,
         dice.randint(1, 8),
         omitted,
-        MATMUL if multiplies else None,
-        averages=dtype.is_floating_point and not multiplies,  # whose products are not exact
+        MATMUL if computes else None,
+        FOLD if computes else None,
+        averages=dtype.is_floating_point and not computes,  # whose results are not exact
     )
     plan = random_plan(dice, choices)
     changes = [f"without {omitted:.0%} of the signals"] if omitted else []
@@ -166,7 +168,7 @@ def case(seed: int, number: int) -> Case:
         number,
         setting,
         plan,
-        [dice.randint(0, most) * max(plan.pieces) for _ in plan.pieces],
+        [dice.randint(0, most * pieces) for pieces in plan.pieces],
         columns,
         dice.choice((0, 0, 3)),
         dtype,

@@ -14,8 +14,9 @@ from typing import Any
 
 from weft.engines.equivalence import Equivalence
 from weft.errors import PlanError
+from weft.measure.accumulation import gathered, in_turn
 from weft.plan import Plan
-from weft.plan.mutants import Mutant, aimed_elsewhere, deleted, moved
+from weft.plan.mutants import Mutant, aimed_elsewhere, deleted, moved, repeated
 from weft.plan.proof import accepts, verify
 from weft.predict.planners import PLANNERS
 from weft.schedules.levels import nested
@@ -24,10 +25,14 @@ from weft.schedules.workload import ORDERS, Request
 
 MUTATIONS: Mapping[str, Callable[[Plan], Iterator[Mutant]]] = {
     "deleted": deleted,
+    "repeated": repeated,
     "moved": moved,
     "aimed elsewhere": aimed_elsewhere,
 }
 """Changes of one instruction, by what happens to it."""
+
+SUBJECTS = (*PLANNERS, "accumulation")
+"""The plans that are changed: those of each operator, and plans that accumulate, which none has."""
 
 CHOICES: tuple[dict[str, Any], ...] = (
     {},
@@ -61,9 +66,11 @@ class Score:
 
 
 def plans(operator: str, ranks: int) -> list[Plan]:
-    """The distinct plans of an operator in two pieces: by every algorithm, with the defaults and
-    with each other choice that makes a difference, and by levels.
+    """The distinct plans of a subject in two pieces: of an operator by every algorithm, with the
+    defaults and with each other choice that makes a difference, and by levels.
     """
+    if operator not in PLANNERS:
+        return [gathered(ranks, 2), in_turn(ranks, 2)]
     planner, collective = PLANNERS[operator], COLLECTIVES.get(operator)
     every = [
         planner.plan(Request(ranks, 2, algorithm, **choice))

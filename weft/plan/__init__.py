@@ -23,3 +23,4 @@ from weft.plan.values import Applied as Applied
 from weft.plan.values import Term as Term
 from weft.plan.values import Value as Value
 from weft.plan.values import reduced as reduced
+from weft.plan.values import whole as whole

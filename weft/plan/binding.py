@@ -22,9 +22,10 @@ from weft.plan.language import (
     Reduce,
     Region,
     Wait,
+    whole_sources,
 )
 from weft.plan.lazy import Deferred, PerRank
-from weft.plan.values import Term, Value, mapped
+from weft.plan.values import Symbol, Term, Value, Whole, mapped, whole
 
 
 def split(rows: int, pieces: int, multiple: int = 1) -> list[int]:
@@ -50,6 +51,12 @@ def sizes(plan: Plan, rows: Sequence[int]) -> list[int]:
         for count, pieces in zip(rows, plan.pieces, strict=True)
         for size in split(count, pieces, plan.rows_multiple)
     ]
+
+
+def rows_of(plan: Plan, rows: Sequence[int], region: Region) -> int:
+    """The rows of a region without slots if the plan's shards have these `rows`."""
+    by_block = sizes(plan, rows)
+    return sum(1 if number == ROW else by_block[number] for number in plan.numbers(region))
 
 
 def bind(plan: Plan, rows: Sequence[int]) -> Plan:
@@ -120,16 +127,32 @@ class _Binding:
         rows = self.rows(self.plan.sizing_region(instruction))
         dst = self.region(instruction.dst, rows)
         if isinstance(instruction, Compute | Reduce):
-            return replace(
-                instruction, srcs=tuple(self.region(src, rows) for src in instruction.srcs), dst=dst
+            apart = whole_sources(instruction)
+            srcs = (
+                self.region(src, self.rows(src) if at in apart else rows)
+                for at, src in enumerate(instruction.srcs)
             )
+            return replace(instruction, srcs=tuple(srcs), dst=dst)
         return replace(instruction, src=self.region(instruction.src, rows), dst=dst)
 
     def promise(self, region: Region, value: Value) -> tuple[Region, Value]:
         start = self.bounds(region.rank, region.buffer)[region.start]
         return self.region(region, self.rows(region)), mapped(
-            value, lambda term: self.term(term, region.start, start)
+            value, lambda term: self.term(term, region.start, start), self.whole
         )
+
+    def whole(self, blocks: Whole) -> Symbol:
+        """All rows of a source as parts of rows, in place of blocks."""
+        parts = (
+            ((ROW,) * sum(map(self.size, numbers)), mapped(part, self.from_first, self.whole))
+            for numbers, part in blocks.parts
+        )
+        (rows,) = whole(parts)
+        return rows
+
+    def from_first(self, term: Term) -> Term:
+        """A term of rows counted from the first one, in place of blocks."""
+        return self.term(term, 0, 0)
 
     def term(self, term: Term, block: int, row: int) -> Term:
         return term._replace(shift=self.bounds(term.rank, term.buffer)[block + term.shift] - row)

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from weft.plan import Compute, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Term, Wait
+from weft.plan.language import ANY_BLOCK, accumulates, aligned
 from weft.plan.messages import at_the_end, ending, is_channel
-from weft.plan.symbols import Cell, Pieces, Rows, joined
+from weft.plan.symbols import Cell, Pieces, Rows, every, joined
 from weft.plan.values import ordered, reduced, shifted, text
 
 Clock = list[int]
@@ -59,6 +60,12 @@ class Run:
         self.names = [f"rank {r} {name}" for r, name in every]
         self.clocks: list[Clock] = [[0] * len(every) for _ in every]
         self.rows: dict[tuple[int, int, str], Rows] = {}
+        # the numbers of the blocks in the slots of a buffer, by slot
+        self.held: dict[tuple[int, int, str], dict[int, int]] = {}
+        self.slots = [
+            {name for name, b in plan.buffers.items() if any(ANY_BLOCK in n for n in b.blocks)}
+            for plan in plans
+        ]
         self.uses: dict[tuple[int, int], dict[int, Use]] = {}
         self.raised: dict[tuple[int, Signal], list[Clock]] = {}
         self.writers: dict[tuple[int, int, Signal], int] = {}
@@ -230,6 +237,10 @@ class Run:
             case Compute(kernel, srcs, dst, name):
                 weight = None if name is None else (self.rank_of[lane], name)
                 sources = [self.read(execution, lane, instruction, src) for src in srcs]
+                for at, src in enumerate(srcs):
+                    if at in kernel.whole:
+                        value = every(sources[at], self.plans[execution].numbers(src))
+                        sources[at] = [(0, dst.rows, value)]
                 pieces = [(a, b, kernel.value(values, weight)) for a, b, values in joined(sources)]
             case Reduce(srcs, dst, op):
                 sources = [self.read(execution, lane, instruction, src) for src in srcs]
@@ -237,14 +248,33 @@ class Run:
                 pieces = [(a, b, reduced(op, values, ranks)) for a, b, values in joined(sources)]
             case _:
                 return
-        rows = self.buffer(execution, dst.rank, dst.buffer)
+        if self.slots[execution]:
+            self.check_slots(execution, lane, instruction)
+        rows, again = self.buffer(execution, dst.rank, dst.buffer), accumulates(instruction)
         for start, stop, value in pieces:
             moved = shifted(value, -dst.start)
             for a, b, cell in rows.over(dst.start + start, dst.start + stop):
                 self.touch(
                     execution, end, instruction, (dst.rank, dst.buffer, a, b), cell, write=True
                 )
-                cell.value, cell.writes = moved, cell.writes + 1
+                cell.value, cell.writes = moved, cell.writes + (not again)
+
+    def check_slots(self, execution: int, lane: int, instruction: Copy | Compute | Reduce) -> None:
+        """Complain about slots that are read as other blocks than they hold, which may have another
+        number of rows, and note the blocks that slots are written with.
+        """
+        plan, slots = self.plans[execution], self.slots[execution]
+        numbers = plan.numbers(plan.sizing_region(instruction))
+        dst, *sources = aligned(instruction)
+        for src in sources:
+            held = self.held.get((execution, src.rank, src.buffer), {})
+            if src.buffer in slots and any(
+                held.get(at, number) != number for at, number in enumerate(numbers, src.start)
+            ):
+                self.complain(f"{self.names[lane]}: {instruction}: {src} holds other blocks")
+        if dst.buffer in slots:
+            held = self.held.setdefault((execution, dst.rank, dst.buffer), {})
+            held.update(enumerate(numbers, dst.start))
 
     def read(self, execution: int, lane: int, instruction: Instruction, src: Region) -> Pieces:
         """The values of a region's rows, in pieces counted from its start."""

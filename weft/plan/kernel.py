@@ -7,7 +7,7 @@ engines run it, and its predicted time. No engine, proof or simulator names a ke
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -40,23 +40,34 @@ class Rates(Protocol):
 
 @dataclass(frozen=True)
 class Kernel(ABC):
-    """A computation by blocks: block i of the result is made of block i of each source.
+    """A computation by rows: a row of the result is made of the same row of each source, and of all
+    rows of the sources at the positions in `whole`, which may have any number of rows.
 
-    A kernel may also take a weight: a constant operand of the rank that executes it. `tiles`:
-    whether the device engine's persistent product kernel can make it, tile by tile.
+    A kernel that `accumulates` may have its destination as its last source, besides the others: the
+    result then takes the place of the rows that it was computed from. A kernel may also take a
+    weight: a constant operand of the rank that executes it. `tiles`: whether the device engine's
+    persistent product kernel can make it, tile by tile.
     """
 
     name: ClassVar[str]
+    whole: ClassVar[Collection[int]] = ()
+    accumulates: ClassVar[bool] = False
     tiles: ClassVar[bool] = False
 
     def value(self, sources: Sequence[Value], weight: Weight | None) -> Value:
-        """The value of a row of the result, from the values of the same row of each source."""
+        """The value of a row of the result, from the values of the same row of each source, and of
+        all rows of others (`weft.plan.values.whole`).
+
+        By default the order of accumulations matters, as it does for the bits of most. A kernel
+        whose results have the same bits in every order says so by a value that is the same: a sum
+        of values, or a maximum (`weft.plan.reduced`).
+        """
         return (Applied(self.name, tuple(sources), weight),)
 
     @abstractmethod
     def compute(self, sources: Sequence[Tensor], weight: Any) -> Tensor:
         """The result by the simplest computation, with which the reference engine tests the other
-        engines.
+        engines. Any source may have no rows.
         """
 
     def check(self, sources: Sequence[Tensor], weight: Any, out: Tensor) -> None:  # noqa: B027

@@ -103,6 +103,8 @@ class Copy:
 class Compute:
     """Run `kernel` on the rows of `srcs`, with its result in `dst`.
 
+    Sources of which the kernel needs every row (`Kernel.whole`) have any blocks, all others those
+    of `dst`. The last source of a kernel that accumulates (`Kernel.accumulates`) may be `dst`.
     `weight` names a constant operand of the executing rank, and the bias that belongs to it.
     """
 
@@ -113,7 +115,8 @@ class Compute:
 
     def __str__(self) -> str:
         weight = f" with {self.weight}" if self.weight not in (None, self.dst.buffer) else ""
-        return f"{self.kernel.name:<6} {', '.join(map(str, self.srcs))} -> {self.dst}{weight}"
+        sources = (f"{'all ' * (at in self.kernel.whole)}{s}" for at, s in enumerate(self.srcs))
+        return f"{self.kernel.name:<6} {', '.join(sources)} -> {self.dst}{weight}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,10 +366,10 @@ class Plan:
         return self.buffers[region.buffer].numbers(region.rank)[region.start : region.stop]
 
     def sizing_region(self, instruction: Instruction) -> Region:
-        """The region that determines the rows that an instruction moves: the first one without
-        `ANY_BLOCK`.
+        """The region that determines the rows that an instruction writes: the first one of these
+        blocks without `ANY_BLOCK`.
         """
-        every = [*writes(instruction), *reads(instruction)]
+        every = aligned(instruction)
         return next((region for region in every if ANY_BLOCK not in self.numbers(region)), every[0])
 
     def promised(self, rank: int) -> dict[Signal, int]:
@@ -403,6 +406,31 @@ def reads(instruction: Instruction) -> tuple[Region, ...]:
 def writes(instruction: Instruction) -> tuple[Region, ...]:
     """The regions that an instruction writes."""
     return () if isinstance(instruction, Notify | Wait) else (instruction.dst,)
+
+
+def whole_sources(instruction: Instruction) -> Collection[int]:
+    """The positions of the sources of which an instruction needs every row, whatever it writes."""
+    return instruction.kernel.whole if isinstance(instruction, Compute) else ()
+
+
+def aligned(instruction: Instruction) -> tuple[Region, ...]:
+    """The regions of an instruction that have the same blocks: what it writes, and its sources but
+    for `whole_sources`.
+    """
+    apart = whole_sources(instruction)
+    sources = reads(instruction)
+    if apart:
+        sources = tuple(src for at, src in enumerate(sources) if at not in apart)
+    return writes(instruction) + sources
+
+
+def accumulates(instruction: Instruction) -> bool:
+    """Whether an instruction computes its result from what its destination held."""
+    return (
+        isinstance(instruction, Compute)
+        and instruction.kernel.accumulates
+        and instruction.dst in instruction.srcs[-1:]
+    )
 
 
 def accesses(instruction: Instruction) -> tuple[Region, ...]:

@@ -1,11 +1,12 @@
-"""Mutants of a plan: plans with one instruction deleted, moved or aimed elsewhere, by which the
-proof is tested.
+"""Mutants of a plan: plans with one instruction deleted, repeated, moved or aimed elsewhere, by
+which the proof is tested.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from weft.plan.language import (
@@ -56,6 +57,12 @@ def deleted(plan: Plan) -> Iterator[Mutant]:
         yield Mutant(f"{place}: without {instruction}", edited(plan, place))
 
 
+def repeated(plan: Plan) -> Iterator[Mutant]:
+    """The plan with one instruction executed twice, for each instruction."""
+    for place, instruction in places(plan):
+        yield Mutant(f"{place}: twice {instruction}", edited(plan, place, instruction, instruction))
+
+
 def moved(plan: Plan) -> Iterator[Mutant]:
     """The plan with one instruction swapped with the next one, or moved to the beginning or to the
     end of its lane, for each instruction; every other order of a lane that results is had once.
@@ -77,7 +84,8 @@ def moved(plan: Plan) -> Iterator[Mutant]:
 
 def aimed_elsewhere(plan: Plan) -> Iterator[Mutant]:
     """The plan with one instruction aimed elsewhere, for each instruction: at each other rank,
-    buffer, signal, weight or reduction, at adjacent blocks, at one block or one count more or less.
+    buffer, signal, weight or reduction, at adjacent blocks, at one block or one count more or less;
+    of several sources of a kernel without one, or in another order.
     """
     every = [instruction for _, instruction in places(plan)]
     signals = [*dict.fromkeys(i.signal for i in every if isinstance(i, Notify | Wait))]
@@ -113,8 +121,17 @@ def _aims(
             yield from (replace(instruction, dst=other) for other in _elsewhere(plan, dst))
             if isinstance(instruction, Compute):
                 yield from (replace(instruction, weight=name) for name in weights)
+                yield from (replace(instruction, srcs=others) for others in _fewer_or_swapped(srcs))
             else:
                 yield from (replace(instruction, op=op) for op in REDUCTIONS)
+
+
+def _fewer_or_swapped(srcs: Sequence[Region]) -> Iterator[tuple[Region, ...]]:
+    """Several sources without one of them, and with two neighbours in each other's place."""
+    if len(srcs) > 1:
+        yield from ((*srcs[:i], *srcs[i + 1 :]) for i in range(len(srcs)))
+    for i, (one, other) in enumerate(pairwise(srcs)):
+        yield *srcs[:i], other, one, *srcs[i + 2 :]
 
 
 def _elsewhere(plan: Plan, region: Region) -> Iterator[Region]:

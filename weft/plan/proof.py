@@ -8,8 +8,10 @@ of every use.
 
 The proof is over blocks, and holds for any number of rows of each block. Blocks of a buffer are
 adjacent, so two accesses share a row only if they share a block; an instruction works on the same
-blocks in the same order everywhere, so its operands have the same rows; a slot (`ANY_BLOCK`) holds
-any block, from its beginning on; and lanes wait only for signals, which empty blocks raise too.
+blocks in the same order everywhere, so its operands have the same rows, but for sources of which a
+kernel needs every row, whose blocks have numbers of their own; a slot (`ANY_BLOCK`) holds any
+block, from its beginning on, and is read as the block that it holds; and lanes wait only for
+signals, which empty blocks raise too.
 """
 
 from __future__ import annotations
@@ -36,9 +38,9 @@ from weft.plan import (
     reads,
 )
 from weft.plan.happens_before import Run
-from weft.plan.language import ANY_BLOCK, is_lane
+from weft.plan.language import ANY_BLOCK, aligned, is_lane, whole_sources
 from weft.plan.messages import lower_to_messages, origin
-from weft.plan.values import REDUCTIONS, terms
+from weft.plan.values import REDUCTIONS, terms, wholes
 
 RUNS = 3
 """Plans that the proof of a single plan runs: an adversary, and the plan twice."""
@@ -173,6 +175,11 @@ def _malformed(plan: Plan) -> Iterator[str]:
             )
             if [*plan.numbers(source)] != [*plan.numbers(region)]:
                 yield f"the result promises {region} of other blocks: {source}"
+        for numbers, part in wholes(value):
+            for term in terms(part):
+                source = Region(term.rank, term.buffer, term.shift, term.shift + len(numbers))
+                if [*plan.numbers(source)] != [*numbers]:
+                    yield f"the result promises all rows of {source} as those of other blocks"
     for (r, name), regions in results.items():
         if [0, *(region.stop for region in regions)] != [
             *(region.start for region in regions),
@@ -186,29 +193,42 @@ def _malformed(plan: Plan) -> Iterator[str]:
 
 def _wrong(plan: Plan, instruction: Copy | Compute | Reduce) -> str:
     """The defect of an instruction that moves rows, or "": its regions must exist, have the same
-    blocks, and not overlap.
+    blocks, but for sources of which a kernel needs every row, and not overlap.
     """
-    regions, dst = accesses(instruction), instruction.dst
+    regions, dst, sources = accesses(instruction), instruction.dst, reads(instruction)
+    alike, apart = aligned(instruction), whole_sources(instruction)
     if len(regions) == 1:
         return "there is nothing to add"
+    if len(sources) <= max(apart, default=0):
+        return "a source of the kernel is missing"
     if isinstance(instruction, Reduce) and instruction.op not in REDUCTIONS:
         return "there is no such reduction"
     for region in regions:
         if not plan.inside(region):
             return f"{region}: {_outside(plan, region)}"
-    if len({region.rows for region in regions}) > 1:
+    if len({region.rows for region in alike}) > 1:
         return "the numbers of rows differ"
-    exact = [numbers for region in regions if ANY_BLOCK not in (numbers := [*plan.numbers(region)])]
+    exact = [numbers for region in alike if ANY_BLOCK not in (numbers := [*plan.numbers(region)])]
     if any(numbers != exact[0] for numbers in exact):
         return "the blocks differ"
-    if not exact:
+    if not exact or any(ANY_BLOCK in plan.numbers(sources[at]) for at in apart):
         return "the number of rows is not defined"
     if plan.buffers[dst.buffer].role == "input":
         return "an input is only read"
-    in_place = isinstance(instruction, Reduce)  # where a source is the destination itself
-    if any(src.overlaps(dst) and not (in_place and src == dst) for src in reads(instruction)):
+    if any(
+        src.overlaps(dst) and not (src == dst and _in_place(instruction, at))
+        for at, src in enumerate(sources)
+    ):
         return "source and destination overlap"
     return ""
+
+
+def _in_place(instruction: Copy | Compute | Reduce, at: int) -> bool:
+    """Whether the source at this position may be the destination itself."""
+    match instruction:
+        case Compute(kernel, srcs):
+            return kernel.accumulates and at == len(srcs) - 1 and at not in kernel.whole
+    return isinstance(instruction, Reduce)
 
 
 def _outside(plan: Plan, region: Region) -> str:

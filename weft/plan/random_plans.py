@@ -15,6 +15,7 @@ from typing import NamedTuple
 from weft.plan.kernel import Kernel
 from weft.plan.language import (
     ANY_BLOCK,
+    ROW,
     Buffer,
     Compute,
     Copy,
@@ -26,9 +27,10 @@ from weft.plan.language import (
     Role,
     Signal,
     Wait,
+    accumulates,
     reads,
 )
-from weft.plan.values import REDUCTIONS, Term, Value, reduced, shifted
+from weft.plan.values import REDUCTIONS, Term, Value, reduced, shifted, whole
 
 LANES = ("compute", "comm")
 _LARGEST = 5  # blocks of a buffer
@@ -41,14 +43,16 @@ Lane = tuple[int, str]
 
 class Choices(NamedTuple):
     """The kinds of plans: the host of each rank; the number of instructions that move rows; the
-    part of the signals that are left out; the kernel of its computations, if there is one; whether
-    averages are defined, which are not of integers.
+    part of the signals that are left out; the kernel of products, if there are some, and that of
+    rows, all rows of a second source and, if it accumulates, its destination; whether averages are
+    defined, which are not of integers.
     """
 
     hosts: Sequence[int]
     moves: int
     omitted: float = 0.0
     kernel: Kernel | None = None
+    fold: Kernel | None = None
     averages: bool = True
 
 
@@ -150,7 +154,7 @@ class _Writer:
         kind = self.dice.random()
         if kind < 0.5:
             self.copy(lane, source)
-        elif kind < 0.8 or self.choices.kernel is None:
+        elif kind < 0.8 or not (self.choices.kernel or self.choices.fold):
             sources = [source]
             for _ in range(self.dice.randint(0, 2)):
                 other = self.source(lane, like=source)
@@ -163,7 +167,7 @@ class _Writer:
         elif lane[1] == LANES[0]:
             target = self.target(lane, source, remote=False)
             if target is not None and target.buffer in self.exchanging:
-                self.put(lane, Compute(self.choices.kernel, (source,), target, "weight"))
+                self.compute(lane, source, target)
 
     def copy(self, lane: Lane, source: Region, before: Region | None = None) -> None:
         """Copy rows to several places one after the other, at times to one that overlaps the place
@@ -174,6 +178,25 @@ class _Writer:
             target = self.target(lane, source, remote=True, near=near)
             if target is not None and self.put(lane, Copy(source, target)):
                 before = target
+
+    def compute(self, lane: Lane, source: Region, target: Region) -> None:
+        """Multiply rows, or fold all rows of other regions into them, one after the other."""
+        if (fold := self.choices.fold) is None or (
+            self.choices.kernel is not None and self.dice.random() < 0.5
+        ):
+            assert self.choices.kernel is not None
+            self.put(lane, Compute(self.choices.kernel, (source,), target, "weight"))
+            return
+        held = all(row.value for row in self.of(target)) and (
+            not self.over_blocks or self.numbers(target) == self.numbers(source)
+        )
+        again = held and self.dice.random() < 0.5
+        for _ in range(self.dice.randint(1, _TARGETS)):
+            every = self.source(lane)
+            if every is None or every.buffer in self.slots:
+                return
+            sources = (source, every, target) if again else (source, every)
+            again = self.put(lane, Compute(fold, sources, target)) or again
 
     def fill(self, rank: int, at: int) -> None:
         """Write a block of an output that is not written yet, if possible with rows that were
@@ -259,7 +282,8 @@ class _Writer:
         if its operands overlap as no instruction's may.
         """
         sources, target = reads(move), move.dst
-        overlapping = [source for source in sources if source.overlaps(target)]
+        others = sources[:-1] if accumulates(move) else sources
+        overlapping = [source for source in others if source.overlaps(target)]
         if overlapping and not (isinstance(move, Reduce) and {*overlapping} == {target}):
             return False
         rows = [row for source in sources for row in self.of(source)]
@@ -287,7 +311,17 @@ class _Writer:
                 return reduced(op, [self.of(src)[at].value for src in srcs], len(self.ranks))
             case Compute(kernel, srcs, _, weight):
                 name = None if weight is None else (lane[0], weight)
-                return kernel.value([self.of(src)[at].value for src in srcs], name)
+                values = [
+                    self.every(src) if i in kernel.whole else self.of(src)[at].value
+                    for i, src in enumerate(srcs)
+                ]
+                return kernel.value(values, name)
+
+    def every(self, region: Region) -> Value:
+        """The value of all rows of a region."""
+        return whole(
+            ((row.number,) if self.over_blocks else (ROW,), row.value) for row in self.of(region)
+        )
 
     def append(self, lane: Lane, instruction: Instruction) -> int:
         """Append an instruction to a lane; the time at which it is executed."""

@@ -5,11 +5,11 @@ history each.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from weft.plan.values import Value
+from weft.plan.values import Value, shifted, whole
 
 Pieces = list[tuple[int, int, Value]]
 """``(start, stop, value)`` of adjacent rows."""
@@ -50,6 +50,11 @@ class Rows:
                 self.cells[first:last],
                 strict=True,
             )
+
+
+def every(pieces: Pieces, numbers: Sequence[int]) -> Value:
+    """The value of all rows of a source, which has blocks of these `numbers`."""
+    return whole((numbers[start:stop], shifted(value, start)) for start, stop, value in pieces)
 
 
 def joined(sources: list[Pieces]) -> Iterator[tuple[int, int, list[Value]]]:
