@@ -57,6 +57,7 @@ INTERNAL = {
     "ops/operator.py",
     "plan/messages.py",
     "plan/trace.py",
+    "predict/__init__.py",
     "predict/simulator.py",
     "schedules/workload.py",
     "world/control.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -58,6 +59,22 @@ def test_layers_are_found_and_misspelt_names_get_a_suggestion():
     listed = output_of("import weft; print(weft.nn.ColwiseParallel.__name__); weft.allreduce")
     assert listed.startswith("ColwiseParallel")
     assert "module 'weft' has no attribute 'allreduce'. Did you mean: 'all_reduce'?" in listed
+
+
+def test_a_first_call_loads_neither_simulator_nor_measurements():
+    """An operator may look up what was measured, but simulates nothing."""
+    loaded = output_of(
+        """
+import sys, torch, weft
+with weft.local_world(2) as local:
+    print(*local.run(lambda: weft.all_reduce(torch.ones(4))), len(local.run(
+        lambda: weft.all_gather_matmul(torch.ones(2, 8), torch.ones(8, 4)))))
+tools = {"predict", "measure", "cli", "doctor"}
+print(sorted(name for name in sys.modules if name.startswith("weft.") and name.split(".")[1] in tools))
+"""
+    )
+    assert loaded.startswith("tensor([2., 2., 2., 2.]) tensor([2., 2., 2., 2.]) 2\n")
+    assert {*re.findall(r"'([\w.]+)'", loaded)} <= {"weft.predict", "weft.predict.tuned"}
 
 
 @pytest.mark.slow
