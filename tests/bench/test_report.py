@@ -7,13 +7,14 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from weft.bench import page, repeat, saved
-from weft.bench.captured import Grid, Words, captured, number
-from weft.bench.harness import options_of
-from weft.bench.limit import limit_of
-from weft.cli import app, options
-from weft.pictures.page.lanes import timeline
+from weft.cli import app
 from weft.plan.trace import Span, Trace, from_perfetto, to_perfetto
+from weft_bench import page, repeat, saved
+from weft_bench.captured import Grid, Words, captured, number
+from weft_bench.cli import running
+from weft_bench.harness import options_of
+from weft_bench.limit import limit_of
+from weft_bench.pictures.page.lanes import timeline
 
 
 def weft(*arguments):
@@ -164,7 +165,7 @@ def test_the_limit_without_parts():
 
 def test_a_result_names_the_command_that_repeats_it(run, monkeypatch):
     asked = []
-    monkeypatch.setattr(options, "run_benchmark", lambda settings, *_, **__: asked.append(settings))
+    monkeypatch.setattr(running, "run_benchmark", lambda settings, *_, **__: asked.append(settings))
     for name in ("result", "sweep"):
         result = saved.load(run / f"{name}.json")
         program, bench, benchmark, *words = shlex.split(repeat.command(result))
