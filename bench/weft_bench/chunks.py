@@ -57,7 +57,7 @@ def matmul_reduce_scatter(
 
 
 def matmul_all_reduce(
-    a: Tensor, b: Tensor, out: Tensor, ranks: int, group: Group = None
+    a: Tensor, b: Tensor, out: Tensor, group: Group = None
 ) -> Callable[[], Tensor]:
     """The products of a chunk are added up while the next ones are made."""
     chunks = [*zip(a.tensor_split(CHUNKS), out.tensor_split(CHUNKS), strict=True)]

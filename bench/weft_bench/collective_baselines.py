@@ -19,7 +19,8 @@ from weft_bench.baselines import collective, group_of, symmetric_gather
 from weft_bench.collectives import COLLECTIVES, limit_of
 from weft_bench.contenders import PLAIN, WEFT, Baseline, Contender, Local, total
 from weft_bench.mpi import MPIS, MpiRanks, environment
-from weft_bench.settings import LIBRARIES, SweepSettings
+from weft_bench.settings.sweeps import SweepSettings
+from weft_bench.systems import LIBRARIES
 from weft_bench.verification import Check
 
 if TYPE_CHECKING:

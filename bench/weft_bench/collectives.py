@@ -16,7 +16,7 @@ from torch import Tensor
 import weft
 from weft.plan.launch import Launch
 from weft.world import World
-from weft_bench.settings import SweepSettings
+from weft_bench.settings.sweeps import SweepSettings
 from weft_bench.verification import RUNS
 
 Reduction = Callable[[Sequence[Tensor]], Tensor]

@@ -30,8 +30,8 @@ from weft.ops.barrier import barrier
 from weft.ops.onesided import Transfer, get, get_async, put, put_async
 from weft.world import World
 from weft_bench import sweep
-from weft_bench.further_settings import CopySettings
 from weft_bench.harness import batches, verified, worst
+from weft_bench.settings.copies import CopySettings
 from weft_bench.verification import RUNS, Check
 
 MEMCPY, COPY_ = "memcpy", "torch.copy_"

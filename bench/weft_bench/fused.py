@@ -38,16 +38,18 @@ from weft.world import World
 from weft_bench import data
 from weft_bench.alone import ALONE, all_cores
 from weft_bench.cascade import Agreement, compare_with_cascade
-from weft_bench.fused_baselines import LABELS, call_of
+from weft_bench.fused_baselines import call_of
 from weft_bench.harness import environment, link_of
 from weft_bench.neighbours import neighbours
-from weft_bench.settings import FusedSettings
+from weft_bench.settings.fused import FusedSettings
+from weft_bench.systems import SYSTEMS
 from weft_bench.torch_products import computed_in, sentence
 from weft_bench.traces import traces
 from weft_bench.verification import Check, Problem
 from weft_bench.views import View, Views, product_on, timed
 
 _SHOWN = "compute", IN_CHUNKS, "communicate", "sequential", "pipelined"
+_BASELINES = *(each.fused for each in SYSTEMS.values() if each.fused), ALONE
 WITHOUT_GATHERED = "without gathered"
 """The view of the fused call that does not return the gathered rows, beside the one that does."""
 
@@ -191,7 +193,7 @@ class Subject(Views):
             ),
         }
         names = settings.baselines if self.compared else ()
-        self.views |= {LABELS[name]: self._baseline(name) for name in names}
+        self.views |= {SYSTEMS[name].fused: self._baseline(name) for name in names}
         if "gloo" in names and world.ranks > 1 and not world.multi_host:
             call, out, check = self.one_process()
             call = call if world.rank == 0 else lambda: None
@@ -369,7 +371,7 @@ def measure(
             subject.choice,
             subject.call.operator.chunk_rows(subject.rows, subject.choice.variant),
             times={name: times[name] for name in _SHOWN if name in times},
-            baselines={name: times[name] for name in (*LABELS.values(), ALONE) if name in times},
+            baselines={name: times[name] for name in _BASELINES if name in times},
             ablation={step: times[name] for step, name in subject.ablation.items()},
             checks=checks,
             environment={

@@ -1,4 +1,4 @@
-"""The baselines of fused operators by the names that ``--baseline`` takes."""
+"""The baselines of fused operators."""
 
 from __future__ import annotations
 
@@ -9,15 +9,7 @@ from torch import Tensor
 
 from weft.world import World
 from weft_bench import baselines, chunks
-
-LABELS = {
-    "gloo": "gloo+torch.mm",
-    "gloo-chunks": "gloo-chunks",
-    "nccl": "nccl+torch.mm",
-    "nccl-chunks": "nccl-chunks",
-    "torch": "torch symmetric",
-}
-"""The names of baselines in results."""
+from weft_bench.systems import SYSTEMS
 
 _TORCH = ("all_gather_matmul", "matmul_reduce_scatter")
 
@@ -26,7 +18,8 @@ def refusal(name: str, operator: str, m: int, ranks: int) -> str:
     """Why this baseline does not have this operator with `m` rows; "" if it does."""
     if name == "torch" and operator not in _TORCH:
         return f"torch has no fused operator for {operator.replace('_', '-')}"
-    if name not in ("gloo", "nccl") and m % ranks:
+    system = SYSTEMS[name]
+    if (system.in_chunks or not system.backend) and m % ranks:
         return f"{name} takes equal shards, and {m} rows are not a multiple of {ranks} ranks"
     return ""
 
@@ -45,25 +38,30 @@ def call_of(
     tensor; collective. `rows` are those of each rank's shard. Products of gathered rows add the
     bias; to sums, and to the results of torch's own operators, it is added at the end.
     """
-    if name != "torch" and operator == "all_gather_matmul":
-        group, chunked = baselines.group_of(name.partition("-")[0]), "-" in name
-        if chunked:
+    system = SYSTEMS[name]
+    if not system.backend:
+        return _plus(bias, _by_torch(operator, a, b, world))
+    group = baselines.group_of(system.backend)
+    match operator, system.in_chunks:
+        case "all_gather_matmul", False:
+            return baselines.all_gather_matmul(a, b, out, rows, group, bias)
+        case "all_gather_matmul", True:
             return chunks.all_gather_matmul(a, b, out, world.ranks, group, bias)
-        return baselines.all_gather_matmul(a, b, out, rows, group, bias)
-    call = _without_bias(name, operator, a, b, out, world)
+        case "matmul_reduce_scatter", False:
+            return _plus(bias, baselines.matmul_reduce_scatter(a, b, out, group))
+        case "matmul_reduce_scatter", True:
+            return _plus(bias, chunks.matmul_reduce_scatter(a, b, out, world.ranks, group))
+        case "matmul_all_reduce", False:
+            return _plus(bias, baselines.matmul_all_reduce(a, b, out, group))
+        case "matmul_all_reduce", True:
+            return _plus(bias, chunks.matmul_all_reduce(a, b, out, group))
+        case _:
+            raise ValueError(f"there is no baseline of {operator}")
+
+
+def _plus(bias: Tensor | None, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """A call that adds the bias to the result of another."""
     return call if bias is None else lambda: call().add_(bias)
-
-
-def _without_bias(
-    name: str, operator: str, a: Tensor, b: Tensor, out: Tensor, world: World
-) -> Callable[[], Tensor]:
-    if name == "torch":
-        return _by_torch(operator, a, b, world)
-    backend, _, chunked = name.partition("-")
-    group = baselines.group_of(backend)
-    if chunked:
-        return getattr(chunks, operator)(a, b, out, world.ranks, group)  # type: ignore[no-any-return]
-    return getattr(baselines, operator)(a, b, out, group)  # type: ignore[no-any-return]
 
 
 def _by_torch(operator: str, a: Tensor, b: Tensor, world: World) -> Callable[[], Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from weft.errors import WeftError
 from weft.ops.all_gather import all_gather, all_gather_async
 from weft.world import World
-from weft_bench.further_settings import OverlapSettings
+from weft_bench.settings.overlap import OverlapSettings
 
 
 class Way(NamedTuple):

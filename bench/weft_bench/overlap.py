@@ -24,12 +24,12 @@ from weft.predict import figures
 from weft.world import World
 from weft_bench import collectives, tables
 from weft_bench.baselines import collective, group_of
-from weft_bench.further_settings import OverlapSettings
 from weft_bench.gather_ways import Way, ways
 from weft_bench.harness import environment, link_of, times_ms
 from weft_bench.neighbours import neighbours
 from weft_bench.plots import size_name
-from weft_bench.settings import SweepSettings
+from weft_bench.settings.overlap import OverlapSettings
+from weft_bench.settings.sweeps import SweepSettings
 from weft_bench.verification import Check, Problem
 from weft_bench.views import View, Views, one_by_one, product_on, timed
 

@@ -18,12 +18,12 @@ import weft._native as _native
 from weft.measure.timing import session
 from weft_bench import tables
 from weft_bench.copies import ASYNC, COPY_, MEMCPY, WEFT, HostCopies
-from weft_bench.further_settings import CopySettings
 from weft_bench.gpu.copies import ENGINE, StreamCopies
 from weft_bench.harness import environment, every_size
 from weft_bench.neighbours import neighbours
 from weft_bench.pictures import COLOURS, DASHED, picture
 from weft_bench.plots import over_sizes, size_name
+from weft_bench.settings.copies import CopySettings
 
 _LOCAL = {MEMCPY: DASHED, COPY_: (0, (1, 2))}  # the style of their lines in the picture
 

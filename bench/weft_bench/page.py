@@ -10,7 +10,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from weft.plan.trace import Trace
-from weft_bench import noise, repeat, saved, tables
+from weft_bench import noise, repeat, tables
+from weft_bench.benchmarks import Result, Shown, shown
 from weft_bench.captured import Grid, Words, captured
 from weft_bench.limit import Limit, limit_of, views_of
 from weft_bench.pictures.page.lanes import timeline
@@ -52,7 +53,7 @@ class Section(NamedTuple):
     commands: list[str]
 
 
-def traced(traces: Sequence[Trace], results: Sequence[saved.Result]) -> int | None:
+def traced(traces: Sequence[Trace], results: Sequence[Result]) -> int | None:
     """The number of the result that was measured together with `traces`, None if there is none: it
     has the same part of hidden copies for each trace.
     """
@@ -62,11 +63,11 @@ def traced(traces: Sequence[Trace], results: Sequence[saved.Result]) -> int | No
     )
 
 
-def section(result: saved.Result, file: str, traces: Sequence[Trace] = ()) -> Section:
+def section(result: Result, file: str, traces: Sequence[Trace] = ()) -> Section:
     """The section of a result that was saved in a file of this name, with its traces, if any.
     Raises `ValueError` for a benchmark that this version lacks.
     """
-    kind = saved.shown(result)
+    kind = shown(result)
     printed = captured(kind.print, result)
     title, *lines = (line for line in printed if isinstance(line, Words) and line.style != "dim")
     name, _, about = title.text.partition(": ")
@@ -88,7 +89,7 @@ def section(result: saved.Result, file: str, traces: Sequence[Trace] = ()) -> Se
     )
 
 
-def figures(result: saved.Result) -> Iterator[Figure]:
+def figures(result: Result) -> Iterator[Figure]:
     """The figures that answer how much weft gains in a result."""
     if (views := views_of(result)) and overlaps(result):
         compute, communicate, sequential, own = views
@@ -135,14 +136,14 @@ def _over_sizes(rows: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
     return found
 
 
-def _picture(kind: saved.Shown, result: saved.Result) -> str:
+def _picture(kind: Shown, result: Result) -> str:
     """The picture of a result as a URI that holds the SVG file."""
     with TemporaryDirectory() as folder:
         kind.draw(result, file := Path(folder) / "result.svg")
         return f"data:image/svg+xml;base64,{b64encode(file.read_bytes()).decode()}"
 
 
-def _facts(result: saved.Result) -> Iterator[tuple[str, str]]:
+def _facts(result: Result) -> Iterator[tuple[str, str]]:
     """The machine, the versions, the time, and the counts of wrong elements."""
     if wrong := result.get("wrong"):
         counts = dict[int, list[str]]()
@@ -158,7 +159,7 @@ def _facts(result: saved.Result) -> Iterator[tuple[str, str]]:
         yield "measured", result["date"].replace("T", " ").replace("+00:00", " UTC")
 
 
-def _commands(result: saved.Result, file: str, traced: bool) -> Iterator[str]:
+def _commands(result: Result, file: str, traced: bool) -> Iterator[str]:
     """The commands that measure a result again and make its page."""
     if measure := repeat.command(result):
         trace = " --trace trace.json" if traced else ""

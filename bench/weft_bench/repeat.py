@@ -7,37 +7,24 @@ from collections.abc import Iterator
 from typing import Annotated, Any, get_origin, get_type_hints
 
 from weft.cli import conditions
-from weft.cli.common import FUSED
 from weft.cli.values import parse_shape
-from weft.schedules.operators import OPERATORS
-from weft_bench.further_settings import FURTHER
-from weft_bench.settings import fused, sweeps
+from weft_bench.benchmarks import BENCHMARKS
 
 
 def command(result: dict[str, Any]) -> str | None:
     """The command ``weft bench`` with all options of a result that are not the defaults; None for a
     result whose options this version lacks.
     """
-    kind, options = settings_of(result["benchmark"]), dict(result.get("options", {}))
-    if not kind or not options:
+    benchmark, options = BENCHMARKS.get(result["benchmark"]), dict(result.get("options", {}))
+    if not benchmark or not options:
         return None
     if isinstance(options.get("shape"), str):
         options["shape"] = parse_shape(options["shape"])
     try:
-        settings = kind(**options)
+        settings = benchmark.settings(**options)
     except TypeError:
         return None
     return shlex.join(["weft", "bench", result["benchmark"], *_words(settings)])
-
-
-def settings_of(benchmark: str) -> type[Any] | None:
-    """The class of a benchmark's settings, None if this version has no such benchmark."""
-    name = benchmark.replace("-", "_")
-    if benchmark in FUSED:
-        return fused(OPERATORS[name])
-    if name in sweeps():
-        return sweeps()[name]
-    return FURTHER.get(benchmark)
 
 
 def _words(settings: Any) -> Iterator[str]:

@@ -1,40 +1,18 @@
-"""Saved results of ``weft bench`` and their traces: the functions that print and draw each kind,
-and CSV.
-"""
+"""Saved results of ``weft bench`` and their traces, and CSV."""
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from rich.console import Console
-
-from weft.cli.common import FUSED
 from weft.plan.trace import Trace, from_perfetto
-from weft_bench import overlap, p2p, plots, report, serving, sweep, tables
-from weft_bench.gpu import products
-from weft_bench.settings import sweeps
-
-Result = dict[str, Any]
-
-
-class Shown(NamedTuple):
-    """The functions that print a kind of results, and draw it into a file."""
-
-    print: Callable[[Result, Console], None]
-    draw: Callable[[Result, Path], None]
-
-
-_FURTHER = {
-    "overlap": Shown(overlap.print_tables, plots.draw_times),
-    "p2p": Shown(p2p.print_tables, p2p.draw),
-    "serving": Shown(serving.print_tables, serving.draw),
-}
+from weft_bench import tables
+from weft_bench.benchmarks import Result
 
 
 def load(file: Path) -> Result:
@@ -73,20 +51,6 @@ def reading(file: Path) -> Iterator[None]:
             f"{file}: another version of weft has written it ({missing!r}); use that one, or "
             "weft show --csv"
         ) from None
-
-
-def shown(result: Result) -> Shown:
-    """The functions for a result. Raises `ValueError` for a benchmark that this version lacks."""
-    name = result["benchmark"]
-    if result.get("device") == "cuda" and "shape" in result:
-        return Shown(products.print_times, plots.draw_times)
-    if name in FUSED:
-        return Shown(report.print_tables, plots.draw_times)
-    if name.replace("-", "_") in sweeps():
-        return Shown(sweep.print_tables, plots.draw_sweep)
-    if name not in _FURTHER:
-        raise ValueError(f"this version of weft has no benchmark {name!r}")
-    return _FURTHER[name]
 
 
 def to_csv(result: Result) -> str:

@@ -35,10 +35,10 @@ from weft.measure.timing import Stopwatch, largest, per_call, race, session
 from weft.world import World
 from weft_bench import tables
 from weft_bench.alone import ALONE, all_cores
-from weft_bench.further_settings import ServingSettings
 from weft_bench.harness import environment, verified, worst
 from weft_bench.neighbours import neighbours
 from weft_bench.pictures import COLOURS, picture
+from weft_bench.settings.serving import ServingSettings
 from weft_bench.verification import RUNS, Check, compare
 
 TORCH, WEFT = "torch on gloo", "weft.nn"

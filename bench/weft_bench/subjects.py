@@ -27,7 +27,7 @@ from weft_bench.ablation import STEPS
 from weft_bench.alone import of_all_ranks
 from weft_bench.baselines import products
 from weft_bench.fused import WITHOUT_GATHERED, Subject
-from weft_bench.settings import FusedSettings
+from weft_bench.settings.fused import FusedSettings
 from weft_bench.verification import Check, Definition, Problem, Sums
 from weft_bench.views import View
 

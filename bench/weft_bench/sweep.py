@@ -40,7 +40,8 @@ from weft_bench.collectives import COLLECTIVES, Data, bandwidths, count_of, weft
 from weft_bench.contenders import PLAIN, WEFT, Baseline, Contender, Local
 from weft_bench.harness import batches, environment, every_size, singles, verified
 from weft_bench.neighbours import neighbours
-from weft_bench.settings import LIBRARIES, SweepSettings
+from weft_bench.settings.sweeps import SweepSettings
+from weft_bench.systems import SYSTEMS
 
 _SETTLING, _SETTLING_CALLS = 1.0, 150
 """The most seconds and calls before a contender is timed."""
@@ -169,7 +170,7 @@ def _settling(seconds: float) -> int:
 
 def measure(settings: SweepSettings) -> dict[str, Any]:
     """The result as a JSON object, measured on this rank; collective. Complete on rank 0 only."""
-    others = [name for name in settings.baselines if name not in (*LIBRARIES, "torch")]
+    others = [name for name in settings.baselines if SYSTEMS[name].one_host]
     one_host = "runs on one host only: use --baseline gloo, or none"
     one_host = f"the baseline {others[0]} {one_host}" if others else ""
     with ExitStack() as stack:

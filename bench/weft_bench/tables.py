@@ -13,7 +13,7 @@ from rich.text import Text
 from weft.cli.tables import table as table
 from weft.doctor.cores import BUSY
 from weft_bench import noise
-from weft_bench.settings import CHECKING
+from weft_bench.settings.shared import CHECKING
 
 TIMES = {"median": "median ms", "min": "min ms", "p99": "p99 ms"}
 """The columns of milliseconds, by the keys of times in JSON."""

@@ -24,8 +24,8 @@ from weft.measure.timing import Times, per_call
 from weft_bench import collective_baselines as baselines
 from weft_bench import collectives, deepspeed, gather_ways, mpi, overlap, plots, sweep, views
 from weft_bench.collectives import COLLECTIVES, Data, bandwidths, count_of, limit_of
-from weft_bench.further_settings import OverlapSettings
-from weft_bench.settings import SweepSettings
+from weft_bench.settings.overlap import OverlapSettings
+from weft_bench.settings.sweeps import SweepSettings
 from weft_bench.sweep import Bench, Local
 
 SHORT = ["--sizes", "8,4K", "--warmup", "1", "--iterations", "2", "--threads", "1"]

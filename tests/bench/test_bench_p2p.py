@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from weft.cli import app
 from weft_bench.copies import HostCopies
-from weft_bench.further_settings import CopySettings
 from weft_bench.gpu.copies import StreamCopies
 from weft_bench.p2p import draw
+from weft_bench.settings.copies import CopySettings
 
 NAMES = [
     ("put", "weft"),

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from weft.cli import app
 from weft.plan.trace import Span, Trace, from_perfetto, to_perfetto
 from weft_bench import page, repeat, saved
+from weft_bench.benchmarks import shown
 from weft_bench.captured import Grid, Words, captured, number
 from weft_bench.cli import running
 from weft_bench.harness import options_of
@@ -53,9 +54,9 @@ def test_a_section_has_what_the_terminal_shows(run):
     traces = saved.load_traces(run / "trace.json")
     made = page.section(result, "result.json", traces)
     console = Console(width=200)
-    with console.capture() as shown:
-        saved.shown(result).print(result, console)
-    lines = [" ".join(line.split()) for line in shown.get().splitlines()]
+    with console.capture() as printed:
+        shown(result).print(result, console)
+    lines = [" ".join(line.split()) for line in printed.get().splitlines()]
     rows = [" ".join(" ".join(row).split()) for grid in made.grids for row in texts(grid)]
     assert len(rows) > 10
     assert [line for line in lines if line in rows] == rows

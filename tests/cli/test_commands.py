@@ -39,8 +39,8 @@ from weft_bench.baselines import (
     products,
 )
 from weft_bench.fused import Result, measure
-from weft_bench.fused_baselines import LABELS
-from weft_bench.settings import AllGatherMatmul, FusedSettings
+from weft_bench.settings.fused import AllGatherMatmul, FusedSettings
+from weft_bench.systems import SYSTEMS
 from weft_bench.verification import RUNS, Check, Problem, Sums, compare
 from weft_bench.views import verify
 
@@ -109,7 +109,7 @@ COMMAND = [
 ]
 
 
-GLOO = LABELS["gloo"]
+GLOO = SYSTEMS["gloo"].fused
 
 ENVIRONMENT = {
     "ranks": 2,

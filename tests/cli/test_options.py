@@ -21,7 +21,7 @@ from weft.cli.values import Shape
 from weft.measure.timing import Stopwatch
 from weft_bench import cascade, fused, subjects
 from weft_bench.cli import running
-from weft_bench.settings import AllGatherMatmul
+from weft_bench.settings.fused import AllGatherMatmul
 from weft_bench.verification import Problem
 from weft_bench.views import verify
 

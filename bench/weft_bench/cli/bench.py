@@ -1,4 +1,4 @@
-"""The command ``weft bench``: checks of its options, and the output of results.
+"""The commands ``weft bench …``: checks of their options, and the runs.
 
 Imports torch only when a benchmark runs.
 """
@@ -12,10 +12,15 @@ import typer
 
 from weft.cli import options
 from weft.cli.options import refuse
-from weft.schedules.operators import OPERATORS
-from weft_bench import settings as kinds
-from weft_bench.cli import commands, running
-from weft_bench.settings import BASELINES, FusedSettings, SweepSettings
+from weft.cli.values import parse_sizes
+from weft_bench import systems
+from weft_bench.benchmarks import BENCHMARKS
+from weft_bench.cli import running
+from weft_bench.settings.copies import CopySettings
+from weft_bench.settings.fused import FusedSettings
+from weft_bench.settings.overlap import WAYS, OverlapSettings
+from weft_bench.settings.serving import ServingSettings
+from weft_bench.settings.sweeps import SweepSettings
 
 if TYPE_CHECKING:
     from weft_bench.fused import Result
@@ -30,16 +35,14 @@ app = typer.Typer(
 
 
 def _fused(settings: FusedSettings) -> None:
-    from weft_bench import fused, plots, report
+    from weft_bench import fused, report
     from weft_bench.gpu import products
     from weft_bench.subjects import subject
 
     settings = FusedSettings(**vars(settings))
     if settings.peers == "host":
         options.need_gpu("--peers host")
-        running.run_benchmark(
-            settings, products.from_host, products.print_times, plots.draw_times, in_process=True
-        )
+        running.run_benchmark(settings, products.from_host, in_process=True)
         return
     _check_fused(settings)
     settings = running.placed(settings)
@@ -50,14 +53,7 @@ def _fused(settings: FusedSettings) -> None:
     if settings.bias and not kind.biased:
         refuse("--bias", f"{name} is not known to add a bias: omit it")
     measure = partial(fused.measure, kind)
-    running.run_benchmark(
-        settings,
-        measure,
-        report.print_tables,
-        plots.draw_times,
-        report.to_json,
-        more=_write_traces,
-    )
+    running.run_benchmark(settings, measure, report.to_json, more=_write_traces)
 
 
 def _check_fused(settings: FusedSettings) -> None:
@@ -69,7 +65,7 @@ def _check_fused(settings: FusedSettings) -> None:
     if settings.out_dtype and settings.out_dtype not in possible:
         names = " or ".join(sorted(possible))
         refuse("--out-dtype", f"a product of {settings.dtype} is {names}; got {settings.out_dtype}")
-    running.check_baselines(settings, kinds.FUSED_BASELINES[settings.device])
+    running.check_baselines(settings, systems.of_fused(settings.device))
     for name in settings.baselines:
         if why := fused_baselines.refusal(name, settings.operator, settings.shape.m, ranks):
             refuse("--baseline", f"{why}: use --baseline none")
@@ -88,11 +84,11 @@ def _write_traces(result: Result) -> None:
 
 
 def _sweep(settings: SweepSettings) -> None:
-    from weft_bench import collective_baselines, plots, sweep
+    from weft_bench import collective_baselines, sweep
 
     if settings.op == "avg" and not settings.dtype.startswith(("float", "bfloat")):
         refuse("--op", f"avg needs a floating dtype; got {settings.dtype}: use --dtype float32")
-    running.check_baselines(settings, BASELINES[settings.device])
+    running.check_baselines(settings, systems.of_collectives(settings.device))
     for name in settings.baselines:
         if why := collective_baselines.refusal(name, settings):
             refuse("--baseline", why)
@@ -108,20 +104,90 @@ def _sweep(settings: SweepSettings) -> None:
     running.run_benchmark(
         settings,
         sweep.measure_in_threads if together else sweep.measure,
-        sweep.print_tables,
-        plots.draw_sweep,
         alone=options.SINGLE_RANK,
         in_process=together,
     )
 
 
-_COMMANDS: dict[str, tuple[type[Any], Any]] = {
-    **{
-        name.replace("_", "-"): (kinds.fused(operator), _fused)
-        for name, operator in OPERATORS.items()
-    },
-    **{name.replace("_", "-"): (kind, _sweep) for name, kind in kinds.sweeps().items()},
+def _overlap(settings: OverlapSettings) -> None:
+    from weft_bench import overlap
+
+    if len(parse_sizes(settings.size)) > 1:
+        refuse("--size", f"expected one size; got {settings.size!r}")
+    _check_elements("--size", settings.size, settings.dtype)
+    running.check_baselines(settings, systems.LIBRARIES)
+    _check_gathers(settings)
+    settings = running.placed(settings)
+    running.run_benchmark(settings, overlap.measure)
+
+
+def _check_gathers(settings: OverlapSettings) -> None:
+    """End with exit status 2 if this device has no such way to gather."""
+    on_gpu = settings.device == "cuda"
+    for way in settings.gathers:
+        if way not in WAYS:
+            refuse("--gather", f"there is no way {way!r}: use {', '.join(WAYS)}")
+        if way == "kernel" and not on_gpu and settings.engine != "interpreter":
+            instead = "use --device cuda, or --engine interpreter"
+            refuse("--gather", f"a kernel runs on a GPU, or in an interpreter: {instead}")
+        if way in ("multicast", "nccl-zero-cta"):
+            if not on_gpu:
+                refuse("--gather", f"{way} needs NVIDIA's GPUs: use --device cuda")
+            if settings.plain_out:
+                refuse("--plain-out", f"{way} gathers into memory of its own: omit one of them")
+
+
+def _p2p(settings: CopySettings) -> None:
+    from weft_bench import p2p
+
+    _check_copies(settings)
+    settings = running.placed(settings)
+    running.run_benchmark(settings, p2p.measure, alone=options.SINGLE_RANK)
+
+
+def _check_copies(settings: CopySettings) -> None:
+    """End with exit status 2 if these settings cannot be measured."""
+    if settings.engine in ("reference", "triton"):
+        why = f"one-sided calls have no plan and no product for the engine {settings.engine}"
+        refuse("--engine", f"{why}: use streams, or on a CPU host or interpreter")
+    if settings.tile and len(parse_sizes(settings.tile)) > 1:
+        refuse("--tile", f"expected one size; got {settings.tile!r}")
+    for option, text in (("--sizes", settings.sizes), ("--tile", settings.tile)):
+        if text:
+            _check_elements(option, text, settings.dtype)
+
+
+def _check_elements(option: str, sizes: str, dtype: str) -> None:
+    """Refuse sizes that are no whole numbers of elements."""
+    itemsize = int("".join(filter(str.isdecimal, dtype))) // 8
+    for size in parse_sizes(sizes):
+        if size % itemsize:
+            why = f"{size} bytes are no whole number of elements of {dtype}"
+            refuse(option, f"{why}: use multiples of {itemsize}, or another --dtype")
+
+
+def _serving(settings: ServingSettings) -> None:
+    from weft_bench import serving
+
+    _, ranks = options.world_size(settings.ranks)
+    for name in ("hidden", "intermediate"):
+        if (width := getattr(settings, name)) % ranks:
+            uneven = f"{ranks} ranks cannot share {width} evenly: use a multiple of {ranks}"
+            refuse(f"--{name}", uneven)
+    if (most := settings.decode + settings.prefill - 1) < settings.warmup + settings.steps:
+        few = f"there are {most} numbers of tokens, and each step has its own"
+        refuse("--steps", f"{few}: fewer steps, or more --prefill")
+    running.run_benchmark(settings, serving.measure, alone=options.SINGLE_RANK)
+
+
+_COMMANDS: dict[type[Any], Any] = {
+    FusedSettings: _fused,
+    SweepSettings: _sweep,
+    OverlapSettings: _overlap,
+    CopySettings: _p2p,
+    ServingSettings: _serving,
 }
-_COMMANDS |= commands.COMMANDS
-for name, (kind, command) in _COMMANDS.items():
-    app.command(name)(options.command_from(kind, command))
+"""The commands by the classes of their settings."""
+for name, benchmark in BENCHMARKS.items():
+    [command] = [run for kind, run in _COMMANDS.items() if issubclass(benchmark.settings, kind)]
+    app.command(name)(options.command_from(benchmark.settings, command))

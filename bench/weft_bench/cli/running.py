@@ -7,7 +7,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import typer
@@ -16,6 +15,7 @@ from rich.console import Console
 from weft.cli import options
 from weft.cli.options import refuse
 from weft.measure.launched import on_ranks
+from weft_bench.benchmarks import shown
 
 Settings = TypeVar("Settings")
 
@@ -63,8 +63,6 @@ def sharing_one_gpu(settings: Any) -> bool:
 def run_benchmark(
     settings: Any,
     measure: Callable[[Any], Any],
-    show: Callable[[dict[str, Any], Console], None],
-    draw: Callable[[dict[str, Any], Path], None],
     to_json: Callable[[Any], dict[str, Any]] = lambda result: result,
     *,
     more: Callable[[Any], None] = lambda result: None,
@@ -100,10 +98,11 @@ def run_benchmark(
         )
     result = to_json(found)
     if not rank:
-        show(result, Console(stderr=settings.json_file == "-"))
+        kind = shown(result)
+        kind.print(result, Console(stderr=settings.json_file == "-"))
         more(found)
         options.write_json(result, settings.json_file)
         if settings.plot:
-            draw(result, settings.plot)
+            kind.draw(result, settings.plot)
     if not result["verified"]:
         raise typer.Exit(1)

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from weft.cli import options
-from weft_bench.settings import Plot
+from weft.cli.common import Plot
 
 app = typer.Typer(add_completion=False)
 
@@ -28,10 +28,11 @@ def show(
     """
     options.check_files(None, None, plot)
     from weft_bench import saved
+    from weft_bench.benchmarks import shown
 
     with options.failing("weft show"):
         result = saved.load(file)
-        kind = saved.shown(result)
+        kind = shown(result)
         with saved.reading(file):
             if as_csv:
                 typer.echo(saved.to_csv(result), nl=False)

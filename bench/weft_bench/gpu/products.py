@@ -22,7 +22,7 @@ from weft_bench import tables
 from weft_bench.gpu import Measured, hardware, measured, milliseconds, slowest
 from weft_bench.gpu.matmul_from_host import matmul_from_host
 from weft_bench.harness import options_of, times_ms, utc
-from weft_bench.settings import AllGatherMatmul
+from weft_bench.settings.fused import AllGatherMatmul
 from weft_bench.verification import Check, Problem
 from weft_bench.views import View, Views, one_by_one, product_on
 
