@@ -127,13 +127,13 @@ class Subject(Views):
     notes: tuple[str, ...]
 
     def __init__(self, settings: FusedSettings, world: World, stopwatch: Stopwatch) -> None:
-        shape, self.settings, self.world = settings.shape, settings, world
+        shape = settings.shape
+        self.settings = settings
+        self.world = world
         self.empty = partial(torch.empty, device=world.device)
         self.rows = split(shape.m, world.ranks)
-        self.dtype, self.out_dtype = (
-            getattr(torch, settings.dtype),
-            getattr(torch, settings.result_dtype),
-        )
+        self.dtype = getattr(torch, settings.dtype)
+        self.out_dtype = getattr(torch, settings.result_dtype)
         workload = Workload(
             settings.operator,
             tuple(self.rows),
@@ -168,19 +168,35 @@ class Subject(Views):
         self.call = find(settings.operator).check(world, operands, options)
         self.choice = self.call.rule(settings.algorithm)
         if settings.link_gbps == "auto":
-            self.renew(0)
-            moved = next(iter(self.moved.values()))
-            row_bytes = moved.shape[1] * moved.itemsize
-            alone = stopwatch.interleave({"compute": compute}, 1, 5)["compute"].median
-            plan = bind(self.plan(), self.rows)
-            gbps = balanced_gbps(plan, row_bytes, 1e-3 * alone, latency)
-            world.emulate_link(gbps, latency)
+            self._balance_link(stopwatch, compute, latency)
         if settings.algorithm == "auto" and shape.m:
             self.choice = select(self.call)
             while (trial := self.choice.trial) is not None and trial.includes(self.call):
                 fused.run(self.call)
                 self.choice = select(self.call)
-        self.views = {
+        self.streamed = ""
+        self.ablation: dict[str, str] = {}
+        self.views = self._own_views(compute)
+        self.views |= self._baselines()
+        self.views |= self._streaming()
+        self.views |= self._in_chunks()
+
+    def _balance_link(
+        self, stopwatch: Stopwatch, compute: Callable[[], None], latency: float
+    ) -> None:
+        """Emulate a link on which communication takes as long as `compute`."""
+        self.renew(0)
+        moved = next(iter(self.moved.values()))
+        row_bytes = moved.shape[1] * moved.itemsize
+        alone = stopwatch.interleave({"compute": compute}, 1, 5)["compute"].median
+        plan = bind(self.plan(), self.rows)
+        gbps = balanced_gbps(plan, row_bytes, 1e-3 * alone, latency)
+        self.world.emulate_link(gbps, latency)
+
+    def _own_views(self, compute: Callable[[], None]) -> dict[str, View]:
+        """The views of `VIEWS`."""
+        settings = self.settings
+        return {
             "compute": View(
                 compute, (self.product,), partial(self.problem.check_product, self.product)
             ),
@@ -192,23 +208,36 @@ class Subject(Views):
                 self.operator(settings.algorithm, settings.chunk_rows, settings.order)
             ),
         }
-        names = settings.baselines if self.compared else ()
-        self.views |= {SYSTEMS[name].fused: self._baseline(name) for name in names}
+
+    def _baselines(self) -> dict[str, View]:
+        """The views of the baselines, with gloo on one host also of one process."""
+        world = self.world
+        names = self.settings.baselines if self.compared else ()
+        views = {SYSTEMS[name].fused: self._baseline(name) for name in names}
         if "gloo" in names and world.ranks > 1 and not world.multi_host:
             call, out, check = self.one_process()
             call = call if world.rank == 0 else lambda: None
-            self.views[ALONE] = View(call, (out,), check, partial(all_cores, world))
-        self.streamed = ""
+            views[ALONE] = View(call, (out,), check, partial(all_cores, world))
+        return views
+
+    def _streaming(self) -> dict[str, View]:
+        """The view of the algorithm that multiplies while rows arrive, where auto has selected to
+        communicate first.
+        """
         first = self.choice.variant.algorithm == self.call.operator.baseline
-        if first and settings.algorithm == "auto" and world.ranks > 1:
-            self.streamed, _ = self.call.overlapped()
-            call = self.operator(self.streamed, settings.chunk_rows)
-            self.views[self.streamed] = self.view(call)
+        if not first or self.settings.algorithm != "auto" or self.world.ranks == 1:
+            return {}
+        self.streamed, _ = self.call.overlapped()
+        call = self.operator(self.streamed, self.settings.chunk_rows)
+        return {self.streamed: self.view(call)}
+
+    def _in_chunks(self) -> dict[str, View]:
+        """The view of the products alone, cut as where rows arrive, if they are of all rows."""
         plan = self.products_alone()
-        if bind(plan, self.rows).buffers["x"].rows[world.rank] == len(self.x):
-            call = partial(self._multiply, plan)
-            self.views[IN_CHUNKS] = self.views["compute"]._replace(call=call)
-        self.ablation: dict[str, str] = {}
+        if bind(plan, self.rows).buffers["x"].rows[self.world.rank] != len(self.x):
+            return {}
+        call = partial(self._multiply, plan)
+        return {IN_CHUNKS: self.views["compute"]._replace(call=call)}
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of the latest call of the operator, by name."""

@@ -17,9 +17,6 @@ from weft_bench.limit import Limit, limit_of, views_of
 from weft_bench.pictures.page.lanes import timeline
 from weft_bench.report import hidden, overlaps
 
-NOISE = "noise"
-"""The value of a figure that is no more than noise."""
-
 
 class Figure(NamedTuple):
     """A figure that answers a question: its name, its value, and its meaning; of one that is noise
@@ -93,30 +90,17 @@ def figures(result: Result) -> Iterator[Figure]:
     """The figures that answer how much weft gains in a result."""
     if (views := views_of(result)) and overlaps(result):
         compute, communicate, sequential, own = views
-        times, doubts = result["times_ms"], noise.doubts(result)
+        times = result["times_ms"]
         digits = noise.decimals(times[sequential], times[own])
         sides = f"{sequential} {views[sequential]:.{digits}f} ms, {own} {views[own]:.{digits}f} ms"
         limit = max(compute, communicate, key=lambda name: views[name])
-        for key, name, value, meaning in (
-            ("speedup", "speedup", tables.ratio(result["speedup"]).plain, sides),
-            (
-                "limit_ratio",
-                "limit ratio",
-                f"{result['limit_ratio']:.2f}",
-                f"{own} / {limit}, the limit; 1 is perfect",
-            ),
-            (
-                "overlap_percent",
-                "overlap",
-                f"{result['overlap_percent']:.0f} %",
-                f"of {communicate} is hidden behind {compute}",
-            ),
-        ):
-            if key in doubts:
-                number = value.partition(" SLOWER")[0]
-                yield Figure(name, NOISE, f"{number}: {doubts[key]}")
-            else:
-                yield Figure(name, value, meaning)
+        meanings = {
+            "speedup": sides,
+            "limit_ratio": f"{own} / {limit}, the limit; 1 is perfect",
+            "overlap_percent": f"of {communicate} is hidden behind {compute}",
+        }
+        for gain in tables.gains(result, meanings):
+            yield Figure(gain.name, gain.value.plain, gain.meaning)
     for name, ratios in _over_sizes(result.get("rows", [])).items():
         words = f"{min(ratios):.2f}x to {max(ratios):.2f}x"
         yield Figure(f"weft vs {name}", words, f"median times, {len(ratios)} cases")

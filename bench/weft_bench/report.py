@@ -156,23 +156,13 @@ def called(report: dict[str, Any], name: str) -> str:
 def _figure_table(report: dict[str, Any]) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     if overlaps(report):
-        limit = "pipelined / max(compute, communicate); 1 is the limit"
-        doubts = noise.doubts(report)
-        for key, name, value, meaning in (
-            ("speedup", "speedup", tables.ratio(report["speedup"]), "sequential / pipelined"),
-            (
-                "overlap_percent",
-                "overlap",
-                Text(f"{report['overlap_percent']:.0f} %"),
-                "of communicate is hidden behind compute",
-            ),
-            ("limit_ratio", "limit ratio", Text(f"{report['limit_ratio']:.2f}"), limit),
-        ):
-            if key in doubts:
-                number = value.plain.partition(" SLOWER")[0]
-                table.add_row(name, Text("noise", "yellow"), f"{number}: {doubts[key]}")
-            else:
-                table.add_row(name, value, meaning)
+        meanings = {
+            "speedup": "sequential / pipelined",
+            "overlap_percent": "of communicate is hidden behind compute",
+            "limit_ratio": "pipelined / max(compute, communicate); 1 is the limit",
+        }
+        for gain in tables.gains(report, meanings):
+            table.add_row(*gain)
     if "chunking_ms" in report:
         overlapped = next(iter(report["streamed_ms"]), "pipelined")
         times = report["times_ms"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -96,6 +96,39 @@ def compared(times: Mapping[str, float], other: Mapping[str, float]) -> Text:
     if noise.alike(times, other) and noise.spread(times):
         return Text(f"{times_as_fast:.1f}x", "dim")
     return ratio(times_as_fast)
+
+
+class Gain(NamedTuple):
+    """A figure of overlap: its name, its value, and its meaning; of one that is noise the value is
+    that word.
+    """
+
+    name: str
+    value: Text
+    meaning: str
+
+
+NOISE = "noise"
+"""The value of a figure that is no more than noise."""
+
+
+def gains(result: dict[str, Any], meanings: Mapping[str, str]) -> Iterator[Gain]:
+    """The figures of overlap of a result, in the order of their `meanings`, which are by the keys
+    speedup, overlap_percent and limit_ratio.
+    """
+    values = {
+        "speedup": ratio(result["speedup"]),
+        "overlap_percent": Text(f"{result['overlap_percent']:.0f} %"),
+        "limit_ratio": Text(f"{result['limit_ratio']:.2f}"),
+    }
+    doubts = noise.doubts(result)
+    for key, meaning in meanings.items():
+        name = key.removesuffix("_percent").replace("_", " ")
+        if key in doubts:
+            number = values[key].plain.partition(" SLOWER")[0]
+            yield Gain(name, Text(NOISE, "yellow"), f"{number}: {doubts[key]}")
+        else:
+            yield Gain(name, values[key], meaning)
 
 
 def noisy(result: dict[str, Any]) -> Iterator[Text]:
