@@ -16,6 +16,7 @@ from weft.cli import options
 from weft.cli.options import refuse
 from weft.measure.launched import on_ranks
 from weft_bench.benchmarks import shown
+from weft_bench.systems import SYSTEMS
 
 Settings = TypeVar("Settings")
 
@@ -44,7 +45,7 @@ def placed(settings: Settings) -> Settings:
     _, ranks = options.world_size(on.ranks)
     if ranks <= torch.cuda.device_count() or not hasattr(on, "baseline"):
         return settings
-    if any(name.startswith("nccl") for name in (on.baseline or "").split(",")):
+    if on.baseline and any(SYSTEMS[name].backend == "nccl" for name in on.baselines):
         refuse("--baseline", "nccl needs a GPU for each rank: use --baseline none, or fewer ranks")
     found: Settings = replace(on, baseline=on.baseline or "none")
     return found
