@@ -1,19 +1,22 @@
 """Build weft's sdist and its wheels, for x86-64 and Arm, glibc and musl, with zig as the compiler,
-and have auditwheel check them.
+and have auditwheel check them; and the sdist and the wheel of its benchmarks, which are Python
+alone.
 
 Wheels are for the Python that runs this: from 3.12 on, by its stable ABI, for all later ones too;
 3.10 and 3.11 need wheels of their own. With --test the wheel for this machine is installed into an
-environment that has nothing else, which runs the README's example.
+environment that has nothing else, which runs the README's example, and then the benchmarks.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from zipfile import ZipFile
 
 import ziglang
 
@@ -72,7 +75,9 @@ def build(target: str) -> None:
 
 
 def test() -> None:
-    """Install a wheel in an environment with Python only, and run the README's first program."""
+    """Install a wheel in an environment with Python only, and run the README's first program; then
+    its benchmarks, which it does not contain.
+    """
     bare = HOME / "bare"
     python, constraints = bare / "bin/python", ROOT / "constraints.txt"
     [wheel] = DIST.glob(f"torch_weft-*-{TAG}-manylinux*_{platform.machine()}.whl")
@@ -80,7 +85,21 @@ def test() -> None:
     run(python, "-m", "pip", "install", "--quiet", "--constraint", constraints, f"{wheel}[cli]")
     program = (ROOT / "README.md").read_text().split("```python\n", 1)[1].split("```", 1)[0]
     (bare / "example.py").write_text(program)
-    subprocess.run([bare / "bin/weft", "run", "-n", "2", "example.py"], cwd=bare, check=True)
+    weft = bare / "bin/weft"
+    subprocess.run([weft, "run", "-n", "2", "example.py"], cwd=bare, check=True)
+    bench = [weft, "bench", "all-reduce", "--sizes", "4K"]
+    [benchmarks] = DIST.glob("torch_weft_bench-*.whl")
+    missing = f'weft: weft bench comes with torch-weft-bench: run pip install "{benchmarks}"\n'
+    refused = subprocess.run(bench, cwd=bare, stderr=subprocess.PIPE, text=True)
+    if (refused.returncode, refused.stderr) != (2, missing):
+        sys.exit(f"expected {missing}got {refused.stderr}")
+    with ZipFile(wheel) as contents:
+        folders = {name.partition("/")[0] for name in contents.namelist()}
+    own = re.compile(r"weft$|torch_weft[-.]")
+    if others := {name for name in folders if not own.match(name)}:
+        sys.exit(f"{wheel.name} also has {', '.join(sorted(others))}")
+    run(python, "-m", "pip", "install", "--quiet", "--constraint", constraints, benchmarks)
+    subprocess.run(bench, cwd=bare, check=True)
 
 
 def main() -> None:
@@ -90,6 +109,7 @@ def main() -> None:
     run(sys.executable, "-m", "build", "--sdist", "--outdir", DIST, ROOT)
     for target in TARGETS:
         build(target)
+    run(sys.executable, "-m", "build", "--outdir", DIST, ROOT / "bench")
     print(*sorted(path.name for path in DIST.iterdir()), sep="\n")
     return None
 

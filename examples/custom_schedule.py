@@ -2,6 +2,8 @@
 
     python examples/custom_schedule.py [timeline.png]
 
+The picture is drawn by weft's benchmarks: pip install -e ./bench
+
 It is all-gather + matmul by recursive doubling: in steps 1, 2, 4, … ranks whose numbers differ in
 that bit exchange all rows that they have, so 4 ranks need 2 steps instead of 3. The rows of one
 step are multiplied during the next.
@@ -16,10 +18,10 @@ import weft
 from weft.engines import engine
 from weft.engines.recording import record
 from weft.kernels.matmul import matmul
-from weft.pictures.timeline import draw
 from weft.plan import Buffer, Copy, Notify, Plan, Region, Signal, Term, Wait
 from weft.plan.trace import Trace
 from weft.schedules.lanes import enter, leave
+from weft_bench.pictures.timeline import draw
 
 
 def doubling(ranks: int, rows: int) -> Plan:

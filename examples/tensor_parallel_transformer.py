@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import weft
 import weft.nn
-from weft.bench.harness import progress
+from weft.measure.progress import progress
 from weft.measure.timing import Stopwatch
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 6e-2}

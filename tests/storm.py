@@ -42,7 +42,7 @@ from support.storm.losses import but, leaves
 from support.storm.trial import PLACES, RIGHT, Kind, Trial, trial_of
 
 import weft
-from weft.bench.harness import progress
+from weft.measure.progress import progress
 from weft.world import world as worlds
 
 _PR_SET_CHILD_SUBREAPER = 36

@@ -46,7 +46,6 @@ ERRORS = (
 # messages between ranks, checks of weft's own tables, and options of the command, whose boxes are
 # described by a paragraph
 INTERNAL = {
-    "bench",
     "cli",
     "gpu/kernels/tiles.py",
     "engines/network.py",
@@ -57,6 +56,7 @@ INTERNAL = {
     "ops/operator.py",
     "plan/messages.py",
     "plan/trace.py",
+    "predict/__init__.py",
     "predict/simulator.py",
     "schedules/workload.py",
     "world/control.py",
@@ -65,6 +65,7 @@ INTERNAL = {
     "world/remote.py",
     "world/tcp.py",
     "world/wire.py",
+    "weft_bench",
 }
 
 
@@ -80,8 +81,9 @@ def pieces(node):
 @cache
 def trees():
     return {
-        str(path.relative_to(ROOT / "weft")): ast.parse(path.read_text())
-        for path in sorted((ROOT / "weft").rglob("*.py"))
+        str(path.relative_to(root)): ast.parse(path.read_text())
+        for root, package in ((ROOT / "weft", "."), (ROOT / "bench", "weft_bench"))
+        for path in sorted((root / package).rglob("*.py"))
     }
 
 

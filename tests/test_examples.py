@@ -191,7 +191,8 @@ def blocks(document):
 
 def docstring_snippets():
     """The indented paragraphs of docstrings that are Python and call something."""
-    for path in sorted((ROOT / "weft").rglob("*.py")):
+    packages = ROOT / "weft", ROOT / "bench/weft_bench"
+    for path in sorted(path for package in packages for path in package.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (
                 docstring := ast.get_docstring(node)
@@ -268,9 +269,9 @@ MENTIONED = {
 def resolve(words):
     """The command that words name, the context that its group has parsed, and the remaining words."""
     command, context = typer.main.get_command(app), None
-    while hasattr(command, "commands") and words and words[0] in command.commands:
+    while hasattr(command, "commands") and words and (found := command.get_command(None, words[0])):
         context = type(command).context_class(command, parent=context, info_name=command.name)
-        command, words = command.commands[words[0]], words[1:]
+        command, words = found, words[1:]
     return command, context, words
 
 

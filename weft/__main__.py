@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from weft.installation import command
 
-LIBRARIES = "typer", "rich", "matplotlib", "jinja2"
+LIBRARIES = "typer", "rich"
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The commands that install weft's extras, from wherever this weft was installed.
+"""The commands that install weft's extras and benchmarks, from wherever this weft was installed.
 
 weft is in no public index, where its import name belongs to another project: a command names a
 folder or file that exists here, or else the libraries of the extra themselves.
@@ -13,6 +13,8 @@ from urllib.parse import unquote, urlsplit
 
 DISTRIBUTION = "torch-weft"
 """The name by which pip lists weft."""
+BENCHMARKS = "torch-weft-bench"
+"""The distribution of the benchmarks, which is in the folder ``bench`` of a checkout."""
 
 _SOURCES = Path(__file__).parents[1]
 
@@ -35,6 +37,18 @@ def in_place(extra: str) -> str:
     if folder is None:
         return f'pip install -e ".[{extra}]" in a checkout of weft'
     return f'pip install -e "{"." if folder == Path.cwd() else folder}[{extra}]"'
+
+
+def benches() -> str:
+    """The command that installs the benchmarks beside this weft."""
+    folder, origin = checkout(), _origin()
+    if folder is not None:
+        return f'pip install -e "{"./bench" if folder == Path.cwd() else folder / "bench"}"'
+    name = f"{BENCHMARKS.replace('-', '_')}-*.whl"
+    wheels = sorted(origin.parent.glob(name)) if origin is not None and origin.is_file() else []
+    if wheels:
+        return f'pip install "{wheels[-1]}"'
+    return "pip install -e ./bench in a checkout of weft"
 
 
 def hides(folder: Path) -> bool:

@@ -33,8 +33,8 @@ fi
 
 tree=$(mktemp -d)
 trap 'rm -rf "$tree"' EXIT
-step build 55 "$python" -m pip install --no-index --no-deps --no-build-isolation --target "$tree" .
-export PYTHONPATH=$tree:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH} WEFT_CACHE=$tree/cache TRITON_CACHE_DIR=$tree/triton
+step build 55 "$python" -m pip install --no-index --no-deps --no-build-isolation --target "$tree" . ./bench
+export PYTHONPATH=$tree${PYTHONPATH:+:$PYTHONPATH} WEFT_CACHE=$tree/cache TRITON_CACHE_DIR=$tree/triton
 export PYTHONSAFEPATH=1  # the weft that was built, not the sources here
 export CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER
 weft=("$python" -m weft)

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from weft_benchmarks.gpu import hardware, shared, versions
 
-from weft.bench.harness import utc
+from weft.measure.versions import versions
+from weft_bench.gpu import hardware, shared
+from weft_bench.harness import utc
 
 SHAPES = [
     (8192, 8192, 8192),
@@ -51,7 +52,7 @@ def main(file: Path) -> bool:
             for how in ("torch", "triton")
         },
     }
-    about = {"date": utc(), "machine": hardware(), "versions": versions()}
+    about = {"date": utc(), "machine": hardware(), "versions": versions("cuda")}
     result: dict[str, Any] = {}
     for name, step in steps.items():
         result[name] = outcome(step)

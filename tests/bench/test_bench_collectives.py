@@ -16,17 +16,17 @@ import torch
 from rich.console import Console
 from support.ranks import on_ranks
 from typer.testing import CliRunner
-from weft_benchmarks import baselines, deepspeed, gather_ways, mpi, overlap
-from weft_benchmarks.settings import OverlapSettings
 
 import weft
-from weft.bench import collectives, plots, sweep, views
-from weft.bench.collectives import COLLECTIVES, Data, bandwidths, count_of, limit_of
-from weft.bench.settings import SweepSettings
-from weft.bench.sweep import Bench, Local
-from weft.bench.values import Shape, parse_sizes
 from weft.cli import app
+from weft.cli.values import Shape, parse_sizes
 from weft.measure.timing import Times, per_call
+from weft_bench import collective_baselines as baselines
+from weft_bench import collectives, deepspeed, gather_ways, mpi, overlap, plots, sweep, views
+from weft_bench.collectives import COLLECTIVES, Data, bandwidths, count_of, limit_of
+from weft_bench.settings.overlap import OverlapSettings
+from weft_bench.settings.sweeps import SweepSettings
+from weft_bench.sweep import Bench, Local
 
 SHORT = ["--sizes", "8,4K", "--warmup", "1", "--iterations", "2", "--threads", "1"]
 MPIS = [name for name in mpi.MPIS if (Path(__file__).parents[2] / mpi.environment(name)).exists()]

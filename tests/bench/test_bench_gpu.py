@@ -12,16 +12,17 @@ import torch
 from rich.console import Console
 from support.ranks import on_ranks
 from typer.testing import CliRunner
-from weft_benchmarks.gpu import products, shared, slowest
-from weft_benchmarks.gpu.matmul_from_host import matmul_from_host
 
 import weft
-from weft.bench import plots, saved, sweep
-from weft.bench.settings import AllGather, AllGatherMatmul
-from weft.bench.values import Shape
 from weft.cli import app
+from weft.cli.values import Shape
 from weft.engines import engine
 from weft.plan.launch import Launch
+from weft_bench import plots, saved, sweep
+from weft_bench.gpu import products, shared, slowest
+from weft_bench.gpu.matmul_from_host import matmul_from_host
+from weft_bench.settings.fused import AllGatherMatmul
+from weft_bench.settings.sweeps import AllGather
 
 
 def refused(*options):
@@ -159,7 +160,7 @@ def test_kernels_are_swept_and_verified(tmp_path):
     sweep.print_tables(result, Console(file=shown, width=200))
     assert kernel(2) in shown.getvalue()
     assert "vs" not in shown.getvalue()  # a kernel is no baseline
-    assert saved.shown(result).draw is plots.draw_sweep
+    assert shown(result).draw is plots.draw_sweep
     plots.draw_sweep(result, tmp_path / "sms.png")
     assert (tmp_path / "sms.png").stat().st_size > 1000
     [header, *lines] = saved.to_csv(result).splitlines()
@@ -229,7 +230,7 @@ def test_rows_from_the_host_are_verified(monkeypatch):
     times, checks = rows_from_host()
     assert not any(check.wrong for check in checks.values())
     monkeypatch.setattr(products, "hardware", lambda: {"gpu": "a GPU", "gpus": 1, "sms": 1})
-    monkeypatch.setattr(products, "versions", dict)
+    monkeypatch.setattr(products, "versions", lambda device: {})
     times["pipelined triton"] = times["pipelined"]
     made = products.result_of(settings, times, [*checks.values()])
     shown = StringIO()

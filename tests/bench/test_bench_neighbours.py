@@ -19,14 +19,14 @@ from support.ranks import on_ranks
 from typer.testing import CliRunner
 
 import weft
-from weft.bench import neighbours as module
-from weft.bench.neighbours import neighbours
 from weft.cli import app
 from weft.errors import WeftError
+from weft_bench import neighbours as module
+from weft_bench.neighbours import neighbours
 
 START = """
 import os, sys, time, weft
-from weft.bench.neighbours import neighbours
+from weft_bench.neighbours import neighbours
 
 def rank():
     with weft.init() as world, neighbours(world, 2) as started:

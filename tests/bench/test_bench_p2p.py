@@ -11,12 +11,12 @@ import pytest
 import torch
 from support.ranks import on_ranks, stream_world
 from typer.testing import CliRunner
-from weft_benchmarks.copies import HostCopies
-from weft_benchmarks.gpu.copies import StreamCopies
-from weft_benchmarks.p2p import draw
-from weft_benchmarks.settings import CopySettings
 
 from weft.cli import app
+from weft_bench.copies import HostCopies
+from weft_bench.gpu.copies import StreamCopies
+from weft_bench.p2p import draw
+from weft_bench.settings.copies import CopySettings
 
 NAMES = [
     ("put", "weft"),

@@ -10,11 +10,11 @@ import pytest
 import torch
 from support.ranks import on_ranks
 from typer.testing import CliRunner
-from weft_benchmarks.serving import ALONE, IMPLEMENTATIONS, TORCH, WEFT, Serving, draw, stream
-from weft_benchmarks.settings import ServingSettings
 
 import weft.nn
 from weft.cli import app
+from weft_bench.serving import ALONE, IMPLEMENTATIONS, TORCH, WEFT, Serving, draw, stream
+from weft_bench.settings.serving import ServingSettings
 
 SMALL = {"hidden": 16, "intermediate": 24, "decode": 3, "prefill": 5, "warmup": 1, "steps": 4}
 

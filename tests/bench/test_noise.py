@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from weft.bench import noise, page, tables
+from weft_bench import noise, page, tables
 
 
 def time(median, least):
@@ -92,7 +92,7 @@ def test_a_busy_machine_and_too_many_threads_are_noticed(changes, words):
 
 
 def test_terminal_and_page_name_noise_alike():
-    from weft.bench.report import _figure_table
+    from weft_bench.report import _figure_table
 
     console = Console(width=200)
     more = {"streamed_ms": {}, "tflops": 0.12345}

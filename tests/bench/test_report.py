@@ -7,13 +7,15 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from weft.bench import page, repeat, saved
-from weft.bench.captured import Grid, Words, captured, number
-from weft.bench.harness import options_of
-from weft.bench.limit import limit_of
-from weft.cli import app, options
-from weft.pictures.page.lanes import timeline
+from weft.cli import app
 from weft.plan.trace import Span, Trace, from_perfetto, to_perfetto
+from weft_bench import page, repeat, saved, tables
+from weft_bench.benchmarks import shown
+from weft_bench.captured import Grid, Words, captured, number
+from weft_bench.cli import running
+from weft_bench.harness import options_of
+from weft_bench.limit import limit_of
+from weft_bench.pictures.page.lanes import timeline
 
 
 def weft(*arguments):
@@ -52,16 +54,16 @@ def test_a_section_has_what_the_terminal_shows(run):
     traces = saved.load_traces(run / "trace.json")
     made = page.section(result, "result.json", traces)
     console = Console(width=200)
-    with console.capture() as shown:
-        saved.shown(result).print(result, console)
-    lines = [" ".join(line.split()) for line in shown.get().splitlines()]
+    with console.capture() as printed:
+        shown(result).print(result, console)
+    lines = [" ".join(line.split()) for line in printed.get().splitlines()]
     rows = [" ".join(" ".join(row).split()) for grid in made.grids for row in texts(grid)]
     assert len(rows) > 10
     assert [line for line in lines if line in rows] == rows
     assert made.name == "all-gather-matmul"
     assert made.about.startswith("2 ranks, 97x64x32, float32, push")
     assert (
-        made.figures[0].value in (f"{result['speedup']:.2f}x", page.NOISE)
+        made.figures[0].value in (f"{result['speedup']:.2f}x", tables.NOISE)
         or result["speedup"] < 0.995
     )
     assert made.verified
@@ -164,7 +166,7 @@ def test_the_limit_without_parts():
 
 def test_a_result_names_the_command_that_repeats_it(run, monkeypatch):
     asked = []
-    monkeypatch.setattr(options, "run_benchmark", lambda settings, *_, **__: asked.append(settings))
+    monkeypatch.setattr(running, "run_benchmark", lambda settings, *_, **__: asked.append(settings))
     for name in ("result", "sweep"):
         result = saved.load(run / f"{name}.json")
         program, bench, benchmark, *words = shlex.split(repeat.command(result))

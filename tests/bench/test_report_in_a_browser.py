@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
-from weft.bench import page
-from weft.bench.report import hidden
-from weft.pictures.page import html
 from weft.plan.trace import Span, Trace
+from weft_bench import page
+from weft_bench.pictures.page import html
+from weft_bench.report import hidden
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright is missing")
 

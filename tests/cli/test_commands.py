@@ -19,31 +19,31 @@ from support.ranks import on_ranks
 from typer.testing import CliRunner
 
 import weft
-from weft.bench import plots, report, torch_products
-from weft.bench import subjects as case
-from weft.bench.alone import ALONE
-from weft.bench.baselines import (
-    all_gather_matmul,
-    matmul_all_reduce,
-    matmul_reduce_scatter,
-    products,
-)
-from weft.bench.fused import Result, measure
-from weft.bench.fused_baselines import LABELS
-from weft.bench.settings import AllGatherMatmul, FusedSettings
-from weft.bench.values import Shape
-from weft.bench.views import verify
 from weft.cli import app, options
+from weft.cli.values import Shape
 from weft.doctor import checks as doctor
-from weft.measure import timing, verification
+from weft.measure import timing
 from weft.measure.timing import Statistics, Stopwatch, summarize
-from weft.measure.verification import RUNS, Check, Problem, Sums, compare
 from weft.ops import stored
 from weft.ops.call import Selection
 from weft.plan.trace import Span, Trace
 from weft.predict import figures
 from weft.predict.planners import PLANNERS
 from weft.schedules.workload import Variant, Workload
+from weft_bench import plots, report, torch_products, verification
+from weft_bench import subjects as case
+from weft_bench.alone import ALONE
+from weft_bench.baselines import (
+    all_gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    products,
+)
+from weft_bench.fused import Result, measure
+from weft_bench.settings.fused import AllGatherMatmul, FusedSettings
+from weft_bench.systems import SYSTEMS
+from weft_bench.verification import RUNS, Check, Problem, Sums, compare
+from weft_bench.views import verify
 
 SMALL = ["--shape", "64x64x32", "--warmup", "1", "--iterations", "2", "--threads", "1"]
 TIMES = dict.fromkeys(("median", "mean", "min", "max", "p99"), float) | {"runs": int}
@@ -110,7 +110,7 @@ COMMAND = [
 ]
 
 
-GLOO = LABELS["gloo"]
+GLOO = SYSTEMS["gloo"].fused
 
 ENVIRONMENT = {
     "ranks": 2,

@@ -16,13 +16,14 @@ from support.ranks import on_ranks
 from typer.testing import CliRunner
 
 import weft
-from weft.bench import cascade, fused, subjects
-from weft.bench.settings import AllGatherMatmul
-from weft.bench.values import Shape
-from weft.bench.views import verify
-from weft.cli import app, options
+from weft.cli import app
+from weft.cli.values import Shape
 from weft.measure.timing import Stopwatch
-from weft.measure.verification import Problem
+from weft_bench import cascade, fused, subjects
+from weft_bench.cli import running
+from weft_bench.settings.fused import AllGatherMatmul
+from weft_bench.verification import Problem
+from weft_bench.views import verify
 
 FEW = ["--warmup", "1", "--iterations", "2", "--threads", "1"]
 CASCADE = "fused = cascade"
@@ -310,7 +311,7 @@ def test_any_two_options_are_refused_by_name_or_measured(monkeypatch):
     def started(measure, ranks, settings, **_):
         raise Started(ranks, settings)
 
-    monkeypatch.setattr(options, "on_ranks", started)
+    monkeypatch.setattr(running, "on_ranks", started)
     given = [(name, value) for name, values in VALUES.items() for value in values]
     reached = 0
     for pair in itertools.combinations(given, 2):

@@ -12,9 +12,9 @@ from support.ranks import on_ranks
 
 import weft
 from weft.engines.recording import record
-from weft.pictures.timeline import draw
 from weft.plan.binding import bind
 from weft.plan.trace import KINDS, Span, Trace, joined, lane_of, of_program, to_perfetto
+from weft_bench.pictures.timeline import draw
 
 
 def made_trace():

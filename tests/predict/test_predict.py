@@ -20,6 +20,7 @@ from weft.engines import engine
 from weft.measure import calibrate, tune
 from weft.predict import answers as answering
 from weft.predict import machine, tuned
+from weft.predict.forecast import forecast
 from weft.predict.interpolation import Grid
 from weft.predict.machine import Link
 from weft.schedules.thresholds import Thresholds
@@ -76,14 +77,14 @@ def test_interleaving_is_predicted_to_win_on_concurrent_links(ranks):
     )
     found = {
         (variant.algorithm, variant.order): seconds
-        for variant, seconds in predict.forecast(case, on).variants
+        for variant, seconds in forecast(case, on).variants
     }
     assert 0.05 < 1 - found["push", "interleaved"] / found["push", "peer"] < 0.3
 
 
 def test_free_communication_is_not_overlapped():
     on = machine.load("ascend-910b1")
-    few = predict.forecast(
+    few = forecast(
         predict.workload("all_gather_matmul", 2, (2, 4096, 4096), "float16"),
         replace(on, links=(Link(1e9),), notify_us=0.0),
     )
@@ -94,7 +95,7 @@ def test_a_better_machine_is_never_slower():
     on = machine.load("h100-nvlink-8")
     for operator in predict.OPERATORS:
         case = predict.workload(operator, 8, (4096, 8192, 3584), "bfloat16")
-        saved = predict.savings(case, predict.forecast(case, on).variants[0][0], on)
+        saved = predict.savings(case, forecast(case, on).variants[0][0], on)
         assert [value for _, value in saved] == sorted((value for _, value in saved), reverse=True)
         assert saved[-1][1] > -0.02
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from weft import predict
 from weft.cli import app
-from weft.predict import machine
+from weft.predict import machine, overlap
 
 REPOSITORY = Path(__file__).parents[2]
 SEEDS = ("ascend-910b1", "ascend-950", "h100-nvlink-8", "mi325x-8")
@@ -148,13 +148,13 @@ def test_one_way_to_overlap_where_a_profile_knows_one():
 
 
 def test_groups_beside_each_other_are_simulated_once():
-    case = predict.overlap.Beside(16, 64, 64, 64, "float16", 1 << 16)
+    case = overlap.Beside(16, 64, 64, 64, "float16", 1 << 16)
     on = machine.load("h100-nvlink-8")
-    assert [bool(lanes) for lanes in predict.overlap.plan(case, "sequential", on).lanes] == [
-        True
-    ] * 8 + [False] * 8
-    uneven = predict.overlap.Beside(12, 64, 64, 64, "float16", 1 << 16)
-    assert all(predict.overlap.plan(uneven, "sequential", on).lanes)
+    assert [bool(lanes) for lanes in overlap.plan(case, "sequential", on).lanes] == [True] * 8 + [
+        False
+    ] * 8
+    uneven = overlap.Beside(12, 64, 64, 64, "float16", 1 << 16)
+    assert all(overlap.plan(uneven, "sequential", on).lanes)
 
 
 def test_copies_have_the_published_bandwidth_and_cycles(published):

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import plans
 
-from weft.bench.ablation import own_rows_last, split_arrivals
 from weft.engines.reference import run
 from weft.plan import Compute, Copy, Notify, Plan, Signal, Wait, accesses, reads
 from weft.plan.proof import verify
@@ -22,6 +21,7 @@ from weft.schedules.lanes import enter, leave, products_alone, tidy
 from weft.schedules.operators import OPERATORS
 from weft.schedules.peers import after, before, in_order
 from weft.schedules.workload import Request
+from weft_bench.ablation import own_rows_last, split_arrivals
 
 seeds = st.integers(0, 2**32 - 1)
 

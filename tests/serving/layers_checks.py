@@ -25,12 +25,12 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsConfig,
 )
 from vllm.plugins import load_general_plugins
-from weft_benchmarks.vllm.models import W8A8
 
 import weft.vllm
 from weft.vllm import layers
 from weft.vllm.communicator import Communicator
 from weft.vllm.row_shard import RowShard
+from weft_bench.vllm.models import W8A8
 
 HIDDEN, HEADS, SIZE, INNER = 64, 4, 16, 128
 

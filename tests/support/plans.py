@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import weft
-from weft.bench.ablation import own_rows_last, split_arrivals
 from weft.engines import engine
 from weft.engines.reference import Call
 from weft.ops.operator import find
@@ -33,6 +32,7 @@ from weft.schedules.operators import OPERATORS
 from weft.schedules.reduce_scatter import eager as eager_reduce_scatter
 from weft.schedules.reduce_scatter import reduce_scatter
 from weft.schedules.workload import Operator, Request
+from weft_bench.ablation import own_rows_last, split_arrivals
 
 COLUMNS = 3
 

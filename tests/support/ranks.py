@@ -43,7 +43,7 @@ _LOADED = [
     "weft.nn",
     "weft.compiler",
     "weft.cli",
-    "weft.bench.plots",
+    "weft_bench.plots",
     "support.ranks",
 ]
 

@@ -1,5 +1,6 @@
-"""The command line: ``weft run``, ``doctor``, ``bench``, ``show``, ``report``, ``predict``,
-``calibrate``, ``tune``, ``plan``. Commands import torch only if they need it.
+"""The command line: ``weft run``, ``doctor``, ``predict``, ``calibrate``, ``tune``, ``plan``; the
+distribution of benchmarks adds ``bench``, ``show`` and ``report``. Commands import torch only if
+they need it.
 """
 
 from __future__ import annotations
@@ -10,32 +11,18 @@ import typer
 
 import weft
 from weft import variables
-from weft.cli import (
-    bench,
-    doctor,
-    fuzz,
-    machine,
-    mutants,
-    options,
-    plan,
-    predict,
-    report,
-    run,
-    show,
-)
+from weft.cli import doctor, fuzz, machine, mutants, options, plan, predict, run
+from weft.cli.group import Commands
 
 app = typer.Typer(
-    cls=options.Commands,
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(context_settings={"allow_interspersed_args": False})(run.run)
 app.command()(doctor.doctor)
-app.add_typer(bench.app, name="bench")
 for command in (
-    show.show,
-    report.report,
     options.command_from(predict.Question, predict.predict),
     machine.calibrate,
     options.command_from(machine.Tune, machine.tune),

@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from weft.bench.settings import Json
-from weft.bench.tables import table
 from weft.cli import options
+from weft.cli.common import Json
+from weft.cli.tables import table
 from weft.measure.progress import progress
 
 

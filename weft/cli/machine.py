@@ -14,9 +14,8 @@ import typer
 from rich.console import Console
 
 import weft.predict as predict
-from weft.bench import reasons, tables
-from weft.bench.conditions import Unless
-from weft.bench.settings import (
+from weft.cli import options
+from weft.cli.common import (
     FUSED,
     Device,
     Dtype,
@@ -26,10 +25,12 @@ from weft.bench.settings import (
     Json,
     Placed,
     Threads,
+    not_emulated,
 )
-from weft.bench.values import Shape, product
-from weft.cli import options
+from weft.cli.conditions import Unless
 from weft.cli.options import refuse
+from weft.cli.tables import table
+from weft.cli.values import Shape, product
 from weft.predict import machine
 from weft.schedules.workload import Variant, Workload
 
@@ -65,7 +66,7 @@ def calibrate(
         profile = on_ranks(calibration.measure, count, threads, threads=threads)
         machine.remember(profile)
     console = Console(stderr=json_file == "-")
-    table = tables.table(("", " ", "spread"), left=("", " "))
+    shown = table(("", " ", "spread"), left=("", " "))
     rows = [
         (
             kind,
@@ -91,11 +92,11 @@ def calibrate(
             for name, percent in profile["spread"].items()
             if key in (name, name.rpartition(" ")[0])
         ]
-        table.add_row(label, text, f"{statistics.median(spreads):.0f} %")
-    table.add_row(
+        shown.add_row(label, text, f"{statistics.median(spreads):.0f} %")
+    shown.add_row(
         "interference", f"products and copies {profile['compute_slowdown']:.2f}x slower", ""
     )
-    console.print(table)
+    console.print(shown)
     console.print(
         "Rates are of large sizes, by the lower quartile of times; spread: how much longer the "
         "median is.",
@@ -160,7 +161,7 @@ def _one_thread(settings: Tune) -> str:
 
 
 def _one_engine(settings: Tune) -> str:
-    return "" if settings.on_host else reasons.emulated(settings)
+    return "" if settings.on_host else not_emulated(settings)
 
 
 @dataclass(frozen=True)
@@ -286,15 +287,15 @@ def _show(
     for shape, case, found in zip(settings.shape, cases, answers, strict=True):
         heading = f"{settings.operator} {shape}"
         columns = "rows per piece", *(["predicted ms"] if predicted else []), "measured ms"
-        table, rows = tables.table((heading, *columns), left=(heading,)), []
+        shown, rows = table((heading, *columns), left=(heading,)), []
         for variant, median, _ in found:
             chunk_rows = predict.OPERATORS[case.operator].chunk_rows(case.rows, variant)
             times = {"predicted_ms": predicted(case, variant)} if predicted else {}
             times["measured_ms"] = median
             rows.append({**variant.to_json(), "chunk_rows": chunk_rows, **times})
-            table.add_row(str(variant), str(chunk_rows), *(f"{ms:.3f}" for ms in times.values()))
+            shown.add_row(str(variant), str(chunk_rows), *(f"{ms:.3f}" for ms in times.values()))
         results.append({"operator": settings.operator, "shape": str(shape), "ways": rows})
-        console.print(table)
+        console.print(shown)
         console.print(
             f"Stored: {found[0].variant}, at most {rows[0]['chunk_rows']} rows per transfer.",
             highlight=False,

@@ -10,10 +10,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from weft.bench.settings import Json
-from weft.bench.tables import table
 from weft.cli import options
+from weft.cli.common import Json
 from weft.cli.plan import Name
+from weft.cli.tables import table
 from weft.errors import PlanError
 from weft.measure.progress import progress
 

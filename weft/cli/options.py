@@ -1,5 +1,5 @@
-"""Functions that commands share: options from dataclasses, checks of options, the start of ranks
-for a benchmark, and output of results. Imports torch only if a command needs it.
+"""Functions that commands share: options from dataclasses, checks of options, and output of
+results. Imports torch only if a command needs it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_origin, get_type_hints
 
@@ -20,9 +21,9 @@ import typer
 from rich.console import Console
 
 import weft.cache as cache
-from weft.bench import conditions, repeat, repository
-from weft.bench.settings import ENGINES
-from weft.measure.launched import on_ranks
+from weft import installation
+from weft.cli import conditions
+from weft.cli.common import ENGINES
 from weft.measure.progress import progress
 from weft.plan.trace import Trace
 from weft.predict import machine
@@ -31,24 +32,6 @@ from weft.predict.planners import PLANNERS
 Settings = TypeVar("Settings")
 
 SINGLE_RANK = "a single rank has no peer to exchange anything with: use 2 or more"
-
-
-_FIRST = "run", "doctor", "bench"
-"""The commands that help lists first, in this order: groups would come before them."""
-
-
-class Commands(typer.core.TyperGroup):
-    """The group of all commands, which refuses values in the words of users."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return [*dict.fromkeys((*_FIRST, *super().list_commands(ctx)))]
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except typer.BadParameter as error:
-            error.message = plain(error.message, error.__cause__)
-            raise
 
 
 def plain(message: str, cause: BaseException | None) -> str:
@@ -115,7 +98,7 @@ def _refuse_ignored(settings: Any, given: Sequence[str]) -> None:
     if getattr(settings, "ranks", 0) is None:
         settings = replace(settings, ranks=world_size(None)[1])
     for name, why in conditions.ignored(settings, given):
-        refuse(repeat.option(type(settings), name), why)
+        refuse(conditions.option(type(settings), name), why)
 
 
 def refuse(option: str, why: str) -> NoReturn:
@@ -147,55 +130,6 @@ def load_machine(name: str) -> Any:
         )
         typer.echo(text, err=True)
     return found
-
-
-def from_repository(option: str, name: str) -> Any:
-    """A module of the benchmarks that come with the repository; ends with exit status 2 if they are
-    missing.
-    """
-    if not repository.available():
-        refuse(option, f"this benchmark {repository.MISSING}")
-    return repository.module(name)
-
-
-def check_baselines(settings: Any, possible: Sequence[str]) -> None:
-    """Refuse baselines that are not `possible`, and any on an emulated link."""
-    for name in settings.baselines:
-        if name not in possible:
-            names = ", ".join(("none", *possible))
-            refuse("--baseline", f"there is no baseline {name!r} on this device: use {names}")
-        if settings.link_gbps:
-            why = f"{name} does not pass the emulated link, so the times cannot be compared"
-            refuse("--baseline", f"{why}: use --baseline none")
-
-
-def placed(settings: Settings) -> Settings:
-    """The settings for the device and the engine that they ask for, which exist; ranks that share a
-    GPU have no baseline unless asked for one.
-    """
-    on: Any = settings
-    check_place(on)
-    if on.device == "cpu":
-        return settings
-    import torch
-
-    _, ranks = world_size(on.ranks)
-    if ranks <= torch.cuda.device_count() or not hasattr(on, "baseline"):
-        return settings
-    if any(name.startswith("nccl") for name in (on.baseline or "").split(",")):
-        refuse("--baseline", "nccl needs a GPU for each rank: use --baseline none, or fewer ranks")
-    found: Settings = replace(on, baseline=on.baseline or "none")
-    return found
-
-
-def sharing_one_gpu(settings: Any) -> bool:
-    """Whether the ranks to start would share the only GPU here: as processes they would take turns
-    on it, so they are threads.
-    """
-    import torch
-
-    rank, ranks = world_size(settings.ranks)
-    return rank is None and ranks > torch.cuda.device_count() == 1
 
 
 def check_place(settings: Any) -> None:
@@ -330,6 +264,16 @@ def tracked(task: str, cases: Sequence[Settings]) -> Iterator[Settings]:
             advance()
 
 
+def drawing(option: str, picture: str) -> Callable[..., None]:
+    """The function that draws a `picture` for `option`, which the distribution of benchmarks names
+    in its entry points; ends with exit status 2 without it.
+    """
+    for entry in entry_points(group="weft.pictures", name=picture):
+        found: Callable[..., None] = entry.load()
+        return found
+    refuse(option, f"pictures are drawn by {installation.BENCHMARKS}: run {installation.benches()}")
+
+
 def write_json(result: dict[str, Any], file: str | None) -> None:
     """Write a result to the file of ``--json``; ``-`` is stdout."""
     text = json.dumps(result, indent=1, allow_nan=False) + "\n"
@@ -341,59 +285,9 @@ def write_json(result: dict[str, Any], file: str | None) -> None:
 
 def write_traces(settings: Any, traces: Sequence[Trace], title: str, about: str) -> None:
     """Write traces to the files of ``--trace`` and ``--timeline``; `about` is a line on the run."""
-    from weft.pictures.timeline import draw
     from weft.plan.trace import to_perfetto
 
     if settings.trace:
         settings.trace.write_text(json.dumps(to_perfetto(*traces, about=about)))
     if settings.timeline:
-        draw(traces, settings.timeline, title, about)
-
-
-def run_benchmark(
-    settings: Any,
-    measure: Callable[[Any], Any],
-    show: Callable[[dict[str, Any], Console], None],
-    draw: Callable[[dict[str, Any], Path], None],
-    to_json: Callable[[Any], dict[str, Any]] = lambda result: result,
-    *,
-    more: Callable[[Any], None] = lambda result: None,
-    alone: str = "",
-    in_process: bool = False,
-) -> None:
-    """Run a benchmark with settings of `weft.bench.settings`, and output the result as tables, file
-    and picture.
-
-    It runs on ranks started here, or on the ranks of a launcher, of which this process is one, or
-    `in_process`. `alone`: the reason to refuse a single rank. `more` writes further files. Errors
-    and wrong results end with exit status 1.
-    """
-    rank, ranks = (0, settings.ranks or 2) if in_process else world_size(settings.ranks)
-    if ranks < 2 and alone:
-        refuse("--ranks", alone)
-    check_files(
-        settings.json_file,
-        getattr(settings, "trace", None),
-        settings.plot,
-        getattr(settings, "timeline", None),
-    )
-    threads = 1 if in_process else threads_for(settings.threads, ranks)
-    settings = replace(settings, ranks=ranks, threads=threads)
-    with failing("weft bench", settings.json_file):
-        if rank is None and sys.stderr.isatty():  # the ranks' progress bar comes seconds later
-            sys.stderr.write(f"starting {ranks} ranks\r")
-            sys.stderr.flush()
-        found = (
-            measure(settings)
-            if rank is not None
-            else on_ranks(measure, ranks, settings, threads=threads)
-        )
-    result = to_json(found)
-    if not rank:
-        show(result, Console(stderr=settings.json_file == "-"))
-        more(found)
-        write_json(result, settings.json_file)
-        if settings.plot:
-            draw(result, settings.plot)
-    if not result["verified"]:
-        raise typer.Exit(1)
+        drawing("--timeline", "timeline")(traces, settings.timeline, title, about)

@@ -13,11 +13,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from weft.bench.conditions import Also, Unless
-from weft.bench.settings import FUSED, Dtype, EmulatedGbps, EmulatedLatency, Json, Plot, Trace
-from weft.bench.values import SHAPE, Shape, of_sizes, parse_sizes, product
 from weft.cli import options
+from weft.cli.common import FUSED, Dtype, EmulatedGbps, EmulatedLatency, Json, Plot, Trace
+from weft.cli.conditions import Also, Unless
 from weft.cli.options import refuse
+from weft.cli.values import SHAPE, Shape, of_sizes, parse_sizes, product
 from weft.predict import COLLECTIVES, answers, candidates, copies, trace, workload
 from weft.predict import machine as profiles
 from weft.predict import overlap as concurrent
@@ -28,7 +28,7 @@ COLLECTIVE, COPY, OVERLAP = Also({"a collective"}), Also({"copy"}), Also({"overl
 COMPARE, SWEEP = Also({"--compare"}), Also({"--sweep"})
 MOVING = Also({*COLLECTIVE, *COPY, *OVERLAP})
 EVERY = Also({*MOVING, *COMPARE, *SWEEP})
-"""Modes, as `weft.bench.conditions` has them, in which some options have no effect."""
+"""Modes, as `weft.cli.conditions` has them, in which some options have no effect."""
 
 
 def _swept(settings: Question, name: str) -> str:
@@ -184,7 +184,7 @@ class Question:
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """The modes that the user has chosen, as in `weft.bench.conditions`."""
+        """The modes that the user has chosen, as in `weft.cli.conditions`."""
         collective = self.operator.replace("-", "_") in COLLECTIVES
         chosen = {
             COLLECTIVE: collective,
@@ -276,6 +276,10 @@ class Question:
 def predict(settings: Question) -> None:
     """Print the answer to a question, and write its files."""
     options.check_files(settings.json_file, settings.trace, settings.plot, settings.timeline)
+    if settings.plot:
+        options.drawing("--plot", "sweep")
+    if settings.timeline:
+        options.drawing("--timeline", "timeline")
     question, measured = settings.as_measured()
     if question.hosts > 1 and question.link_gbps:
         refuse("--hosts", "only ranks of one host have an emulated link: use --link")
@@ -349,7 +353,7 @@ def _sweep(question: Question, machine: Any, console: Console) -> dict[str, Any]
     results = [answers.answer(*case) for case in options.tracked("predicting", cases)]
     predictions.show_sweep(name, results, values, console)
     if question.plot:
-        predictions.draw_sweep(name, results, values, question.plot)
+        options.drawing("--plot", "sweep")(name, results, values, question.plot)
     return {"sweep": name, "values": values, "results": results}
 
 

@@ -1,21 +1,16 @@
-"""Predictions as tables and curves."""
+"""Predictions as tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import date
-from pathlib import Path
 from typing import Any
 
-from matplotlib.ticker import FuncFormatter
 from rich.console import Console
 from rich.text import Text
 
-from weft.bench import tables
-from weft.pictures import COLOURS, DASHED, picture
+from weft.cli.tables import table
 from weft.predict import figures
 from weft.predict.answers import RESOURCES, baseline, ms, variant, words
-from weft.version import __version__
 
 
 def show(result: dict[str, Any], console: Console) -> None:
@@ -25,15 +20,15 @@ def show(result: dict[str, Any], console: Console) -> None:
     hosts = f" on {result['hosts']} hosts" if result["hosts"] > 1 else ""
     case = f"{result['ranks']} ranks{hosts}, {_size(result['shape'])}, {result['dtype']}"
     _title(f"{result['predicted']} on {where}, PREDICTED: {case}", console)
-    table = tables.table(("", "ms", "vs sequential", "rows per piece"))
+    shown = table(("", "ms", "vs sequential", "rows per piece"))
     for name in ("compute", "communicate"):
-        table.add_row(name, ms(times[name]), "", "")
+        shown.add_row(name, ms(times[name]), "", "")
     for entry in result["ways"]:
         speedup = f"{times['sequential'] / entry['ms']:.2f}x"
-        table.add_row(str(variant(entry)), ms(entry["ms"]), speedup, str(entry["chunk_rows"]))
+        shown.add_row(str(variant(entry)), ms(entry["ms"]), speedup, str(entry["chunk_rows"]))
     if all(entry["algorithm"] != baseline(result) for entry in result["ways"]):
-        table.add_row("sequential", ms(times["sequential"]), "1.00x", "")
-    console.print(table)
+        shown.add_row("sequential", ms(times["sequential"]), "1.00x", "")
+    console.print(shown)
     percent = result["overlap_percent"]
     overlap = "" if percent is None else f"overlap {percent:.0f} %, "
     line = f"speedup {result['speedup']:.2f}x, {overlap}limit ratio {result['limit_ratio']:.3f}"
@@ -46,12 +41,12 @@ def show_collective(found: dict[str, Any], console: Console) -> None:
     _title(
         f"{found['predicted']} on {found['machine']}, PREDICTED: {found['ranks']} ranks", console
     )
-    table = tables.table(
+    shown = table(
         ("bytes of each rank", "algorithm", "us", "notifies of a rank"), left=("algorithm",)
     )
     for row in found["rows"]:
-        table.add_row(str(row["bytes"]), row["way"], f"{row['us']:.2f}", str(row["notifies"]))
-    console.print(table)
+        shown.add_row(str(row["bytes"]), row["way"], f"{row['us']:.2f}", str(row["notifies"]))
+    console.print(shown)
     if found["notify_source"]:
         line = f"A signal takes {found['notify_us']:g} us: {found['notify_source']}."
         console.print(line, highlight=False, soft_wrap=True)
@@ -63,11 +58,11 @@ def show_copies(found: dict[str, Any], console: Console) -> None:
     _title(f"copy on {found['machine']}, PREDICTED: between {where}", console)
     with_cycles = any(row["cycles"] is not None for row in found["rows"])
     columns = ("bytes", "call", "us", "GB/s", *(["cycles"] if with_cycles else []))
-    table = tables.table(columns, left=("call",))
+    shown = table(columns, left=("call",))
     for row in found["rows"]:
         cells = [str(row["bytes"]), row["way"], f"{row['us']:.2f}", f"{row['gbps']:.2f}"]
-        table.add_row(*cells, *([f"{row['cycles']:.0f}"] if with_cycles else []))
-    console.print(table)
+        shown.add_row(*cells, *([f"{row['cycles']:.0f}"] if with_cycles else []))
+    console.print(shown)
     lines = ["A put is predicted like a get: links have one bandwidth and latency for both ways."]
     if with_cycles:
         lines.append("cycles: of the device's counter, without the launch of the call.")
@@ -82,7 +77,7 @@ def show_overlap(found: dict[str, Any], console: Console) -> None:
     case = f"{found['ranks']} ranks, {_size(found['shape'])}, {found['dtype']}"
     _title(f"overlap on {found['machine']}, PREDICTED: {case}", console)
     columns = ("bytes", "", "ms", "speedup", "overlap", "limit ratio")
-    table = tables.table(columns, left=("",))
+    shown = table(columns, left=("",))
     for row in found["rows"]:
         gains = [""] * 3
         if "speedup" in row:
@@ -91,8 +86,8 @@ def show_overlap(found: dict[str, Any], console: Console) -> None:
                 f"{row['overlap_percent']:.0f} %",
                 f"{row['limit_ratio']:.3f}",
             ]
-        table.add_row(str(row["bytes"]), row["way"], ms(row["ms"]), *gains)
-    console.print(table)
+        shown.add_row(str(row["bytes"]), row["way"], ms(row["ms"]), *gains)
+    console.print(shown)
     if not found["interference"]:
         console.print(
             f"Nothing is known of how products and transfers slow each other on "
@@ -110,10 +105,10 @@ def show_comparison(result: dict[str, Any], measured: dict[str, Any], console: C
     ]
     for name in ("speedup", "limit_ratio"):
         rows.append((name, result[name], measured[name], "{:.3f}".format))
-    table = tables.table(("", "predicted ms", "measured ms", "error"))
+    shown = table(("", "predicted ms", "measured ms", "error"))
     for name, predicted, found, text in rows:
-        table.add_row(name, text(predicted), text(found), f"{100 * (predicted / found - 1):+.0f} %")
-    console.print(table)
+        shown.add_row(name, text(predicted), text(found), f"{100 * (predicted / found - 1):+.0f} %")
+    console.print(shown)
 
 
 def show_sweep(
@@ -121,44 +116,12 @@ def show_sweep(
 ) -> None:
     """Print the times of a sweep in one table."""
     times = ("compute ms", "communicate", "sequential", "pipelined")
-    table = tables.table((swept, *times, "speedup", "by", "bottleneck"), left=("by", "bottleneck"))
+    shown = table((swept, *times, "speedup", "by", "bottleneck"), left=("by", "bottleneck"))
     for value, result in zip(values, results, strict=True):
         cells = [ms(result["times_ms"][name]) for name in figures.VIEWS]
         cells += [f"{result['speedup']:.2f}x", str(variant(result))]
-        table.add_row(f"{value:g}", *cells, RESOURCES[next(iter(result["saved_percent"]))])
-    console.print(table)
-
-
-def draw_sweep(
-    swept: str, results: list[dict[str, Any]], values: Sequence[float], path: Path
-) -> None:
-    """Draw the times of a sweep, and the gain of overlap, into a PNG or SVG file."""
-    first = results[0]
-    shape = {**first["shape"], **({swept: swept.upper()} if swept in first["shape"] else {})}
-    ranks = "" if swept == "ranks" else f"{first['ranks']} ranks, "
-    title = f"{first['predicted']} on {first['machine']}: {ranks}{_size(shape)} {first['dtype']}"
-    about = f"simulated by weft {__version__} on {date.today()}"
-    with picture(path, 11, 4.4, title, about=about) as figure:
-        times, gains = figure.subplots(1, 2)
-        for name in figures.VIEWS:
-            limit = name in ("compute", "communicate")
-            look: dict[str, Any] = {"linestyle": DASHED} if limit else {"marker": "o"}
-            found = [result["times_ms"][name] for result in results]
-            times.plot(values, found, color=COLOURS[name], label=name, **look)
-        speedups = [result["speedup"] for result in results]
-        gains.plot(values, speedups, color=COLOURS["pipelined"], marker="o")
-        gains.axhline(1, color=COLOURS["text"], linewidth=1, linestyle=DASHED)
-        times.set_yscale("log", base=2)
-        times.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        times.set_title("milliseconds, predicted")
-        gains.set_title("speedup: sequential / pipelined, predicted")
-        for axes in (times, gains):
-            axes.set_xscale("log", base=2)
-            rotation = 30 if len(values) > 8 else 0
-            axes.set_xticks(values, [f"{value:g}" for value in values], rotation=rotation)
-            axes.minorticks_off()
-            axes.set_xlabel("GB/s of the link" if swept == "link" else swept)
-        figure.legend(*times.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+        shown.add_row(f"{value:g}", *cells, RESOURCES[next(iter(result["saved_percent"]))])
+    console.print(shown)
 
 
 def _title(text: str, console: Console) -> None:

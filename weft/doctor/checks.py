@@ -25,7 +25,6 @@ from rich.table import Table
 from torch.distributed.distributed_c10d import PrefixStore
 
 import weft._native as _native
-from weft.bench.harness import versions
 from weft.checks import name as dtype_name
 from weft.doctor import cores
 from weft.doctor.cores import RankReport
@@ -34,6 +33,7 @@ from weft.errors import SymmetricMemoryError
 from weft.kernels.packed import pack
 from weft.kernels.products import multiply
 from weft.measure.progress import progress
+from weft.measure.versions import versions
 from weft.ops import stored
 from weft.ops.barrier import barrier
 from weft.predict.machine import calibrated

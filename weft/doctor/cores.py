@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from weft.bench.tables import BUSY
 from weft.world.topology import Core, Topology, listed, usable
+
+BUSY = 0.1
+"""Part of its time for which a thread waits for a core, from which on the machine is busy."""
 
 
 class RankReport(NamedTuple):

@@ -1,3 +1,4 @@
 """Measurements of this machine: `calibrate` for predictions, and `tune` for ``algorithm="auto"``;
-the `timing` and `verification` that they share with benchmarks; and the proof's score, `mutation`.
+the `timing` that they share with benchmarks, and the `versions` of results; the proof's score,
+`mutation`, and its test by random plans, `fuzz`.
 """

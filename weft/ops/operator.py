@@ -94,7 +94,7 @@ class FusedOperator:
     `check` returns a checked call. `reference` is the definition: it computes each rank's result
     from each rank's input and weight, and the numbers of rows of the results. `fake` returns the
     results of a recorded call without data; an operator without it can neither be differentiated
-    nor compiled. `subject` is the class of `weft.bench.subjects` by which benchmarks measure it.
+    nor compiled. `subject` is the class of `weft_bench.subjects` by which benchmarks measure it.
     """
 
     schedule: Operator

@@ -1,0 +1,1 @@
+"""The commands ``weft bench``, ``weft report`` and ``weft show``."""

@@ -1,0 +1,443 @@
+"""The benchmark of a fused operator: its parts alone, one after the other, and overlapped, on the
+same data in one run.
+
+Each operator has its `Subject`; measurement, verification and tracing are the same for all.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from inspect import signature
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+import weft
+from weft.checks import name as dtype_name
+from weft.engines import engine
+from weft.kernels.packed import pack
+from weft.kernels.weights import Weight
+from weft.measure.progress import progress
+from weft.measure.timing import Statistics, Stopwatch, session, stopwatch_of
+from weft.ops import driver
+from weft.ops.autotune import select
+from weft.ops.call import Selection
+from weft.ops.operator import find
+from weft.ops.options import Operands, Options
+from weft.plan import Copy, Plan
+from weft.plan.binding import bind, split
+from weft.plan.trace import Trace
+from weft.predict.figures import IN_CHUNKS
+from weft.schedules.lanes import products_alone
+from weft.schedules.operators import OPERATORS
+from weft.schedules.workload import Request, Variant, Workload
+from weft.world import World
+from weft_bench import data
+from weft_bench.alone import ALONE, all_cores
+from weft_bench.cascade import Agreement, compare_with_cascade
+from weft_bench.fused_baselines import call_of
+from weft_bench.harness import environment, link_of
+from weft_bench.neighbours import neighbours
+from weft_bench.settings.fused import FusedSettings
+from weft_bench.systems import SYSTEMS
+from weft_bench.torch_products import computed_in, sentence
+from weft_bench.traces import traces
+from weft_bench.verification import Check, Problem
+from weft_bench.views import View, Views, product_on, timed
+
+_SHOWN = "compute", IN_CHUNKS, "communicate", "sequential", "pipelined"
+_BASELINES = *(each.fused for each in SYSTEMS.values() if each.fused), ALONE
+WITHOUT_GATHERED = "without gathered"
+"""The view of the fused call that does not return the gathered rows, beside the one that does."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a benchmark.
+
+    Attributes:
+        choice: the variant that was executed, and the reason for it.
+        chunk_rows: the largest number of rows in one of its transfers.
+        times: the times of `VIEWS` and `IN_CHUNKS`; `baselines` and `ablation` are compared with
+            them.
+        checks: the worst check of each of these, before and after timing, on any rank.
+        environment: the ranks, the link, the neighbours (None if not asked for), the machine and
+            the versions, as in the JSON.
+        notes: further sentences that explain the times.
+        multiplied_in: the dtype in which the baselines multiply, "" if it is that of the results.
+        streamed: where auto has selected to communicate first, the times of an algorithm that
+            multiplies while rows arrive.
+        without_gathered: if the calls return the gathered rows, the times of one that does not.
+        cascade: then also the comparisons of the fused call with the sequential one, by rank.
+    """
+
+    settings: FusedSettings
+    choice: Selection
+    chunk_rows: int
+    times: dict[str, Statistics]
+    baselines: dict[str, Statistics]
+    ablation: dict[str, Statistics]
+    checks: dict[str, Check]
+    environment: dict[str, Any]
+    traces: list[Trace]
+    notes: tuple[str, ...] = ()
+    multiplied_in: str = ""
+    streamed: dict[str, Statistics] = field(default_factory=dict)
+    without_gathered: dict[str, Statistics] = field(default_factory=dict)
+    cascade: list[Agreement] = field(default_factory=list)
+
+
+class Subject(Views):
+    """The tensors of one rank and the views on them: `VIEWS`, the baselines, the algorithm
+    `streamed`, if any, and the steps that `ablation` names, in order.
+
+    On a CPU the weight is packed, as in a model that runs many times; the baselines have plain
+    ones. `compared` tells whether the operator has baselines, `biased` whether it can add a bias.
+
+    Attributes (set by `prepare`):
+        problem: the operands and the exact results.
+        a, out: the operator's input and result.
+        gathered: the gathered rows that the latest call returned, if it does.
+        x, product: operand and result of the product without communication.
+        moved: the tensors of the communication without a product, by the names of the plan's
+            buffers.
+        check, check_moved: the checks of `out` after a call of the operator, and of the moved rows.
+        check_baseline: the check of the result of a baseline.
+        shares: the operator's arguments for the rows of each rank.
+        one_process: makes the call for the work of all ranks, its result, and the check of that.
+    """
+
+    compared: ClassVar[bool] = True
+    biased: ClassVar[bool] = True
+    problem: Problem
+    a: Tensor
+    gathered: Tensor
+    x: Tensor
+    product: Tensor
+    out: Tensor
+    moved: dict[str, Tensor]
+    check: Callable[[int], Check]
+    check_moved: Callable[[int], Check]
+    check_baseline: Callable[[Tensor, int], Check]
+    shares: dict[str, Any]
+    one_process: Callable[[], tuple[Callable[[], object], Tensor, Callable[[int], Check]]]
+    notes: tuple[str, ...]
+
+    def __init__(self, settings: FusedSettings, world: World, stopwatch: Stopwatch) -> None:
+        shape = settings.shape
+        self.settings = settings
+        self.world = world
+        self.empty = partial(torch.empty, device=world.device)
+        self.rows = split(shape.m, world.ranks)
+        self.dtype = getattr(torch, settings.dtype)
+        self.out_dtype = getattr(torch, settings.result_dtype)
+        workload = Workload(
+            settings.operator,
+            tuple(self.rows),
+            shape.k,
+            shape.n,
+            settings.dtype,
+            settings.result_dtype,
+        )
+        self.dtypes = {
+            name: getattr(torch, rows.dtype)
+            for name, rows in OPERATORS[settings.operator].buffers(workload).items()
+        }
+        self.prepare()
+        weight, on_gpu = self.problem.weight, world.device.type == "cuda"
+        self.weight: Weight = weight if on_gpu else pack(weight)
+        latency = settings.link_latency_us or 0.0
+        if settings.link_gbps:
+            world.emulate_link(
+                1.0 if settings.link_gbps == "auto" else float(settings.link_gbps), latency
+            )
+        product, own_bias = product_on(world.device), self.problem.own_bias
+        compute = partial(product, self.x, self.weight, self.product, bias=own_bias)
+        options = Options(
+            out_dtype=self.out_dtype,
+            algorithm=settings.algorithm,
+            chunk_rows=settings.chunk_rows,
+            order=settings.order,
+            keep=settings.return_gathered,
+            **self.shares,
+        )
+        operands = Operands(self.a, [self.weight], [self.problem.bias], [self.out])
+        self.call = find(settings.operator).check(world, operands, options)
+        self.choice = self.call.rule()
+        if settings.link_gbps == "auto":
+            self._balance_link(stopwatch, compute, latency)
+        if settings.algorithm == "auto" and shape.m:
+            self.choice = select(self.call)
+            while (trial := self.choice.trial) and self.call.comparable(trial.candidates):
+                driver.run(self.call)
+                self.choice = select(self.call)
+        self.streamed = ""
+        self.ablation: dict[str, str] = {}
+        self.views = self._own_views(compute)
+        self.views |= self._baselines()
+        self.views |= self._streaming()
+        self.views |= self._in_chunks()
+
+    def _balance_link(
+        self, stopwatch: Stopwatch, compute: Callable[[], None], latency: float
+    ) -> None:
+        """Emulate a link on which communication takes as long as `compute`."""
+        self.renew(0)
+        moved = next(iter(self.moved.values()))
+        row_bytes = moved.shape[1] * moved.itemsize
+        alone = stopwatch.interleave({"compute": compute}, 1, 5)["compute"].median
+        plan = bind(self.plan(), self.rows)
+        gbps = balanced_gbps(plan, row_bytes, 1e-3 * alone, latency)
+        self.world.emulate_link(gbps, latency)
+
+    def _own_views(self, compute: Callable[[], None]) -> dict[str, View]:
+        """The views of `VIEWS`."""
+        settings = self.settings
+        return {
+            "compute": View(
+                compute, (self.product,), partial(self.problem.check_product, self.product)
+            ),
+            "communicate": View(
+                partial(self._move, self.plan()), (*self.moved.values(),)[1:], self.check_moved
+            ),
+            "sequential": self.view(self.operator(self.call.operator.baseline, None)),
+            "pipelined": self.view(
+                self.operator(settings.algorithm, settings.chunk_rows, settings.order)
+            ),
+        }
+
+    def _baselines(self) -> dict[str, View]:
+        """The views of the baselines, with gloo on one host also of one process."""
+        world = self.world
+        names = self.settings.baselines if self.compared else ()
+        views = {SYSTEMS[name].fused: self._baseline(name) for name in names}
+        if "gloo" in names and world.ranks > 1 and not world.multi_host:
+            call, out, check = self.one_process()
+            call = call if world.rank == 0 else lambda: None
+            views[ALONE] = View(call, (out,), check, partial(all_cores, world))
+        return views
+
+    def _streaming(self) -> dict[str, View]:
+        """The view of the algorithm that multiplies while rows arrive, where auto has selected to
+        communicate first.
+        """
+        first = self.choice.variant.algorithm == self.call.operator.baseline
+        if not first or self.settings.algorithm != "auto" or self.world.ranks == 1:
+            return {}
+        self.streamed, _ = self.call.overlapped()
+        call = self.operator(self.streamed, self.settings.chunk_rows)
+        return {self.streamed: self.view(call)}
+
+    def _in_chunks(self) -> dict[str, View]:
+        """The view of the products alone, cut as where rows arrive, if they are of all rows."""
+        plan = self.products_alone()
+        if bind(plan, self.rows).buffers["x"].rows[self.world.rank] != len(self.x):
+            return {}
+        call = partial(self._multiply, plan)
+        return {IN_CHUNKS: self.views["compute"]._replace(call=call)}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of the latest call of the operator, by name."""
+        found = {"a": self.a, "b": self.problem.weight, "out": self.out}
+        bias = self.problem.bias
+        return found if bias is None else found | {"bias": bias}
+
+    def result(self, rows: Sequence[int], columns: int) -> Tensor:
+        """A tensor for the operator's results of `rows` on each rank, or of one number on all."""
+        rank, dtype = self.world.rank if len(rows) > 1 else 0, self.out_dtype
+        if self.settings.symmetric_out:
+            return self.world.empty(max(rows), columns, dtype=dtype)[: rows[rank]]
+        return self.empty(rows[rank], columns, dtype=dtype)
+
+    @property
+    def multiplied_in(self) -> str:
+        """The dtype in which the baselines multiply, "" if it is that of the results."""
+        dtype = self.out_dtype
+        if not self.settings.baselines or not self.compared or self.world.device.type == "cuda":
+            return ""
+        return "" if computed_in(dtype) == dtype else dtype_name(computed_in(dtype))
+
+    @property
+    def general_notes(self) -> Iterator[str]:
+        """Sentences on the weight and the kernels of its products."""
+        if self.world.device.type == "cpu":
+            yield "The weight is packed" + (
+                "; baselines have a plain weight." if self.compared else "."
+            )
+        if self.multiplied_in:
+            yield sentence(self.out_dtype)
+        if self.world.backend.products == "triton":
+            yield "compute is torch's product; all others multiply by weft's kernel."
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Set the attributes that depend on the operator."""
+
+    def operator(
+        self, algorithm: str, chunk_rows: int | None, order: str | None = None, **more: Any
+    ) -> Callable[[], object]:
+        """The call of the operator, with the arguments that it takes."""
+        options = {
+            "bias": self.problem.bias,
+            "algorithm": algorithm,
+            "chunk_rows": chunk_rows,
+            "order": order,
+            "out": self.out,
+            "out_dtype": self.out_dtype,
+            "world": self.world,
+            **self.shares,
+            **more,
+        }
+        function = getattr(weft, self.settings.operator)
+        names = signature(function).parameters
+        accepted = {name: value for name, value in options.items() if name in names}
+        call = partial(function, self.a, self.weight, **accepted)
+        if algorithm != "auto" and not self.call.honours(algorithm):
+            call = partial(self._unlinked, call)
+        return call if "out" in accepted else lambda: self.out.copy_(call())
+
+    def _unlinked(self, call: Callable[[], object]) -> object:
+        """A call of an algorithm that can honour neither links nor a kernel that copies: with the
+        other options.
+        """
+        options = self.world.device_options
+        self.world.configure(replace(options, links=1, comm_sms=0))
+        try:
+            return call()
+        finally:
+            self.world.configure(options)
+
+    def plan(self) -> Plan:
+        """The plan of the communication alone, by the selected variant."""
+        return self.call.operator.communicate(self._request(self.choice.variant))
+
+    def products_alone(self) -> Plan:
+        """The plan of the products alone, cut as by the algorithm that multiplies while rows
+        arrive.
+        """
+        operator, variant = self.call.operator, self.choice.variant
+        streams = self.call.variant(self.streamed) if self.streamed else variant
+        plan = products_alone(operator.plan(self._request(streams)), operator.exchanges)
+        return replace(plan, rows_multiple=self.call.rows_multiple)
+
+    def view(self, call: Callable[[], object]) -> View:
+        """The view of a call of the complete operator."""
+        return View(call, (self.out,), self.check)
+
+    def _baseline(self, name: str) -> View:
+        call = call_of(
+            name,
+            self.settings.operator,
+            self.a,
+            self.problem.weight,
+            self.out,
+            self.rows,
+            self.world,
+            self.problem.bias,
+        )
+        found = [self.out]
+
+        def timed() -> None:
+            found[0] = call()
+
+        return View(timed, (self.out,), lambda run: self.check_baseline(found[0], run))
+
+    def _request(self, variant: Variant) -> Request:
+        world = self.world
+        more: dict[str, Any] = {"hosts": world.topology, "remote_reads": world.remote_reads}
+        return self.call.operator.request(self.call.workload, variant, **more)
+
+    def _multiply(self, plan: Plan) -> None:
+        tensors, weights = {"x": self.x, "product": self.product}, {"product": self.weight}
+        bias = self.problem.own_bias
+        program = engine(self.world).program(plan, tensors, self.rows)
+        program.run(tensors, self.rows, weights, None if bias is None else {"product": bias})
+
+    def _move(self, plan: Plan) -> None:
+        engine(self.world).program(plan, self.moved, self.rows, self.dtypes).run(
+            self.moved, self.rows, {}
+        )
+
+
+def measure(
+    make_subject: Callable[[FusedSettings, World, Stopwatch], Subject], settings: FusedSettings
+) -> Result:
+    """The result on this rank; collective. Only rank 0 has the traces."""
+    with (
+        session(
+            settings.threads,
+            **settings.place,
+            comm_threads=settings.comm_threads,
+            device_options=settings.device_options,
+        ) as world,
+        neighbours(world, settings.neighbours),
+    ):
+        stopwatch, traced = stopwatch_of(world), list[Trace]()
+        with progress("preparing", 1, shown=world.rank == 0):
+            subject = make_subject(settings, world, stopwatch)
+
+        def trace() -> None:
+            if settings.trace or settings.timeline:
+                traced.extend(traces(subject, stopwatch))
+
+        times, checks = timed(subject, stopwatch, settings, trace)
+        cascade = []
+        if settings.return_gathered:
+            cascade = compare_with_cascade(subject, world, 2 * len(subject.views))
+            checks["fused = cascade"] = Check(sum(one.wrong for one in cascade))
+        if settings.save_outputs:
+            torch.save(
+                subject.views["pipelined"].outputs[0].cpu(),
+                settings.save_outputs / f"rank{world.rank}.pt",
+            )
+        if settings.save_data:
+            data.save(settings.save_data, world, settings.operator, subject.rows, subject.tensors())
+        return Result(
+            settings,
+            subject.choice,
+            subject.call.operator.chunk_rows(subject.rows, subject.choice.variant),
+            times={name: times[name] for name in _SHOWN if name in times},
+            baselines={name: times[name] for name in _BASELINES if name in times},
+            ablation={step: times[name] for step, name in subject.ablation.items()},
+            checks=checks,
+            environment={
+                "ranks": world.ranks,
+                "hosts": len(set(world.hosts)),
+                "link": link_of(world),
+                "neighbours": settings.neighbours,
+                **environment(world, settings),
+            },
+            traces=traced,
+            notes=(*subject.notes, *subject.general_notes),
+            multiplied_in=subject.multiplied_in,
+            streamed={name: times[name] for name in filter(None, [subject.streamed])},
+            without_gathered={name: times[name] for name in (WITHOUT_GATHERED,) if name in times},
+            cascade=cascade,
+        )
+
+
+def balanced_gbps(gather: Plan, row_bytes: int, compute: float, latency_us: float) -> float:
+    """The bandwidth in Gbit/s at which the copies to and from peers take `compute` seconds on the
+    rank with the most bytes.
+    """
+    bits = 0.0
+    for lanes in gather.lanes:
+        moved = [
+            i.src.rows
+            for lane in lanes.values()
+            for i in lane
+            if isinstance(i, Copy) and i.src.rank != i.dst.rank
+        ]
+        left = compute - len(moved) * latency_us * 1e-6
+        if left <= 0:
+            raise ValueError(
+                f"{len(moved)} transfers of {latency_us:g} us each take longer than the product "
+                f"({1e3 * compute:.3f} ms): "
+                "choose a lower latency or larger chunks, or give the bandwidth"
+            )
+        bits = max(bits, sum(moved) * row_bytes * 8 / left)
+    return float(f"{bits / 1e9:.4g}")

@@ -1,0 +1,76 @@
+"""The baselines of fused operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from weft.world import World
+from weft_bench import baselines, chunks
+from weft_bench.systems import SYSTEMS
+
+_TORCH = ("all_gather_matmul", "matmul_reduce_scatter")
+
+
+def refusal(name: str, operator: str, m: int, ranks: int) -> str:
+    """Why this baseline does not have this operator with `m` rows; "" if it does."""
+    if name == "torch" and operator not in _TORCH:
+        return f"torch has no fused operator for {operator.replace('_', '-')}"
+    system = SYSTEMS[name]
+    if (system.in_chunks or not system.backend) and m % ranks:
+        return f"{name} takes equal shards, and {m} rows are not a multiple of {ranks} ranks"
+    return ""
+
+
+def call_of(
+    name: str,
+    operator: str,
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    rows: Sequence[int],
+    world: World,
+    bias: Tensor | None = None,
+) -> Callable[[], Tensor]:
+    """The call of a baseline, which returns its result: `out`, or of torch's own operators a new
+    tensor; collective. `rows` are those of each rank's shard. Products of gathered rows add the
+    bias; to sums, and to the results of torch's own operators, it is added at the end.
+    """
+    system = SYSTEMS[name]
+    if not system.backend:
+        return _plus(bias, _by_torch(operator, a, b, world))
+    group = baselines.group_of(system.backend)
+    match operator, system.in_chunks:
+        case "all_gather_matmul", False:
+            return baselines.all_gather_matmul(a, b, out, rows, group, bias)
+        case "all_gather_matmul", True:
+            return chunks.all_gather_matmul(a, b, out, world.ranks, group, bias)
+        case "matmul_reduce_scatter", False:
+            return _plus(bias, baselines.matmul_reduce_scatter(a, b, out, group))
+        case "matmul_reduce_scatter", True:
+            return _plus(bias, chunks.matmul_reduce_scatter(a, b, out, world.ranks, group))
+        case "matmul_all_reduce", False:
+            return _plus(bias, baselines.matmul_all_reduce(a, b, out, group))
+        case "matmul_all_reduce", True:
+            return _plus(bias, chunks.matmul_all_reduce(a, b, out, group))
+        case _:
+            raise ValueError(f"there is no baseline of {operator}")
+
+
+def _plus(bias: Tensor | None, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """A call that adds the bias to the result of another."""
+    return call if bias is None else lambda: call().add_(bias)
+
+
+def _by_torch(operator: str, a: Tensor, b: Tensor, world: World) -> Callable[[], Tensor]:
+    """torch's own fused operator on symmetric memory."""
+    import torch.distributed._symmetric_memory  # registers the operators
+
+    assert world.backend.group is not None
+    fused: Any = torch.ops.symm_mem
+    group: str = world.backend.group.group_name
+    if operator == "all_gather_matmul":
+        return lambda: fused.fused_all_gather_matmul(a, [b], 0, group)[1][0]
+    return lambda: fused.fused_matmul_reduce_scatter(a, b, "sum", 0, group)

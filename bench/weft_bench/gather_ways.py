@@ -1,0 +1,130 @@
+"""The ways in which `weft bench overlap` gathers: by weft's algorithms, or on NVIDIA's GPUs by
+multicast and by NCCL without SMs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.errors import WeftError
+from weft.ops.all_gather import all_gather, all_gather_async
+from weft.plan.launch import Launch
+from weft.world import World
+from weft_bench.settings.overlap import OverlapSettings
+
+
+class Way(NamedTuple):
+    """An all-gather into `gathered`.
+
+    `gather` orders it before later work of the caller's stream; `begin` lets it run in the
+    background and returns an object to wait for. `comm_sms` is the number of SMs that it occupies,
+    None if unknown.
+    """
+
+    name: str
+    gathered: Tensor
+    gather: Callable[[], object]
+    begin: Callable[[], Any]
+    comm_sms: int | None = 0
+
+
+def ways(settings: OverlapSettings, world: World, a: Tensor) -> list[Way]:
+    """The ways that the settings ask for, to gather `a` of all ranks. Raises `WeftError` for one
+    that this machine does not have.
+    """
+    found = []
+    for name in settings.gathers:
+        if name == "multicast":
+            found.append(_multicast(world, a))
+        elif name == "nccl-zero-cta":
+            found.append(_zero_cta(world, a))
+        elif name == "kernel":
+            for sms in settings.sms:
+                label = f"kernel on {sms} SM{'s' if sms > 1 else ''}"
+                options = {"algorithm": "kernel", "launch": Launch(comm_sms=sms)}
+                found.append(_by_weft(label, settings, world, a, sms, **options))
+        else:
+            found.append(_by_weft(name, settings, world, a, 0))
+    return found
+
+
+def _by_weft(
+    label: str, settings: OverlapSettings, world: World, a: Tensor, sms: int, **options: Any
+) -> Way:
+    empty = partial(torch.empty, device=world.device) if settings.plain_out else world.empty
+    gathered = empty(len(a) * world.ranks, dtype=a.dtype)
+    given: dict[str, Any] = {"out": gathered, "world": world, **options}
+    return Way(
+        label, gathered, partial(all_gather, a, **given), partial(all_gather_async, a, **given), sms
+    )
+
+
+def _multicast(world: World, a: Tensor) -> Way:
+    """One store of a GPU to the memory of all, by NVSwitch, with torch's operator."""
+    import torch.distributed._symmetric_memory  # registers the operator
+    from torch._C._autograd import DeviceType
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    supported = _SymmetricMemory.has_multicast_support(DeviceType.CUDA, world.device.index)
+    operator = getattr(torch.ops.symm_mem, "multimem_all_gather_out", None)
+    if not supported or operator is None or world.backend.group is None:
+        raise WeftError("--gather multicast needs GPUs on an NVSwitch: leave it out")
+    gathered = world.empty(len(a) * world.ranks, dtype=a.dtype)
+    gather = partial(operator, a, world.backend.group.group_name, gathered)
+    return Way("multicast", gathered, gather, _in_background(gather), None)
+
+
+def _zero_cta(world: World, a: Tensor) -> Way:
+    """NCCL with the policy that leaves all SMs to products, which copies by copy engines into
+    memory of its own.
+    """
+    nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
+    policy = getattr(nccl, "NCCL_CTA_POLICY_ZERO", None)
+    if policy is None:
+        raise WeftError("--gather nccl-zero-cta needs torch with NCCL 2.28 or newer: leave it out")
+    options = nccl.Options()
+    options.config.cta_policy = policy
+    group = dist.new_group(backend="nccl", pg_options=options)
+    backend: Any = group._get_backend(world.device)
+    backend.eager_connect_single_device(world.device)
+    pool = torch.cuda.MemPool(backend.mem_allocator)
+    with torch.cuda.use_mem_pool(pool):
+        gathered = torch.empty(len(a) * world.ranks, dtype=a.dtype, device=world.device)
+    try:
+        backend.register_mem_pool(pool, symm=True)
+    except TypeError:
+        raise WeftError(
+            "--gather nccl-zero-cta needs a torch that registers symmetric memory: leave it out"
+        ) from None
+    world.keepalive.append(pool)
+    gather = partial(dist.all_gather_into_tensor, gathered, a, group=group)
+    return Way("nccl-zero-cta", gathered, gather, partial(gather, async_op=True), None)
+
+
+class _Ended(NamedTuple):
+    """Work on a stream of its own."""
+
+    stream: Any
+
+    def wait(self) -> None:
+        """Order it before later work of the current stream."""
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+
+def _in_background(gather: Callable[[], object]) -> Callable[[], _Ended]:
+    """Begin a gather on a stream of its own, after the work of the current stream."""
+    stream: Any = torch.cuda.Stream()
+
+    def begin() -> _Ended:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            gather()
+        return _Ended(stream)
+
+    return begin

@@ -1,0 +1,104 @@
+"""The distance of a result from the limit of its machine, and the parts of that distance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from weft.predict import figures
+from weft_bench import noise, tables
+
+
+class Part(NamedTuple):
+    """A part of a time in milliseconds, and its share of the longest time, in percent."""
+
+    name: str
+    milliseconds: float
+    percent: float
+
+
+class Bar(NamedTuple):
+    """The median time of a measured call in milliseconds, and its parts from the beginning."""
+
+    name: str
+    milliseconds: float
+    parts: list[Part]
+    text: str  # the time without digits that are noise
+
+
+class Limit(NamedTuple):
+    """The times of a result as `bars`, of which `own` is the one that overlaps; the limit in
+    percent of the longest; and sentences on what is above it.
+    """
+
+    bars: list[Bar]
+    own: str
+    percent: float
+    sentences: list[str]
+
+
+def views_of(result: dict[str, Any]) -> dict[str, float] | None:
+    """The median milliseconds of compute, communicate, sequential and the view that overlaps, in
+    this order; None for a result without them.
+    """
+    times = result.get("times_ms", {})
+    own = "overlapped" if "overlapped" in times else "pipelined"
+    names = (*figures.VIEWS[:3], own)
+    return {name: times[name]["median"] for name in names} if {*names} <= {*times} else None
+
+
+def limit_of(result: dict[str, Any]) -> Limit | None:
+    """The limit of a result, the longer of compute and communicate; None for one without them."""
+    views = views_of(result)
+    if not views:
+        return None
+    *_, own = views
+    measured = tables.times_of(result)
+    times = {name: time["median"] for name, time in measured.items()} | views
+    limit, longest = max(views["compute"], views["communicate"]), max(times.values())
+    lost = _lost(result, views["compute"], limit)
+
+    def parts(name: str, time: float) -> Iterator[Part]:
+        splits = name == own and lost and all(value >= 0 for value in lost.values())
+        for part, value in ({"limit": limit} | lost if splits else {name: time}).items():
+            yield Part(part, value, 100 * value / longest)
+
+    bars = [
+        Bar(name, time, [*parts(name, time)], f"{time:.{noise.decimals(measured[name])}f} ms")
+        for name, time in times.items()
+    ]
+    sentences = _sentences(views, limit, lost, noise.decimals(*(measured[name] for name in views)))
+    return Limit(bars, own, 100 * limit / longest, [*sentences])
+
+
+def _lost(result: dict[str, Any], compute: float, limit: float) -> dict[str, float]:
+    """The milliseconds above the limit, by what costs them; none where another algorithm was
+    measured in chunks. Noise may make either negative.
+
+    Of the exposed communication, what communicate takes longer than compute is in the limit.
+    """
+    if "chunking_ms" not in result or result.get("streamed_ms"):
+        return {}
+    return {"cutting": result["chunking_ms"], "waiting": result["exposed_ms"] - (limit - compute)}
+
+
+def _sentences(
+    views: dict[str, float], limit: float, lost: dict[str, float], digits: int
+) -> Iterator[str]:
+    (compute, computing), (communicate, _), _, (own, time) = views.items()
+    longer, other = (compute, communicate) if computing == limit else (communicate, compute)
+    where = "above it" if time >= limit else "below it, which is noise"
+
+    def ms(value: float, sign: str = "") -> str:
+        return f"{round(value, digits) + 0.0:{sign}.{digits}f} ms"
+
+    yield (
+        f"The limit is {ms(limit)}, the time of {longer}, since it is longer than {other}. "
+        f"{own.capitalize()} takes {ms(time)}, {ms(abs(time - limit))} {where}."
+    )
+    if lost:
+        excess = f", beyond the {ms(limit - computing)} by which the limit exceeds {compute}"
+        yield (
+            f"The difference: cutting the product {ms(lost['cutting'], '+')}; waiting for rows "
+            f"{ms(lost['waiting'], '+')}{excess if longer == communicate else ''}."
+        )

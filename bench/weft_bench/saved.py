@@ -1,0 +1,89 @@
+"""Saved results of ``weft bench`` and their traces, and CSV."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from weft.plan.trace import Trace, from_perfetto
+from weft_bench import tables
+from weft_bench.benchmarks import Result
+
+
+def load(file: Path) -> Result:
+    """The result in a file. Raises `ValueError` if it is none or cannot be read."""
+    found = _json(file)
+    if not isinstance(found, dict) or not isinstance(found.get("benchmark"), str):
+        raise ValueError(f"{file} is no result of weft bench --json")
+    return found
+
+
+def load_traces(file: Path) -> list[Trace]:
+    """The traces in a file. Raises as `load`."""
+    found = _json(file)
+    try:
+        return from_perfetto(found)
+    except ValueError as error:
+        raise ValueError(f"{file} is no trace of weft bench --trace: {error}") from None
+
+
+def _json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from None
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Raise `ValueError` if the result of a file turns out to lack what this version expects."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError) as missing:
+        raise ValueError(
+            f"{file}: another version of weft has written it ({missing!r}); use that one, or "
+            "weft show --csv"
+        ) from None
+
+
+def to_csv(result: Result) -> str:
+    """A line for each row of a result: its case, and its times in microseconds or milliseconds as
+    the columns say.
+    """
+    rows = [*_rows(result)]
+    columns = dict.fromkeys(column for row in rows for column in row)
+    text = StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _rows(result: Result) -> Iterator[dict[str, Any]]:
+    """The measured implementations, each with its numbers side by side."""
+    for row in result.get("rows", []):
+        yield _flat(row)
+    for name, figures in result.get("ways", {}).items():
+        yield {"implementation": name} | _flat(figures)
+    for name, times in tables.times_of(result).items():
+        yield {"view": name} | {
+            f"{key}_ms" if key != "runs" else key: time for key, time in times.items()
+        }
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """The numbers and words of a row; those of an object in it are named after it."""
+    flat = dict[str, Any]()
+    for name, value in row.items():
+        if isinstance(value, dict):
+            flat |= {f"{key}_{name.removeprefix('time_')}": each for key, each in value.items()}
+        elif not isinstance(value, list):
+            flat[name] = value
+    return flat

@@ -1,0 +1,123 @@
+"""The views of a benchmark, calls on the same inputs: their verification and their race."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from weft.kernels.methods import on_device
+from weft.kernels.products import multiply
+from weft.measure.progress import Advance, progress, unseen
+from weft.measure.timing import Statistics, Stopwatch
+from weft.world import World
+from weft_bench.harness import poison, verified, worst
+from weft_bench.verification import Check
+
+Found = TypeVar("Found")
+
+
+class Rounds(Protocol):
+    """Settings that have the numbers of rounds of a benchmark."""
+
+    @property
+    def warmup(self) -> int: ...
+    @property
+    def iterations(self) -> int: ...
+
+
+class View(NamedTuple):
+    """A measured call that all ranks make, the tensors that it writes, a check of the tensors for a
+    run, and the context in which it is called.
+    """
+
+    call: Callable[[], object]
+    outputs: tuple[Tensor, ...]
+    check: Callable[[int], Check]
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+class Views(ABC):
+    """The views that one rank measures, by name, all on the same inputs."""
+
+    views: dict[str, View]
+
+    @abstractmethod
+    def renew(self, run: int) -> None:
+        """Fill the inputs with the data of this run."""
+
+
+def timed(
+    subject: Views,
+    stopwatch: Stopwatch,
+    rounds: Rounds,
+    also: Callable[[], None] = lambda: None,
+) -> tuple[dict[str, Statistics], dict[str, Check]]:
+    """The times of all views, measured alternately, and their checks as of `verify`, with a
+    progress bar on rank 0. `also` is called between the measurement and the last checks.
+    """
+    steps = 3 * len(subject.views) + rounds.iterations + max(rounds.warmup, 1) - 1
+    with progress("verifying", steps, shown=stopwatch.world.rank == 0) as advance:
+
+        def race() -> dict[str, Statistics]:
+            times = _interleave(subject, stopwatch, rounds, advance)
+            also()
+            return times
+
+        return verify(subject, stopwatch.world, race, advance)
+
+
+def verify(
+    subject: Views, world: World, race: Callable[[], Found], advance: Advance = unseen
+) -> tuple[Found, dict[str, Check]]:
+    """The result of `race`, and the worst check of every view on any rank, before and after it.
+
+    Each check is a run on new inputs, into poisoned outputs; ``pipelined`` is the last, so its
+    output remains. `advance` is called before each.
+    """
+
+    def check(name: str, run: int) -> Check:
+        advance(f"verifying {name}")
+        view = subject.views[name]
+        subject.renew(run)
+        poison(*view.outputs)
+        with view.around():
+            view.call()
+        return worst(world, view.check(run))
+
+    names = sorted(subject.views, key="pipelined".__eq__)
+    found, checks = verified(names, check, race)
+    return found, dict(zip(names, checks, strict=True))
+
+
+def _interleave(
+    subject: Views, stopwatch: Stopwatch, rounds: Rounds, advance: Advance
+) -> dict[str, Statistics]:
+    """The times of all views, measured alternately."""
+    calls = {name: view.call for name, view in subject.views.items()}
+    return stopwatch.interleave(
+        calls,
+        rounds.warmup,
+        rounds.iterations,
+        lambda: advance("measuring"),
+        lambda name: subject.views[name].around(),
+        lambda name: advance(f"first call of {name}"),
+    )
+
+
+def product_on(device: torch.device) -> Callable[..., None]:
+    """The function ``product(x, weight, out, bias=None)`` that is measured by itself: torch's on a
+    GPU, that of the fastest method on a CPU.
+    """
+    return partial(on_device, bias=None) if device.type == "cuda" else multiply
+
+
+def one_by_one(first: Callable[[], object], second: Callable[[], object]) -> None:
+    """Call both."""
+    first()
+    second()

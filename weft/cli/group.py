@@ -1,0 +1,57 @@
+"""The group of all commands: weft's own, and those of other distributions, which name them in the
+entry points ``weft.commands`` as apps of typer. These are imported when they are used.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import typer
+
+from weft import installation
+from weft.cli.options import plain
+
+_FIRST = "run", "doctor", "bench"
+"""The commands that help lists first, in this order: groups would come before them."""
+_OF_BENCHMARKS = "bench", "report", "show"
+"""The commands that the distribution of benchmarks brings."""
+
+
+class Commands(typer.core.TyperGroup):
+    """The group of all commands, which refuses values in the words of users."""
+
+    @cached_property
+    def _others(self) -> dict[str, EntryPoint]:
+        return {entry.name: entry for entry in sorted(entry_points(group="weft.commands"))}
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        names = {*super().list_commands(ctx), *self._others}
+        first = [name for name in _FIRST if name in names]
+        return [*dict.fromkeys((*first, *super().list_commands(ctx), *self._others))]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        found = super().get_command(ctx, cmd_name)
+        if found is None and cmd_name in self._others:
+            found = typer.main.get_command(self._others[cmd_name].load())
+            found.name = cmd_name
+            self.add_command(found)
+        return found
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] in _OF_BENCHMARKS and args[0] not in self.list_commands(ctx):
+            comes = f"weft {args[0]} comes with {installation.BENCHMARKS}"
+            typer.echo(f"weft: {comes}: run {installation.benches()}", err=True)
+            raise typer.Exit(2)
+        if args[0] not in self.commands:  # which is where similar words are looked for
+            for name in self._others:
+                self.get_command(ctx, name)
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = plain(error.message, error.__cause__)
+            raise
