@@ -55,8 +55,8 @@ void Executor::begin(Program& program, int64_t timeout) {
   if (program.eager) execution.eager = next_eager(program);
   for (size_t lane = 0; lane < program.lanes.size(); ++lane) {
     const auto& instructions = program.lanes[lane];
-    execution.spans[lane].resize(instructions.size()),
-        execution.targets[lane].resize(instructions.size());
+    execution.spans[lane].resize(instructions.size());
+    execution.targets[lane].resize(instructions.size());
     for (size_t at = 0; at < instructions.size(); ++at)
       if (const Instruction& i = instructions[at]; i.op == Op::wait)
         execution.targets[lane][at] = base_[i.index] + i.count;  // X2
@@ -126,7 +126,8 @@ int Executor::run(Program& program, size_t lane, int at) {
 int Executor::move(Execution& execution, size_t lane, const Instruction* first, size_t count) {
   thread_local std::vector<Target> targets;  // reused, so that a repeated call allocates nothing
   thread_local std::vector<Rows> sources;
-  targets.clear(), sources.clear();
+  targets.clear();
+  sources.clear();
   const Binding& bound = *execution.binding;
   const size_t rows = bound.rows(first->operands[first->sizing]);
   if (!rows) return 0;
@@ -241,10 +242,12 @@ bool Executor::wait(Execution& execution, size_t lane, int at, const Instruction
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
   if (arrived && first) {  // X3, by the headers
-    if (calls.mismatch(source, execution.call, execution.digest))
-      arrived = false, status = WaitStatus::mismatch;
-    else if (instruction.count)
+    if (calls.mismatch(source, execution.call, execution.digest)) {
+      arrived = false;
+      status = WaitStatus::mismatch;
+    } else if (instruction.count) {
       execution.agreed[lane][source] = 1;
+    }
   }
   if (arrived) {
     if (had_to_wait) mark_link_ready(execution, lane);

@@ -131,7 +131,8 @@ struct Execution {
         link_ready(lanes),
         agreed(lanes, std::vector<char>(ranks)) {}
   void reset(uint64_t new_call, uint64_t new_digest) {
-    call = new_call, digest = new_digest;
+    call = new_call;
+    digest = new_digest;
     mark = digest ^ call * 0x9e3779b97f4a7c15;
     for (auto& peers : agreed) peers.assign(peers.size(), 0);
     failures.assign(failures.size(), WaitFailure{});

@@ -216,12 +216,14 @@ template <class Wide, class Work>
 void read(Dtype dtype, const char* at, size_t n, Work work) {
   if constexpr (std::is_same_v<Wide, float>) {
     float wide[kBlock];
-    if (dtype == Dtype::float16)
-      widen_all(wide, reinterpret_cast<const Float16*>(at), n), work(wide);
-    else if (dtype == Dtype::bfloat16)
+    if (dtype == Dtype::float16) {
+      widen_all(wide, reinterpret_cast<const Float16*>(at), n);
+      work(wide);
+    } else if (dtype == Dtype::bfloat16) {
       work(reinterpret_cast<const BFloat16*>(at));
-    else
+    } else {
       work(reinterpret_cast<const float*>(at));
+    }
   } else {
     work(reinterpret_cast<const Wide*>(at));
   }
@@ -332,7 +334,10 @@ void reduce_rows(Combine combine, Dtype result_dtype, const std::vector<Rows>& s
   bool contiguous = true;  // rows without gaps are one long row
   for (const Rows& x : sources) contiguous = contiguous && x.stride == columns * size_of(x.dtype);
   for (size_t i = 0; i < count; ++i) contiguous = contiguous && targets[i].stride == row;
-  if (contiguous) columns *= rows, rows = columns > 0;
+  if (contiguous) {
+    columns *= rows;
+    rows = columns > 0;
+  }
   auto by = [&](auto operation) {
     reduce_by<decltype(operation)>(combine, result_dtype, sources, rows, columns, ranks, targets,
                                    count);

@@ -44,8 +44,10 @@ void stream(char* dst, const char* src, size_t bytes) {
     auto to = reinterpret_cast<__m128i*>(dst + i);
     __m128i a = _mm_loadu_si128(from), b = _mm_loadu_si128(from + 1), c = _mm_loadu_si128(from + 2),
             d = _mm_loadu_si128(from + 3);
-    _mm_stream_si128(to, a), _mm_stream_si128(to + 1, b), _mm_stream_si128(to + 2, c),
-        _mm_stream_si128(to + 3, d);
+    _mm_stream_si128(to, a);
+    _mm_stream_si128(to + 1, b);
+    _mm_stream_si128(to + 2, c);
+    _mm_stream_si128(to + 3, d);
   }
   std::memcpy(dst + i, src + i, bytes - i);
 }
@@ -122,7 +124,8 @@ void AdaptiveStores::begin(size_t bytes) {
   non_temporal_ = measured ? faster != trying : recent_[0] > 0;
   ++copies_;
   if (!trying) return;
-  compared_ = recent_[faster], tried_ = copies_;
+  compared_ = recent_[faster];
+  tried_ = copies_;
   next_ =
       copies_ +
       std::min(copies_, static_cast<uint32_t>(std::max<size_t>(32, (size_t{64} << 20) / bytes)));
@@ -167,7 +170,10 @@ void Writer::write(const Target& to, char* dst, const char* src, size_t bytes) {
   const int64_t start = measures ? now() : 0;
   streams ? stream(dst, src, bytes) : copy_run(dst, src, bytes);
   streamed_ = streamed_ || streams;
-  if (measures) nanoseconds_ += now() - start, written_ += bytes;
+  if (measures) {
+    nanoseconds_ += now() - start;
+    written_ += bytes;
+  }
 }
 
 void Writer::done(bool first) {
