@@ -48,6 +48,8 @@ void Executor::begin(Program& program, int64_t timeout) {
   execution.timeout = timeout;
   // A lane that yields to another process loses its core for some milliseconds, so the only lane of
   // a plan waits longer before it does; of several, one may need the core of another.
+  // Measured on a 2-core Xeon with AMX, beside two busy processes: all-reduces of 1 MiB take 24 us,
+  // with a tenth of it at times 3 ms (`weft bench all-reduce --sizes 4K,1M --neighbours 2`).
   constexpr int kPatient = 100;
   const auto used = [](const auto& lane) { return !lane.empty(); };
   const auto lanes = std::count_if(program.lanes.begin(), program.lanes.end(), used);

@@ -150,9 +150,13 @@ void divide(Wide* total, size_t n, Wide by) {
 
 // One block at a time, so that the accumulator stays in the first-level cache while the sources
 // stream through.
+// Measured on a 2-core Zen 4: in blocks of 16384 elements, which are beyond that cache, all-reduces
+// of 4 MiB in bfloat16 take 1.6 times as long, in float32 as long.
 constexpr size_t kBlock = 1024;
 // Bytes of results that are computed before they are copied: few enough to be still in the cache,
 // and enough for a long copy, which is faster than several short ones.
+// Measured on a 2-core Zen 5: with `kRepeated`, sums of 64 KiB to 1 MiB take 0.5 to 0.9 of the time
+// (`weft bench reduce-scatter --sizes 64K:16M:4`).
 constexpr size_t kRun = size_t{16} << 10;
 
 // Compilers do not vectorise conversions from and to float16, so vector instructions are written

@@ -39,6 +39,9 @@ OUTSTANDING = 16
 _STOP_SECONDS = 1.0  # enough for any instruction that does not wait
 _CACHED = 256  # compiled plans; a program is small, and its workspace is shared
 _LEAST_WORKSPACE = 1 << 20
+"""Bytes of the smallest workspace, so that calls of few rows never grow one, which all ranks do
+together and which takes as long as several such calls.
+"""
 
 
 class Engine(ABC):

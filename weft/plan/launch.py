@@ -13,6 +13,8 @@ class Launch(NamedTuple):
     more; in narrower accesses a tile has as many of them, so fewer bytes. `warps`: warps of a
     program. `gluon`: whether Gluon compiles the kernel, with the layout of a tile over threads
     stated, in place of Triton.
+
+    The defaults were measured on no GPU.
     """
 
     comm_sms: int = 16

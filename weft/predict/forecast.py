@@ -23,15 +23,17 @@ from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import ORDERS, PIECES, Operator, Request, Variant, Workload
 
 _CUTS = (PIECES, 8, 32, 4, 64, 1)
-"""Candidates for the number of pieces of a shard, in order of preference."""
+"""Candidates for the number of pieces of a shard, in order of preference: the operators' own, and
+powers of two on either side.
+"""
 _SAME = 0.02
-"""Predictions that differ by a smaller part count as equal."""
+"""Predictions that differ by a smaller part count as equal: far less than a prediction is wrong."""
 _TRANSFERS = 16_384
 """The largest number of simulated transfers: more pieces than fit are no candidates, as for
-thousands of ranks.
+thousands of ranks. It bounds the time of a prediction.
 """
 _MANY = 64
-"""The largest number of ranks that are all simulated for every candidate; more take too long."""
+"""The largest number of ranks that are all simulated for every candidate: it bounds the time."""
 
 
 def workload(

@@ -33,9 +33,20 @@ from weft.process_group.collectives import as_bytes
 from weft.process_group.work_queue import Progress, Work
 from weft.world import World
 
-SLOTS = 4  # of a mailbox
-_MAILBOX_BYTES = 2 << 20  # of all mailboxes of a rank, about
-_MIN_SLOT, _MAX_SLOT = 4 << 10, 256 << 10  # bytes
+SLOTS = 4
+"""Slots of a mailbox, so that pieces are put while earlier ones are taken.
+
+Measured on a 2-core Zen 4: with two, messages of 64 KiB to 16 MiB take 1.1 to 1.7 times as long,
+with eight 1.2 to 3.1 times.
+"""
+_MAILBOX_BYTES = 2 << 20  # of all mailboxes of a rank, about: a bound of memory
+_MIN_SLOT = 4 << 10  # bytes, a page: of many ranks, each needs one at least
+_MAX_SLOT = 256 << 10
+"""Bytes of the largest slot.
+
+Measured on a 2-core Zen 4: of 64 KiB, messages of 64 KiB to 16 MiB take 1.7 to 2.9 times as long,
+of 512 KiB 1.04 to 1.2 times.
+"""
 _HEADER = 64  # bytes of a slot before its piece: the message's tag and size
 _LIVENESS = 0.05  # seconds between checks whether peers are alive
 

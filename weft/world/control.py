@@ -24,7 +24,7 @@ from weft.world.transport import Buffer
 
 LONGEST = 16385  # bytes of a message, without those that follow it
 _LENGTH = struct.Struct("<I")  # of a message, in front of it
-_AT_ONCE = 1 << 14  # bytes received before it is known where they belong
+_AT_ONCE = 1 << 14  # bytes received, and copied, before it is known where they belong: a message
 
 
 class Landing:

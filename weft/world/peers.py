@@ -33,7 +33,12 @@ from weft.world.relay import Relay
 from weft.world.rendezvous import RankInfo
 
 _log = logging.getLogger("weft")
-_SPINS = 200  # tests of a counter before a wait yields: some microseconds
+_SPINS = 200
+"""Tests of a counter before a wait yields: some microseconds.
+
+Measured on a 2-core Zen 4: messages of 8 B to 16 MiB between two ranks take 1.05 to 1.2 times as
+long with 20, 1.0 to 3.8 times with 2000, as other programs ran beside them.
+"""
 
 
 class Backend(NamedTuple):

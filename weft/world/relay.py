@@ -37,8 +37,17 @@ _OF_MESH = re.compile(rb"n|f$|a[^\n]*\n\d{1,9}\n", re.DOTALL)
 # of a call: its number and its digest, or how often it was refused; its text, or the error, follows
 CALL = struct.Struct("<cQQ")
 _TEXT = 512  # bytes of that text
-_AT_ONCE = 1 << 18  # bytes up to which the caller's thread sends rows as far as it need not wait
-_TOGETHER = 1e-3  # seconds in which calls are begun that peers are told of by one message
+_AT_ONCE = 1 << 18
+"""Bytes up to which the caller's thread sends rows as far as it need not wait.
+
+Measured on two hosts of 2 cores: all-to-all of 8 bytes takes 54 us, with the call cache, and 110 to
+170 before both (`weft bench all-to-all --sizes 8:256K:8`).
+"""
+_TOGETHER = 1e-3
+"""Seconds in which calls are begun that peers are told of by one message.
+
+Measured on two hosts of 2 cores: all-to-all of 8 bytes takes 43 us instead of 54.
+"""
 _NOTICED = 0.5  # seconds until all threads have noticed that a peer hung up
 _LINGER = 0.5  # seconds that peers have to receive messages under way and to hang up
 

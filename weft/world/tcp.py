@@ -11,7 +11,7 @@ from weft.world.transport import Buffer, Tag
 
 HEADER = struct.Struct("<BQQQ")  # of a message: its tag and its size
 _BUFFERS = 512  # buffers that one system call may send
-_READ_AHEAD = 4096  # bytes that are read before it is known where they belong
+_READ_AHEAD = 4096  # bytes read, and copied, before it is known where they belong: a page
 
 
 class TcpTransport:

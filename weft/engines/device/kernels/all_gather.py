@@ -42,7 +42,9 @@ VECTOR = 16
 """Bytes of the widest access of a thread."""
 
 _MOST_VECTORS = 16
-"""The most of them that a thread holds: a tile is kept in registers."""
+"""The most of them that a thread holds: a tile is kept in registers, here 64 of the 255 that a
+thread has.
+"""
 
 _LONG = 1 << 30
 """The number of words in a shard from which on offsets have 64 bits."""

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from weft.plan import Compute, Instruction, Notify, Signal, Wait
 
 GROUP = 8
+"""Tiles of a group, as in Triton's tutorial of products; measured by no GPU."""
 SOURCES = 2
 """The number of tensors from which one launch takes rows: this rank's, and the arrivals."""
 

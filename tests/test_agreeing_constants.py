@@ -1,0 +1,51 @@
+"""Numbers that the code states in two places, in Python and C++, agree."""
+
+import re
+from pathlib import Path
+
+from weft import checks
+from weft.engines.device.kernels import symmetric
+from weft.engines.engine import OUTSTANDING
+from weft.kernels import methods
+from weft.ops import autotune, call
+from weft.schedules import thresholds
+from weft.world import control, signals
+
+NATIVE = Path(__file__).parent.parent / "native"
+
+
+def native(path, name):
+    """The number of a constant of the core."""
+    [value] = re.findall(rf"\b{name} = ([^;,]+)[;,]", (NATIVE / path).read_text())
+    return eval(re.sub(r"\w+\{(.+?)\}", r"\1", value).replace("'", ""))
+
+
+def test_an_eager_buffer_has_the_size_of_the_core():
+    assert native("execute/program.hpp", "kEager") == thresholds.EAGER_BUFFER_BYTES
+
+
+def test_a_time_limit_is_one_that_the_core_can_wait():
+    assert native("kernels/clock.hpp", "kLongestWait") == checks.LONGEST
+
+
+def test_a_rank_may_be_as_many_calls_ahead_as_peers_can_read():
+    """A peer may have as many outstanding (H3)."""
+    assert native("memory/calls.hpp", "kHeaders") >= 2 * OUTSTANDING
+
+
+def test_a_longer_message_than_the_core_sends_is_recognized():
+    assert native("memory/mesh.cpp", "kLongest") + 1 == control.LONGEST
+
+
+def test_blocks_have_the_bits_of_all_rows_from_one_number_of_rows_on():
+    assert autotune._SAME_BITS == methods._LEAST
+
+
+def test_a_counter_has_a_cache_line():
+    assert 8 * symmetric.COUNTER == signals.COUNTER_BYTES
+    counter = (NATIVE / "memory/signals.hpp").read_text()
+    assert f"struct alignas({signals.COUNTER_BYTES}) Counter" in counter
+
+
+def test_variants_are_measured_on_links_that_may_be_worth_hiding():
+    assert autotune._MEASURED_FROM < call._WORTH_HIDING
