@@ -3,6 +3,13 @@
 A `Gathering` is one rank's part of it, divided so that other operators can put work between its
 pieces: the first instructions, the transfers, and the arrivals in their order. The plain all-gather
 runs them one after the other.
+
+Rank 0 of two, in two pieces, time to the right; ``!`` notifies the peer, ``?`` waits for it::
+
+    push     | put a0 |!| put a1 |!| keep own |?| keep the peer's a0 |?| keep its a1 |
+    pull     | stage a0 |!| keep own a0 | stage a1 |!| keep own a1 |?| get a0 |?| get a1 |
+
+Between these pieces the fused operator puts its products.
 """
 
 from __future__ import annotations

@@ -1,5 +1,12 @@
 """All-reduce: every rank gets the sum over all ranks of their rows. All algorithms give equal bits
 on all ranks.
+
+Rank 0 of two, in two pieces of a share, time to the right; ``!`` notifies the peer, ``?`` waits for
+it::
+
+    one_shot  | stage all rows |!|?| add all rows |
+    two_shot  | stage its rows 0 |!| stage 1 |!|?| add own share 0 |!|?| add 1 |!|
+                |?| get the peer's sums 0 |?| get 1 |
 """
 
 from __future__ import annotations

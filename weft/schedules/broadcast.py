@@ -1,4 +1,10 @@
-"""Broadcast: every rank gets the rows of one of them, the source."""
+"""Broadcast: every rank gets the rows of one of them, the source.
+
+Two ranks, in three pieces, time to the right; ``!`` notifies the peer, ``?`` waits for it::
+
+    source   | stage 0 |!| stage 1 |!| stage 2 |!|
+    rank 1             |?| get 0   |?| get 1   |?| get 2 |
+"""
 
 from __future__ import annotations
 

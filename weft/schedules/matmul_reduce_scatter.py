@@ -4,6 +4,14 @@ with an a and a B of its own.
 Peers' blocks are multiplied first, each for the peer that needs it next, and the own block last, in
 pieces: meanwhile the peers' products arrive, and a piece is added up while it is in the cache.
 Every algorithm adds in rank order.
+
+Rank 0 of two by a push, in two pieces, time to the right; p is a product for the peer, ``!``
+notifies the peer, ``?`` waits for it::
+
+    compute  | p0   | p1          | own product 0 |?| add peer's 0 | own product 1 |?| add 1 |
+    comm            | put p0 |!| put p1 |!|
+
+A put has no comm lane: products are made in the peer's memory.
 """
 
 from __future__ import annotations

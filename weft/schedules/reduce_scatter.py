@@ -1,4 +1,10 @@
-"""Reduce-scatter: rank r gets the sum over all ranks of their rows of block r."""
+"""Reduce-scatter: rank r gets the sum over all ranks of their rows of block r.
+
+Rank 0 of two by a push, in two pieces of a block, time to the right; ``!`` notifies the peer, ``?``
+waits for it::
+
+    compute  | put its rows 0 |!| put its rows 1 |!|?| add own and arrived 0 |?| add 1 |
+"""
 
 from __future__ import annotations
 
