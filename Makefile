@@ -13,7 +13,7 @@ NATIVE := $(wildcard native/CMakeLists.txt native/*/*)
 INSTALL := -m pip install --constraint constraints.txt
 ONLY_ERRORS := 2> >(grep --invert-match ^WARNING >&2)
 
-.PHONY: bench baselines vllm test test-all check test-torch torch-suite collected docs house storm sanitize portable wheels wheel-test clean
+.PHONY: bench baselines vllm test test-all check test-torch torch-suite collected docs docs-version house storm sanitize portable wheels wheel-test clean
 
 # weft and its command
 .venv/command: pyproject.toml constraints.txt $(NATIVE)
@@ -117,6 +117,11 @@ collected: .venv/installed
 # The documentation site, site/index.html; fails on a link that leads nowhere.
 docs: .venv/documentation
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The site as VERSION, the latest, beside earlier ones on the branch gh-pages; MIKE=--push publishes it, as CI does for a tag v….
+docs-version: .venv/documentation
+	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/mike deploy $(MIKE) --update-aliases $(VERSION) latest
+	$(BIN)/mike set-default $(MIKE) latest
 
 .venv/documentation: .venv/installed
 	@$(BIN)/python $(INSTALL) "torch-weft[docs]" $(ONLY_ERRORS)
