@@ -27,8 +27,8 @@ import weft
 ROOT = Path(__file__).parent.parent
 NATIVE = "native core"
 ROW, BOX, MARGIN, HEAD = 25.0, 20.0, 16.0, 54.0
-COLUMN, INDENT, BACK, CHARACTER = 124.0, 18.0, 60.0, 6.6
-DEPTH, MOST = 6, 2  # generations of functions, and names of native calls in a row
+COLUMN, INDENT, BACK, CHARACTER = 112.0, 18.0, 60.0, 7.3
+DEPTH = 6  # generations of functions
 COLORS = ("#dcefee", "#fdeccd", "#e4e5f7", "#f9dede", "#e2f0d9", "#efe3f3", "#dde9f7", "#f3ecd9")
 
 
@@ -93,8 +93,8 @@ def function(frame: FrameType) -> Function:
 
 
 def shown(called: list[Function], room: str, depth: int = DEPTH) -> list[Function]:
-    """What is drawn of the calls of a function of `room`, each once: `depth` generations, and the
-    native calls below the last of them as one.
+    """What is drawn of the calls of a function of `room`, each once: `depth` generations, and of
+    the native calls below the last of them the first.
     """
     found: dict[tuple[str, str, str], Function] = {}
     for each in called:
@@ -106,10 +106,8 @@ def shown(called: list[Function], room: str, depth: int = DEPTH) -> list[Functio
             kept = []
         else:
             below = shown(each.called, each.room, depth - 1)
-            if depth == 1 and (names := dict.fromkeys(natives(each.called))):
-                below = [
-                    Function(NATIVE, " · ".join([*names][:MOST]) + " …" * (len(names) > MOST), "")
-                ]
+            if depth == 1 and (names := [*dict.fromkeys(natives(each.called))]):
+                below = [Function(NATIVE, names[0] + " …" * (len(names) > 1), "")]
             enters = each.called and each.room != room
             kept = []
             if below or enters or NATIVE in (each.room, room):
@@ -168,7 +166,7 @@ def drawn(
         corners.append((x, y))
         size = (16 + CHARACTER * len(label(each)), BOX)
         boxes.append(svg.box((x, y), size, colors[each.room], title=f"{each.room}: {each.file}"))
-        boxes.append(svg.text((x + 8, y + 14), label(each), 11, anchor="start"))
+        boxes.append(svg.text((x + 8, y + 14), label(each), 12, anchor="start"))
         if callers:
             from_x, from_y = corners[callers[-1]]
             start, middle = from_x + (INDENT / 2 if x > from_x else BACK), y + BOX / 2
