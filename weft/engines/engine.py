@@ -94,7 +94,8 @@ class Engine(ABC):
         sent.
         """
         self.world.check()
-        weights, rows = weights or {}, plan.pieces if rows is None else rows
+        weights = weights or {}
+        rows = plan.pieces if rows is None else rows
         with self.world.tell_refusal:
             self._prove(plan)
             program = self.program(plan, tensors, rows)

@@ -64,7 +64,8 @@ def plans(operator: str, ranks: int) -> list[Plan]:
     """The distinct plans of an operator in two pieces: by every algorithm, with the defaults and
     with each other choice that makes a difference, and by levels.
     """
-    planner, collective = PLANNERS[operator], COLLECTIVES.get(operator)
+    planner = PLANNERS[operator]
+    collective = COLLECTIVES.get(operator)
     every = [
         planner.plan(Request(ranks, 2, algorithm, **choice))
         for algorithm in planner.algorithms

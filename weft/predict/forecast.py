@@ -129,7 +129,8 @@ def candidates(
 
     With many ranks, algorithms in which ranks differ are left out unless they are requested.
     """
-    operator, largest = OPERATORS[workload.operator], max(1, *workload.rows)
+    operator = OPERATORS[workload.operator]
+    largest = max(1, *workload.rows)
     most = max(1, _TRANSFERS // (workload.ranks * machine.group(workload.ranks)))
     sizes = (
         [chunk_rows]
@@ -207,7 +208,8 @@ def rank(
     """
     found: dict[tuple[str, str], tuple[Variant, float]] = {}
     for variant in candidates(workload, machine, algorithm, chunk_rows):
-        took, kind = time(workload, variant, machine), (variant.algorithm, variant.order)
+        took = time(workload, variant, machine)
+        kind = (variant.algorithm, variant.order)
         if kind not in found or took < found[kind][1] * (1 - _SAME):
             found[kind] = variant, took
     equal = min(took for _, took in found.values()) * (1 + _SAME)

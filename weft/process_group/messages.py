@@ -67,7 +67,10 @@ class _Incoming:
     """A message that has arrived in part: for a `receive`, or buffered until there is one."""
 
     def __init__(self, tag: int, size: int, receive: _Operation | None) -> None:
-        self.tag, self.size, self.receive, self.arrived = tag, size, receive, 0
+        self.tag = tag
+        self.size = size
+        self.receive = receive
+        self.arrived = 0
         self.data = (
             receive.data
             if receive is not None and size <= len(receive.data)
@@ -283,7 +286,8 @@ class Messages(Progress):
         """Put the next piece of the first message for `peer` into its mailbox, unless that is
         full.
         """
-        (work, _, tag, data), offset = queue[0], self.sent[peer]
+        work, _, tag, data = queue[0]
+        offset = self.sent[peer]
         if self.put[peer] - self._counter(self.world.ranks + peer) == SLOTS:
             return False
         header, slot = self.outbox[peer][self.put[peer] % SLOTS]
@@ -353,7 +357,8 @@ class Messages(Progress):
 
     def _time_out(self, work: Work, seconds: float) -> None:
         """End a work after its time limit; a message that was moved in part closes the world."""
-        moved, operation = self._moved(), self._operation(work)
+        moved = self._moved()
+        operation = self._operation(work)
         error = PeerTimeout(
             f"rank {self.world.rank} waited {seconds:g} s for {self._describe(operation)}; check "
             "that the peer makes the call with this tag, or give the group a longer timeout"

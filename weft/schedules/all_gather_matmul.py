@@ -39,7 +39,8 @@ def all_gather_matmul(request: Request) -> Plan:
         request.algorithm,
         request.gathered,
     )
-    links, outs = request.links, outputs(request.weights)
+    links = request.links
+    outs = outputs(request.weights)
     buffers, result = gather_plan(ranks, pieces, ["gathered", *outs] if gathered else outs)
     into = "gathered" if gathered and algorithm == "pull" else "inbox"
 

@@ -77,7 +77,8 @@ def all_to_all(
             ]
         return made + wait_all("arrived", remote) + own.last
 
-    several, of = hosts is not None, layout(hosts or (0,) * ranks)
+    several = hosts is not None
+    of = layout(hosts or (0,) * ranks)
     request = pieces, symmetric_a, several, few
     lanes = (
         over_hosts(of, lambda r, hosts: {"compute": lane(r, hosts)}, (*request, of))

@@ -64,7 +64,8 @@ class HostRing(HostPart):
 
     def make_all(self, make: Make) -> list[Instruction]:
         """Make all pieces, and notify their reducers; or all rows at once."""
-        lane, rank = enter(self.rank, self.hosts), self.rank
+        lane = enter(self.rank, self.hosts)
+        rank = self.rank
         if self.at_once:
             lane.append(make(rank, 0, self.ranks * self.cut))
             return lane + notify_all(rank, "made", self.here)
@@ -84,10 +85,8 @@ class HostRing(HostPart):
         arrived = Counter[int]()
         for count, piece in enumerate(self.own, 1):
             rows = block(self.rank, self.source, piece.at)
-            running, parts = (
-                rows._replace(buffer="running"),
-                tuple(rows._replace(rank=peer) for peer in self.here),
-            )
+            running = rows._replace(buffer="running")
+            parts = tuple(rows._replace(rank=peer) for peer in self.here)
             lane += wait_all("made", producers, 1 if self.at_once else count)
             if len(parts) > 1 and self.hosts[piece.owner] != self.host:
                 hosted = rows._replace(buffer="hosted")

@@ -200,7 +200,8 @@ class HostSums(HostPart):
         """Add up this host's rows of a piece, after `producers` have made theirs, and put the sum
         to the owner.
         """
-        lane, sums = self.wait_for(piece, producers), block(self.rank, self.source, piece.at)
+        lane = self.wait_for(piece, producers)
+        sums = block(self.rank, self.source, piece.at)
         if len(self.here) > 1:
             products = tuple(sums._replace(rank=peer) for peer in self.here)
             sums = sums._replace(buffer="hosted")
@@ -244,7 +245,8 @@ class HostSums(HostPart):
 
         `own_elsewhere`: another lane makes the sum of the own rows, and notifies this one.
         """
-        rank, together = self.rank, not one_rank_per_host(self.hosts)
+        rank = self.rank
+        together = not one_rank_per_host(self.hosts)
         lane: list[Instruction] = []
         for owner in [rank, *after(rank, self.hosts)]:
             if owner != rank or (own_elsewhere and together):

@@ -56,7 +56,8 @@ def matmul_all_reduce(request: Request) -> Plan:
 
 
 def _one_shot(request: Request, rank: int) -> Lanes:
-    ranks, every = request.ranks, range(request.ranks * request.pieces)
+    ranks = request.ranks
+    every = range(request.ranks * request.pieces)
     pieces = [every[at : at + ranks] for at in every[::ranks]]
     lane = enter(rank, ranks)
     for count, piece in enumerate([*pieces, None]):

@@ -72,13 +72,11 @@ class Stream:
         ready: str = "ready",
         taken: str | None = "taken",
     ) -> None:
-        self.buffer, self.parts, self.pieces, self.ready, self.taken = (
-            buffer,
-            parts,
-            pieces,
-            ready,
-            taken,
-        )
+        self.buffer = buffer
+        self.parts = parts
+        self.pieces = pieces
+        self.ready = ready
+        self.taken = taken
         self.ranks = len(parts)
         # each rank's parts with one reader, by the reader
         self.exclusive = [
@@ -109,7 +107,8 @@ class Stream:
         """
         if step >= self.steps(rank):
             return []
-        readers, lane = self._readers(rank), list[Instruction]()
+        readers = self._readers(rank)
+        lane = list[Instruction]()
         if self.taken and step >= SLOTS:
             lane += wait_all(
                 self.taken,

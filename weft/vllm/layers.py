@@ -105,7 +105,8 @@ class _ColumnParallel(linear.ColumnParallelLinear):  # type: ignore[misc]
             bias = None if self.skip_bias_add else self.bias
             columns, dtype = self.input_size_per_partition, input_.dtype
             self._rows = sent_rows(self, columns, dtype)(self, columns, dtype, bias)
-        rows, run = self._rows, shard.communicator.run
+        rows = self._rows
+        run = shard.communicator.run
         output = run(all_gather_matmul, rows.sent(shard.own), rows.weight, shard_rows=shard.sizes)
         return _returned(self, output)
 
@@ -150,7 +151,8 @@ def _reason(layer: nn.Module) -> str:
 @cache
 def _link_ms(communicator: Communicator) -> float:
     """The median milliseconds of an all-reduce of 1 MiB, of the slowest rank; collective."""
-    tensor, times = torch.zeros(1 << 18, device="cpu"), []
+    tensor = torch.zeros(1 << 18, device="cpu")
+    times = []
     for _ in range(_PROBES):
         start = time.perf_counter()
         communicator.all_reduce(tensor)
@@ -169,7 +171,8 @@ def explain(model: nn.Module) -> str:
             overlapped = "matmul_reduce_scatter"
         elif isinstance(layer, _ColumnParallel):
             rows = sent_rows(layer, layer.input_size_per_partition, layer.params_dtype)
-            after, overlapped = "no communication", f"all_gather_matmul of {rows.words}"
+            after = "no communication"
+            overlapped = f"all_gather_matmul of {rows.words}"
         else:
             continue
         how = (

@@ -57,7 +57,8 @@ def device_of_rank() -> torch.device:
     """
     if not torch.cuda.is_available():
         raise WeftError('no GPU that torch can use was found; use device="cpu"')
-    number, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    number = int(os.environ.get("LOCAL_RANK", "0"))
+    count = torch.cuda.device_count()
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > count:
         os.environ.setdefault(_OVERLAPPING, "1")
     return torch.device("cuda", number % count)

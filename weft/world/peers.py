@@ -127,21 +127,23 @@ class Peers:
         backend: Backend,
         relay: Relay | None = None,
     ) -> None:
-        self.rank, self.ranks, self.timeout, self.relay = rank, len(infos), timeout, relay
-        (
-            self.device,
-            self.stream_ordered,
-            self.matmul_backend,
-            self.ranks_per_device,
-            self.group,
-            self.comm_threads,
-            self.device_options,
-        ) = backend
+        self.rank = rank
+        self.ranks = len(infos)
+        self.timeout = timeout
+        self.relay = relay
+        self.device = backend.device
+        self.stream_ordered = backend.stream_ordered
+        self.matmul_backend = backend.matmul_backend
+        self.ranks_per_device = backend.ranks_per_device
+        self.group = backend.group
+        self.comm_threads = backend.comm_threads
+        self.device_options = backend.device_options
         self.others = [peer for peer in range(self.ranks) if peer != rank]
         self.hosts = numbered(info.host for info in infos)
         self.multi_host = relay is not None
         self.topology = self.hosts if self.multi_host else None
-        self.locality_groups, self.oversubscribed = groups(infos), oversubscribed(infos)
+        self.locality_groups = groups(infos)
+        self.oversubscribed = oversubscribed(infos)
         self.global_ranks: Sequence[int] = range(self.ranks)
         self.pids = [info.pid for info in infos]
         self.cores = [info.cores for info in infos]
@@ -301,7 +303,8 @@ class Peers:
             text = error.how if isinstance(error, PeerLost) else str(error)
             text = text.encode(errors="replace")[:8000].decode(errors="ignore")
             self.mesh.abort(type(error).__name__, self.rank if culprit is None else culprit, text)
-            self.unreported, self.closed = in_background, f"{type(error).__name__}: {error}"
+            self.unreported = in_background
+            self.closed = f"{type(error).__name__}: {error}"
             self.failed_at = time.monotonic()
             if self.relay is not None:
                 self.relay.close()  # no message may arrive in memory that is returned to the caller

@@ -35,7 +35,8 @@ class Signals:
     """
 
     def __init__(self, world: Peers, count: int, name: str) -> None:
-        self.world, self.name = world, name
+        self.world = world
+        self.name = name
         segment = memory.find(
             memory.allocate(world, [count * COUNTER_BYTES], torch.uint8, f"signals({count})")
         )
@@ -65,7 +66,8 @@ class Signals:
                     f"{self.name} has the counters 0 to {self._count - 1}; got index {at}"
                 )
             return at, 1, 1
-        start, step = index.start or 0, 1 if index.step is None else index.step
+        start = index.start or 0
+        step = 1 if index.step is None else index.step
         stop = self._count if index.stop is None else index.stop
         if not (0 <= start <= stop <= self._count and step > 0):
             raise ValueError(
@@ -86,7 +88,9 @@ class DeviceSignals(Signals):
     """
 
     def __init__(self, world: Peers, count: int, name: str) -> None:
-        self.world, self.name, self._count = world, name, count
+        self.world = world
+        self.name = name
+        self._count = count
         shape = [count, COUNTER_BYTES // torch.int64.itemsize]
         allocate = device_memory.allocate if world.device.type == "cuda" else memory.allocate
         # new symmetric memory is zeroed

@@ -166,8 +166,11 @@ class Gather:
         ranks: int,
         device: torch.device,
     ) -> None:
-        self.distances, self.signals, self.launch = distances, signals, launch
-        self.rank, self.ranks = rank, ranks
+        self.distances = distances
+        self.signals = signals
+        self.launch = launch
+        self.rank = rank
+        self.ranks = ranks
         self.lanes = symmetric.warp_size(device)
         self.tickets = torch.zeros(1, dtype=torch.int32, device=device)
         self.accesses = distances.accesses(itemsize)

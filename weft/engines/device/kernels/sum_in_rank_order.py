@@ -23,7 +23,8 @@ class Sum:
     """
 
     def __init__(self, parts: list[Tensor], average: bool, programs: int) -> None:
-        self.parts, self.programs = parts, programs
+        self.parts = parts
+        self.programs = programs
         steps = [(part.data_ptr() - parts[0].data_ptr()) // 16 for part in parts]
         self.steps = torch.tensor(steps, dtype=torch.int64, device="cpu").to(parts[0].device)
         self.options = {"PARTS": len(parts), "AVERAGE": average, "BLOCK": _BLOCK}

@@ -102,7 +102,8 @@ class Tables(NamedTuple):
 def launch_tables(part: Sequence[Instruction], columns: int, block_m: int) -> Tables:
     """The tables of a launch; `columns` is the number of tiles in a row."""
     launch = Tables([], 0, [], [])
-    source, notified = None, 0
+    source = None
+    notified = 0
     for instruction in part:
         match instruction:
             case Wait(signal, count):
