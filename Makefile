@@ -13,7 +13,7 @@ NATIVE := $(wildcard native/CMakeLists.txt native/*/*)
 INSTALL := -m pip install --constraint constraints.txt
 ONLY_ERRORS := 2> >(grep --invert-match ^WARNING >&2)
 
-.PHONY: bench baselines vllm test test-all check test-torch torch-suite collected docs storm sanitize portable wheels wheel-test clean
+.PHONY: bench baselines vllm test test-all check test-torch torch-suite collected docs docs-version house storm sanitize portable wheels wheel-test clean
 
 # weft, its command and its benchmarks
 .venv/command: pyproject.toml bench/pyproject.toml constraints.txt $(NATIVE)
@@ -118,9 +118,19 @@ collected: .venv/installed
 docs: .venv/documentation
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# The site as VERSION, the latest, beside earlier ones on the branch gh-pages; MIKE=--push publishes it, as CI does for a tag v….
+docs-version: .venv/documentation
+	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/mike deploy $(MIKE) --update-aliases $(VERSION) latest
+	$(BIN)/mike set-default $(MIKE) latest
+
 .venv/documentation: .venv/installed
 	@$(BIN)/python $(INSTALL) "torch-weft[docs]" $(ONLY_ERRORS)
 	touch $@
+
+# The pictures of the packages and of a call in docs/design.md, drawn from the source and from a run: they differ where the house does.
+house: .venv/installed
+	$(BIN)/python .ci/house.py
+	$(BIN)/python .ci/call.py
 
 # Random faults of ranks at random moments: number of TRIALS, first SEED, KIND of faults (default all; KIND=list names them), PLACES.
 storm: .venv/installed

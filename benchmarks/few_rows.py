@@ -58,7 +58,9 @@ def seconds(call: Call, calls: int) -> float:
 
 def repeated(world: weft.World, rounds: int) -> list[str]:
     """The lines on one row of 256 columns of each rank, and on what a call is made of."""
-    a, weight, number = torch.randn(1, 256), torch.randn(256, 256), torch.ones(2)
+    a = torch.randn(1, 256)
+    weight = torch.randn(256, 256)
+    number = torch.ones(2)
     calls: dict[str, Call] = {
         "torch.mm": lambda: torch.mm(a, weight),
         "barrier": weft.barrier,

@@ -42,7 +42,9 @@ def fit(system: System, points: Sequence[Point]) -> Parameters:
             math.log(predict(system, parameters, point) / point.published) ** 2 for point in points
         )
 
-    best, least, step = dict(system.begin), error(system.begin), 0.2
+    best = dict(system.begin)
+    least = error(system.begin)
+    step = 0.2
     while step > 0.005:
         improved = False
         for name in best:
@@ -51,7 +53,9 @@ def fit(system: System, points: Sequence[Point]) -> Parameters:
                 if name.endswith("slowdown") and tried[name] < 1:
                     tried[name] = 1.0
                 if (found := error(tried)) < least * (1 - 1e-3):
-                    best, least, improved = tried, found, True
+                    best = tried
+                    least = found
+                    improved = True
                     break
         step = step if improved else step / 2
     return best
@@ -75,7 +79,8 @@ def measure(system: System) -> Errors:
     def error(parameters: Parameters, point: Point) -> float:
         return 100 * (predict(system, parameters, point) / point.published - 1)
 
-    best, left_out = fit(system, system.points), []
+    best = fit(system, system.points)
+    left_out = []
     for point in system.points:
         others = [other for other in system.points if other is not point]
         left_out.append(error(fit(system, others), point))
@@ -136,7 +141,8 @@ def profile(all_errors: Sequence[Errors], name: str) -> str:
         "weft/predict/machine.py."
     ]
     residuals: dict[str, float] = {}
-    machine, variants = None, []
+    machine = None
+    variants = []
     for system, parameters, fitted, *_ in own:
         residuals |= {
             point.label: round(error, 1) for point, error in zip(system.points, fitted, strict=True)
@@ -217,7 +223,8 @@ def main() -> None:
         for name in dict.fromkeys(profile_of(errors.system) for errors in all_errors):
             (PROFILES / f"{name}.toml").write_text(profile(all_errors, name))
         page = PAGE.read_text()
-        before, after = page[: page.index(BEGIN) + len(BEGIN)], page[page.index(END) :]
+        before = page[: page.index(BEGIN) + len(BEGIN)]
+        after = page[page.index(END) :]
         PAGE.write_text("\n\n".join([before, *map(table, all_errors), after]))
 
 

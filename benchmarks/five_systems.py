@@ -49,7 +49,8 @@ def streaming(load: Callable[[str], Any]) -> None:
     rows = []
     for row in published("allgather_gemm"):
         m, k, n = (int(row[name]) for name in "mkn")
-        flops, ranks = 2 * m * k * n, row["ranks"]
+        flops = 2 * m * k * n
+        ranks = row["ranks"]
         theirs = f"{float(row['value']):.3f} ms", f"{flops / float(row['value']) / 1e9:.0f}"
         ours = load(f"streaming-{ranks}-{m // 2}x{k // 2}x{n // 2}")
         rows.append((ranks, f"{m}x{k}x{n}", *theirs, *overlapped(ours)))

@@ -17,14 +17,17 @@ import weft
 from weft.kernels.products import multiply
 from weft.kernels.weights import Weight
 
-WIDTH, ROWS = 2048, (1, 2, 4, 8, 16, 32, 64, 128)
+WIDTH = 2048
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 WEIGHTS_MIB = 64  # of all weights
 SECONDS = 0.02  # of a measurement, about
 
 
 def product(weights: list[Weight], rows: int, dtype: torch.dtype) -> Callable[[], None]:
     """The product of `rows` rows by the next of the weights."""
-    x, out, following = torch.randn(rows, WIDTH).to(dtype), torch.empty(rows, WIDTH), cycle(weights)
+    x = torch.randn(rows, WIDTH).to(dtype)
+    out = torch.empty(rows, WIDTH)
+    following = cycle(weights)
     out = out.to(dtype)
     return lambda: multiply(x, next(following), out)
 

@@ -26,7 +26,8 @@ FLOAT = 4  # bytes
 def calls_of(world: weft.World, groups: dict[str, dist.ProcessGroup], kib: int) -> dict[str, Call]:
     """The calls that are compared, of `kib` KiB of each rank."""
     count = (kib << 10) // FLOAT
-    x, y = torch.ones(count), torch.ones(world.ranks * count)
+    x = torch.ones(count)
+    y = torch.ones(world.ranks * count)
     symmetric = world.empty(world.ranks * count, 1).view(-1)
     alive: deque[torch.Tensor] = deque(maxlen=ALIVE)
 

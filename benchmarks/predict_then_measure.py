@@ -114,10 +114,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         case = row["case"]
         where = f"{row['link'][0]:g} Gbit/s" if row["link"] else "shared memory"
-        size, weight = (
-            f"{sum(case['rows'])}x{case['k']}x{case['n']}",
-            "packed" if case["packed"] else "plain",
-        )
+        size = f"{sum(case['rows'])}x{case['k']}x{case['n']}"
+        weight = "packed" if case["packed"] else "plain"
         description = f"{case['operator']} {size} {case['dtype']} {weight}"
         errors.append(100 * (row["predicted_ms"] / row["measured_ms"] - 1))
         misses.append(
@@ -133,7 +131,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
             f"| {description}, {where} | {variant} | {times} | {errors[-1]:+.0f} % | "
             f"{misses[-1]:+.0f} % |"
         )
-    mean, worst = sum(map(abs, errors)) / len(errors), max(map(abs, errors))
+    mean = sum(map(abs, errors)) / len(errors)
+    worst = max(map(abs, errors))
     right = sum(miss <= 5 for miss in misses)
     lines += [
         "",

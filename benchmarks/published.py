@@ -128,7 +128,8 @@ def steps(rows_of_each: bool = True) -> System:
     plans = [cascade, *(without(overlapped) for without in STEPS.values())]
     points = []
     for row, improved in zip(rows, plans, strict=True):
-        plan, columns = bind(improved, split(total, ranks)), _gathering(k, n, row["dtype"])
+        plan = bind(improved, split(total, ranks))
+        columns = _gathering(k, n, row["dtype"])
         points.append(Point(row["variant"], float(row["value"]) / 1e6, plan, columns))
 
     def machine(p: Parameters, _: str) -> Machine:
@@ -158,12 +159,11 @@ def transfers() -> System:
     """
     points = []
     for row in [*published("tget_bandwidth"), *published("tget_cycles")]:
-        size, variant = (
-            int(row["bytes"]),
-            {"TGET": "get", "TGET_ASYNC": "get-async"}[row["variant"]],
-        )
+        size = int(row["bytes"])
+        variant = {"TGET": "get", "TGET_ASYNC": "get-async"}[row["variant"]]
         plan = copies.plan("get", 2, asynchronous=variant == "get-async")
-        cycles, value = row["unit"] == "cycles", float(row["value"])
+        cycles = row["unit"] == "cycles"
+        value = float(row["value"])
         points.append(
             Point(
                 f"{variant}, {size} B{', cycles' if cycles else ''}",
@@ -229,7 +229,8 @@ def streams() -> System:
         case = overlap.Beside(*_numbers(row), row["dtype"], int(row["bytes"]))
         part = "sequential" if row["variant"] == "sequential" else "overlapped"
         plan = overlap.plan(case, part, machine(begin, ""))
-        label, variant = f"matmul and all-gather, {row['variant']}", ""
+        label = f"matmul and all-gather, {row['variant']}"
+        variant = ""
         if row["variant"] == "overlapped":
             variant = overlap.KERNEL
         points.append(Point(label, float(row["value"]) / 1e3, plan, case.rows, variant))
@@ -283,9 +284,12 @@ def tiles() -> System:
         took = (ranks - 1) * size / (float(row["value"]) * 1024**3)
         return Point(label, took, bind(plan, [1] * ranks), rows, variant)
 
-    points, tests, size = [], [], 0
+    points = []
+    tests = []
+    size = 0
     for row in published("iris_all_gather"):
-        size, variant = int(row["bytes"]), row["variant"].lower()
+        size = int(row["bytes"])
+        variant = row["variant"].lower()
         points.append(point(row, f"{variant}, {size >> 20} MiB", size, variant))
     for row in published("iris_all_gather_mi308x"):
         label = f"{row['hardware']}, {row['cus']} CUs, {row['value']} GiB/s"

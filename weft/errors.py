@@ -85,7 +85,8 @@ class PeerLost(WeftError):
 
     def __init__(self, message: str, how: str = "died", pid: int = 0) -> None:
         super().__init__(message)
-        self.how, self.pid = how, pid
+        self.how = how
+        self.pid = pid
 
 
 class PeerTimeout(WeftError, TimeoutError):
@@ -146,7 +147,8 @@ class MismatchError(WeftError):
         (one, plan), (other, plan_of_other) = [text.partition("\n")[::2] for text in both.values()]
         plans = (plan, plan_of_other)
         if one != other:
-            why, shown = difference(one, other), [one, other]
+            why = difference(one, other)
+            shown = [one, other]
         elif _algorithm(plan) != _algorithm(plan_of_other):
             why = (
                 "algorithms differ (pass one algorithm= on all ranks, or give all hosts the same "
@@ -154,7 +156,8 @@ class MismatchError(WeftError):
             )
             shown = [f"{one} by {_algorithm(each)}" for each in plans]
         else:
-            why, shown = "plans differ", [*plans]
+            why = "plans differ"
+            shown = [*plans]
         lines = [f"\n  rank {number}: {each}" for number, each in zip(both, shown, strict=True)]
         return cls(f"the ranks do not make the same call: {why}{''.join(lines)}")
 

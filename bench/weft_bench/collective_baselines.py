@@ -124,7 +124,9 @@ class Mpi:
     """An MPI: its ranks, known to rank 0 of weft alone."""
 
     def __init__(self, name: str, ranks: MpiRanks | None) -> None:
-        self.name, self.ranks, self.version = name, ranks, ranks.version if ranks else None
+        self.name = name
+        self.ranks = ranks
+        self.version = ranks.version if ranks else None
 
     def prepare(self, bench: Bench, count: int) -> None:
         if self.ranks:
@@ -145,7 +147,10 @@ class MpiCalls:
     launch: Launch | None = None
 
     def __init__(self, name: str, in_place: bool, ranks: MpiRanks | None, world: World) -> None:
-        self.implementation, self.in_place, self.ranks, self.world = name, in_place, ranks, world
+        self.implementation = name
+        self.in_place = in_place
+        self.ranks = ranks
+        self.world = world
 
     def verify(self, run: int) -> Check:
         wrong = sum(self.ranks.ask("verify", self.in_place, run)) if self.ranks else 0

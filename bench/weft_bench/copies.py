@@ -72,11 +72,14 @@ class Copies:
     """The buffers of one rank, shared by all sizes: random elements, a source and a target."""
 
     def __init__(self, settings: CopySettings, world: World) -> None:
-        self.settings, self.world, self.peer = settings, world, world.ranks - 1
+        self.settings = settings
+        self.world = world
+        self.peer = world.ranks - 1
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         self.count = max(parse_sizes(settings.sizes)) // self.dtype.itemsize
         # all bits are random: floats are NaN and infinity, too
-        size, generator = (self.count + RUNS) * self.dtype.itemsize, torch.Generator()
+        size = (self.count + RUNS) * self.dtype.itemsize
+        generator = torch.Generator()
         generator.manual_seed(settings.seed)
         bits = torch.randint(256, (size,), dtype=torch.uint8, generator=generator)
         self.stream = bits.view(self.dtype).to(world.device)
@@ -118,7 +121,8 @@ class Copies:
         """Copy the elements of `run` to a target that holds their complement; the number of wrong
         elements, bit by bit, on the target's owner. Collective.
         """
-        expected, rank = self.stream[run : run + len(contender.source)], self.world.rank
+        expected = self.stream[run : run + len(contender.source)]
+        rank = self.world.rank
         if rank == contender.giver:
             contender.source.copy_(expected)
         if rank == contender.owner:
@@ -144,7 +148,8 @@ class Copies:
 
     def _race(self, contenders: Sequence[Copier], advance: Callable[[], None]) -> list[Samples]:
         """Run all implementations alternately, while the other ranks wait."""
-        found, rounds = list[Samples](), self.settings.iterations
+        found = list[Samples]()
+        rounds = self.settings.iterations
         if self.world.rank == 0:
             sizes = [batches(max(self.round(each, 1).windows), per_round=2) for each in contenders]
             calls = [
@@ -169,7 +174,9 @@ class Copies:
         """One round: a copy that is not timed, `copies` single ones, and as many (at least two)
         back to back.
         """
-        call, window, cycles = contender.call, max(2, copies), _native.cycles
+        call = contender.call
+        window = max(2, copies)
+        cycles = _native.cycles
         singles, transfers = list[float](), list[float]()
         complete(call())
         for _ in range(copies):
@@ -178,7 +185,9 @@ class Copies:
             ticks = cycles() - ticks
             singles.append(perf_counter() - start)
             transfers.append(ticks)
-        last, start, ticks = None, perf_counter(), cycles()
+        last = None
+        start = perf_counter()
+        ticks = cycles()
         for _ in range(window):
             last = call()
         ticks = cycles() - ticks

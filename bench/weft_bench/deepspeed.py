@@ -63,7 +63,9 @@ def connect() -> None:
     """
     sys.path.append(str(_library().parent))
     module = import_module(_MODULE)
-    ranks, rank, number = dist.get_world_size(), dist.get_rank(), [os.getpid()]
+    ranks = dist.get_world_size()
+    rank = dist.get_rank()
+    number = [os.getpid()]
     dist.broadcast_object_list(number, 0)
     variables = {"LOCAL_SIZE": str(ranks), "MASTER_ADDR": "weft", "MASTER_PORT": str(number[0])}
     before = {name: os.environ.get(name) for name in variables}

@@ -45,7 +45,8 @@ class Overlap(Views):
     def __init__(self, settings: OverlapSettings, world: World) -> None:
         dtype = getattr(torch, settings.dtype)
         m, k, n = settings.shape
-        device, on_gpu = world.device, world.device.type == "cuda"
+        device = world.device
+        on_gpu = world.device.type == "cuda"
         self.world = world
         self.problem = Problem(
             m, k, n, dtype, dtype, seed=settings.seed, rank=world.rank, device=device
@@ -70,7 +71,8 @@ class Overlap(Views):
                 f"sequential{suffix}": both(partial(one_by_one, way.gather, product)),
                 f"overlapped{suffix}": both(partial(_concurrently, product, way.begin)),
             }
-        mm, first = partial(torch.mm, self.x, weight, out=self.out), self.ways[0].gathered
+        mm = partial(torch.mm, self.x, weight, out=self.out)
+        first = self.ways[0].gathered
         for name in settings.baselines:
             theirs = partial(collective, "all_gather", self.a, first, group=group_of(name))
             self.views[f"{name} sequential"] = self._both(first, partial(one_by_one, theirs(), mm))
@@ -108,7 +110,8 @@ def measure(settings: OverlapSettings) -> dict[str, Any]:
         session(settings.threads, **settings.place) as world,
         neighbours(world, settings.neighbours),
     ):
-        stopwatch, overlap = stopwatch_of(world), Overlap(settings, world)
+        stopwatch = stopwatch_of(world)
+        overlap = Overlap(settings, world)
         copies = _emulate(settings, world, overlap, stopwatch)
         times, checks = timed(overlap, stopwatch, settings)
         compared = tuple(f"{name} " for name in settings.baselines) or ("none ",)
@@ -146,11 +149,9 @@ def _figures(overlap: Overlap, way: Way, times: Mapping[str, Statistics]) -> dic
 
 def print_tables(result: dict[str, Any], console: Console) -> None:
     """Print the times, the figures, and notes on how to read them."""
-    link, machine, size = (
-        result["link"],
-        result["machine"],
-        f"{Shape(**result['shape'])} {result['dtype']}",
-    )
+    link = result["link"]
+    machine = result["machine"]
+    size = f"{Shape(**result['shape'])} {result['dtype']}"
     first = result.get("gathers", [{}])[0]
     by = f" by {first['gather']}" if first and result["options"]["gather"] else ""
     out = ", into ordinary memory" if first and not first["symmetric_out"] else ""

@@ -61,7 +61,8 @@ def stream(settings: ServingSettings) -> list[Step]:
     """The steps, beginning with those of the warm-up: all numbers of tokens differ, and small
     numbers are more likely than large ones.
     """
-    draw, most = random.Random(settings.seed), settings.decode + settings.prefill
+    draw = random.Random(settings.seed)
+    most = settings.decode + settings.prefill
     # the first is n with probability ~ 1/n
     late = {tokens: draw.expovariate(1 / tokens) for tokens in range(2, most + 1)}
     totals = sorted(late, key=late.__getitem__)[: settings.warmup + settings.steps]
@@ -81,16 +82,12 @@ class Block(nn.Module):
     def __init__(self, hidden: int, intermediate: int) -> None:
         super().__init__()
         linear = partial(nn.Linear, bias=False)
-        self.attention_norm, self.mlp_norm = (
-            nn.RMSNorm(hidden, eps=1e-5),
-            nn.RMSNorm(hidden, eps=1e-5),
-        )
+        self.attention_norm = nn.RMSNorm(hidden, eps=1e-5)
+        self.mlp_norm = nn.RMSNorm(hidden, eps=1e-5)
         self.q, self.k, self.v, self.o = (linear(hidden, hidden) for _ in range(4))
-        self.gate, self.up, self.down = (
-            linear(hidden, intermediate),
-            linear(hidden, intermediate),
-            linear(intermediate, hidden),
-        )
+        self.gate = linear(hidden, intermediate)
+        self.up = linear(hidden, intermediate)
+        self.down = linear(intermediate, hidden)
         for layer in (self.q, self.k, self.v, self.o, self.gate, self.up, self.down):
             # so that every layer contributes to the result
             nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
@@ -106,8 +103,11 @@ class Serving:
     """The tokens of one rank, the implementations by name, and the last result of each."""
 
     def __init__(self, settings: ServingSettings, world: World) -> None:
-        self.settings, self.world, self.stopwatch = settings, world, Stopwatch(world)
-        self.most, dtype = settings.decode + settings.prefill, getattr(torch, settings.dtype)
+        self.settings = settings
+        self.world = world
+        self.stopwatch = Stopwatch(world)
+        self.most = settings.decode + settings.prefill
+        dtype = getattr(torch, settings.dtype)
         torch.manual_seed(settings.seed)
         whole = Block(settings.hidden, settings.intermediate).to(dtype).eval()
         self.everything = torch.randn(
@@ -155,11 +155,10 @@ class Serving:
         """Seconds of each measured step by implementation; all run each step, one after the other,
         and their results are compared.
         """
-        steps, calls = (
-            stream(self.settings),
-            [lambda name=name: self.time(name, self.x) for name in IMPLEMENTATIONS],
-        )
-        rounds, iterations = enumerate(steps), self.settings.steps
+        steps = stream(self.settings)
+        calls = [lambda name=name: self.time(name, self.x) for name in IMPLEMENTATIONS]
+        rounds = enumerate(steps)
+        iterations = self.settings.steps
         with progress("measuring", len(steps), shown=self.world.rank == 0) as advance:
 
             def next_step() -> None:
@@ -258,7 +257,8 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
             tables.named(name, figures["wrong"]), f"{figures['tokens_per_s']:,.0f}", *times, weft_is
         )
     console.print(table)
-    tokens, alone = _tokens(result), result["ranks"] * result["machine"]["threads_per_rank"]
+    tokens = _tokens(result)
+    alone = result["ranks"] * result["machine"]["threads_per_rank"]
     tables.print_notes(
         console,
         f"{len(tokens)} steps of {min(tokens)} to {max(tokens)} tokens, no two of the same number; "

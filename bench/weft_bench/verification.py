@@ -67,15 +67,18 @@ class Problem:
         device: torch.device = CPU,
         bias_seed: int | None = None,
     ) -> None:
-        self.m, self.device = m, device
+        self.m = m
+        self.device = device
         self.all_rows = self.random(m + RUNS, k, dtype, seed)
         self.weight = self.random(k, n, dtype, seed + 1 + rank)
         self.bias = None if bias_seed is None else self.random(1, n, dtype, bias_seed)[0]
         self.own_bias = self.bias if self.adds_bias(rank) else None
         a, b = self.all_rows.double(), self.weight.double()
-        self.exact, self.magnitude = a @ b, a.abs() @ b.abs()
+        self.exact = a @ b
+        self.magnitude = a.abs() @ b.abs()
         if self.own_bias is not None:  # as one more row of the weight, times ones
-            k, self.exact = k + 1, self.exact + self.own_bias
+            k = k + 1
+            self.exact = self.exact + self.own_bias
             self.magnitude = self.magnitude + self.own_bias.abs()
         self.bound = error_bound(self.magnitude, self.exact, k, dtype, out_dtype)
         rounded = 0.0 if self.own_bias is None else _unit(out_dtype)
@@ -135,9 +138,12 @@ class Definition(Problem):
         seeds = [seed + 1000 * r for r in range(len(input_rows))]
         where = {"seed": seeds[rank], "rank": rank}
         super().__init__(input_rows[rank], k, n, dtype, out_dtype, **where, device=device)
-        self.reference, self.rank = reference, rank
-        self.input_rows, self.result_rows = input_rows, result_rows
-        self.dtype, self.out_dtype = dtype, out_dtype
+        self.reference = reference
+        self.rank = rank
+        self.input_rows = input_rows
+        self.result_rows = result_rows
+        self.dtype = dtype
+        self.out_dtype = out_dtype
         self.inputs = [
             self.random(rows + RUNS, k, dtype, seeds[r]) for r, rows in enumerate(input_rows)
         ]
@@ -253,9 +259,11 @@ class Sums(Problem):
         added last: one more term, without an error.
         """
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        error, size = sum_over_ranks(errors), sum_over_ranks(self.exact.abs() + errors)
+        error = sum_over_ranks(errors)
+        size = sum_over_ranks(self.exact.abs() + errors)
         if self.bias is not None:  # the exact product of rank 0 has it, so it may hide there
-            ranks, size = ranks + 1, size + 2 * self.bias.abs()
+            ranks = ranks + 1
+            size = size + 2 * self.bias.abs()
         return error + (_gamma(ranks - 1, dtype) + _gamma(ranks, torch.float64)) * size
 
 

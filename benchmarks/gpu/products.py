@@ -43,7 +43,8 @@ def sum_of(wrong: int | dict[str, int]) -> int:
 
 
 def main(file: Path) -> bool:
-    device, dtype = torch.device("cuda", torch.cuda.current_device()), torch.bfloat16
+    device = torch.device("cuda", torch.cuda.current_device())
+    dtype = torch.bfloat16
     steps: dict[str, Callable[[], Any]] = {
         "products": partial(shared.product_rates, SHAPES, dtype, 3, 20, device),
         **{

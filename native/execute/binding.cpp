@@ -59,14 +59,17 @@ Binding::Binding(Program& program, const std::vector<size_t>& rows,
   std::vector<const BoundTensor*> tensors(program.buffers.size());
   for (const BoundTensor& tensor : bound) {
     const Buffer& buffer = program.buffers[tensor.buffer];
-    tensors[tensor.buffer] = &tensor, widths_[tensor.buffer] = tensor.columns;
+    tensors[tensor.buffer] = &tensor;
+    widths_[tensor.buffer] = tensor.columns;
     if (size_t planned = sums_[buffer.layouts[rank]].back(); tensor.rows != planned)
       throw std::invalid_argument("'" + buffer.name + "' has " + std::to_string(tensor.rows) +
                                   " rows; the plan gives it " + std::to_string(planned));
-    if (buffer.shared && tensor.unmapped && published_buffer_ < 0)
-      published_ = tensor.address, published_buffer_ = static_cast<int>(tensor.buffer);
-    else if (buffer.shared && tensor.parts.empty())
+    if (buffer.shared && tensor.unmapped && published_buffer_ < 0) {
+      published_ = tensor.address;
+      published_buffer_ = static_cast<int>(tensor.buffer);
+    } else if (buffer.shared && tensor.parts.empty()) {
       not_symmetric(buffer);
+    }
   }
   const auto columns = [&](uint32_t buffer) {
     const BoundTensor* tensor = tensors[program.buffers[buffer].like];

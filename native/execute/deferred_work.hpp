@@ -62,8 +62,11 @@ class DeferredWork {
  private:
   // Nanoseconds between checks. Waits for small calls usually begin earlier, also with the overhead
   // of eager DTensors in between; waits for large calls later.
+  // Measured on a 2-core Zen 4: an asynchronous collective of 32 KiB takes 21 to 46 us instead of
+  // 57 to 125 (`python examples/torch_distributed.py --length 8`).
   static constexpr int64_t kPatience = 500'000;
-  // number of checks without a call, after which the thread sleeps until there is one
+  // number of checks without a call, after which the thread sleeps until there is one: a program
+  // that makes one every 2 ms never wakes it
   static constexpr int kIdle = 4;
 
   void ring() {

@@ -21,8 +21,8 @@ class EmulatedLink {
   void set(double bytes_per_second, double latency_seconds) {
     seconds_per_byte_ = bytes_per_second > 0 ? 1 / bytes_per_second : 0;
     latency_ = latency_seconds;
-    // in nanoseconds, so that the caller's own transfers end in time too; 0 is the default
-    prctl(PR_SET_TIMERSLACK, on() ? 1000 : 0);
+    // so that the caller's own transfers end in time too; 0 is the default
+    prctl(PR_SET_TIMERSLACK, on() ? kTimerSlack : 0);
   }
   bool on() const { return seconds_per_byte_ > 0; }
   // Block the caller until the link has transferred `bytes` bytes that were ready at time `ready`.

@@ -18,7 +18,7 @@ namespace {
 // use all cores. A short time slice gives it an early deadline in the kernel's fair scheduler,
 // without any privilege.
 void shorten_slices() {
-  prctl(PR_SET_TIMERSLACK, 1000);  // nanoseconds
+  prctl(PR_SET_TIMERSLACK, kTimerSlack);
   struct {
     uint32_t size, policy;
     uint64_t flags;

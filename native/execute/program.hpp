@@ -131,7 +131,8 @@ struct Execution {
         link_ready(lanes),
         agreed(lanes, std::vector<char>(ranks)) {}
   void reset(uint64_t new_call, uint64_t new_digest) {
-    call = new_call, digest = new_digest;
+    call = new_call;
+    digest = new_digest;
     mark = digest ^ call * 0x9e3779b97f4a7c15;
     for (auto& peers : agreed) peers.assign(peers.size(), 0);
     failures.assign(failures.size(), WaitFailure{});
@@ -157,8 +158,9 @@ struct Execution {
 // One rank's part of a plan: its lanes, the growth of its counters in an execution, and the state
 // of the current execution.
 struct Program {
-  static constexpr size_t kEager = 64 << 10;  // bytes of eager buffers of a plan on each rank
-  static constexpr size_t kEagerSets = 2;     // sets of eager buffers (E1)
+  // bytes of eager buffers of a plan on each rank: a bound of memory
+  static constexpr size_t kEager = 64 << 10;
+  static constexpr size_t kEagerSets = 2;  // sets of eager buffers (E1)
 
   std::vector<std::vector<Instruction>> lanes;
   std::vector<std::pair<uint32_t, uint64_t>> growth;  // of this rank's counters, by index

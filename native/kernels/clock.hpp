@@ -8,6 +8,10 @@
 
 namespace weft {
 
+// Nanoseconds by which a sleep of a thread may end too late, less than it takes to wake up; the
+// kernel's default is 50 us.
+constexpr int kTimerSlack = 1000;
+
 // CLOCK_MONOTONIC, which is common to all processes of a host.
 inline int64_t now() {
   timespec t;

@@ -25,8 +25,9 @@ struct OpenMP {
       function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(
           dlsym(torch ? torch : RTLD_DEFAULT, name));
     };
-    find(parallel, "GOMP_parallel"), find(number, "omp_get_thread_num"),
-        find(count, "omp_get_num_threads");
+    find(parallel, "GOMP_parallel");
+    find(number, "omp_get_thread_num");
+    find(count, "omp_get_num_threads");
     find(threads, "_ZN2at15get_num_threadsEv");
     if (!threads) find(threads, "omp_get_max_threads");
   }

@@ -87,7 +87,10 @@ Mesh::~Mesh() {
 }
 
 void Mesh::disown() {
-  for (auto& peer : peers_) close_if_open(peer.fd), close_if_open(peer.process);
+  for (auto& peer : peers_) {
+    close_if_open(peer.fd);
+    close_if_open(peer.process);
+  }
   close_if_open(stop_);
 }
 
@@ -100,23 +103,31 @@ void Mesh::watch() {
 }
 
 void Mesh::watch_peers() {
+  // Two of each peer: its connection and its process. Of this rank itself, and of a peer that is
+  // not watched any more, they are -1, which poll ignores.
   std::vector<pollfd> polled;
-  // poll ignores the -1 of this rank itself
-  for (auto& peer : peers_) polled.push_back({peer.fd, POLLIN, 0});
-  for (auto& peer : peers_) polled.push_back({peer.process, POLLIN, 0});
+  for (const Peer& peer : peers_) {
+    polled.push_back({peer.fd, POLLIN, 0});
+    polled.push_back({peer.process, POLLIN, 0});
+  }
   polled.push_back({stop_, POLLIN, 0});
-  const size_t count = peers_.size();
   while (true) {
     if (poll(polled.data(), polled.size(), -1) < 0) {
       if (errno == EINTR) continue;
       throw std::system_error(errno, std::generic_category(), "watching peers");
     }
     if (polled.back().revents) return;
-    for (size_t i = 0; i < count; ++i) {
-      if (polled[i].revents && !read(static_cast<int>(i)))
-        polled[i].fd = polled[i + count].fd = -1;
-      else if (polled[i + count].revents)
-        ended(static_cast<int>(i)), polled[i].fd = polled[i + count].fd = -1;
+    for (size_t i = 0; i < peers_.size(); ++i) {
+      pollfd& connection = polled[2 * i];
+      pollfd& process = polled[2 * i + 1];
+      const int peer = static_cast<int>(i);
+      const bool closed = connection.revents && !read(peer);
+      const bool dead = !closed && process.revents;
+      if (dead) ended(peer);
+      if (closed || dead) {
+        connection.fd = -1;
+        process.fd = -1;
+      }
     }
   }
 }

@@ -69,20 +69,25 @@ void bind_execute(nb::module_& m) {
            "call"_a, "lanes"_a, "growth"_a, "ranks"_a)
       .def("set_call_text",
            [](Program& self, std::string text) {
-             self.text = CallText(std::move(text)), self.name.clear();
+             self.text = CallText(std::move(text));
+             self.name.clear();
            })
       .def("describe",
            [](Program& self, std::string name, std::string ending) {
-             self.name = std::move(name), self.ending = std::move(ending);
+             self.name = std::move(name);
+             self.ending = std::move(ending);
            })
       .def("lay_out",
            [](Program& self, int own_rank, std::vector<uint32_t> pieces, size_t rows_multiple,
               std::vector<std::vector<int>> layouts, const std::vector<PyBuffer>& buffers,
               std::vector<std::pair<int, uint32_t>> slots,
               std::vector<std::pair<uint32_t, uint32_t>> exchanges) {
-             self.rank = own_rank, self.pieces = std::move(pieces),
-             self.rows_multiple = rows_multiple, self.layouts = std::move(layouts),
-             self.slots = std::move(slots), self.exchanges = std::move(exchanges);
+             self.rank = own_rank;
+             self.pieces = std::move(pieces);
+             self.rows_multiple = rows_multiple;
+             self.layouts = std::move(layouts);
+             self.slots = std::move(slots);
+             self.exchanges = std::move(exchanges);
              for (const auto& [name, dtype, itemsize, role, like, in_digest, shared, by_rank] :
                   buffers) {
                self.buffers.push_back(
@@ -117,7 +122,9 @@ void bind_execute(nb::module_& m) {
            [](Program& self, size_t lane, Executor& executor, int rank, uint32_t index, int source,
               uint64_t count) {
              Instruction i{Op::wait, {}};
-             i.counter = &executor.counter(rank, index), i.index = index, i.source = source,
+             i.counter = &executor.counter(rank, index);
+             i.index = index;
+             i.source = source;
              i.count = count;
              self.add(lane, i);
            })

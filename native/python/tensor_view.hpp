@@ -62,21 +62,25 @@ class View {
       }
       address = reinterpret_cast<uintptr_t>(view_.data) + view_.byte_offset;
       const size_t bits = size_t{view_.dtype.bits} * view_.dtype.lanes;
-      dtype = int64_t{view_.dtype.lanes} << 32 | view_.dtype.code << 16 | view_.dtype.bits,
+      dtype = int64_t{view_.dtype.lanes} << 32 | view_.dtype.code << 16 | view_.dtype.bits;
       item = bits / 8;
       complex = view_.dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Complex);
-      shape = view_.shape, strides = view_.strides, dimensions = static_cast<size_t>(view_.ndim);
+      shape = view_.shape;
+      strides = view_.strides;
+      dimensions = static_cast<size_t>(view_.ndim);
       return view_.device.device_type == nb::device::cpu::value && bits % 8 == 0 &&
              (address || !span());
     }
     try {
       if (!nb::cast<bool>(tensor.attr("is_cpu"))) return false;
-      address = nb::cast<uintptr_t>(tensor.attr("data_ptr")()),
+      address = nb::cast<uintptr_t>(tensor.attr("data_ptr")());
       item = nb::cast<size_t>(tensor.attr("itemsize"));
       dtype = reinterpret_cast<intptr_t>(nb::object(tensor.attr("dtype")).ptr());
-      shape_ = nb::cast<std::vector<int64_t>>(tensor.attr("shape")),
+      shape_ = nb::cast<std::vector<int64_t>>(tensor.attr("shape"));
       strides_ = nb::cast<std::vector<int64_t>>(tensor.attr("stride")());
-      shape = shape_.data(), strides = strides_.data(), dimensions = shape_.size();
+      shape = shape_.data();
+      strides = strides_.data();
+      dimensions = shape_.size();
       return true;
     } catch (const nb::python_error&) {
       return false;

@@ -138,18 +138,17 @@ def test_another_method_must_be_clearly_faster():
     assert fastest._fastest(seconds, packed=False) == expected
 
 
-@pytest.mark.parametrize("most", [256, 1024])
 @pytest.mark.parametrize("small", [False, True])
-def test_blocks_cover_all_rows_in_few_sizes(most, small):
+def test_blocks_cover_all_rows_in_few_sizes(small):
     sizes = set()
     for rows in range(1, 2500):
-        blocks = methods._blocks(rows, most, small)
+        blocks = methods._blocks(rows, small)
         assert [row for block in blocks for row in range(rows)[block]] == [*range(rows)]
         heights = [block.stop - block.start for block in blocks]
-        assert max(heights) <= most
+        assert max(heights) <= methods._BLOCK
         assert len(heights) == 1 or min(heights) >= methods._LEAST or not small
         sizes |= {*heights}
-    assert len(sizes) <= 132 if small else len(sizes) == most
+    assert len(sizes) <= 132 if small else len(sizes) == methods._BLOCK
 
 
 @pytest.mark.parametrize(("k", "exact_from"), [(200, 129), (512, 129), (2048, 65)])

@@ -283,11 +283,13 @@ def _show(
     predicted: Callable[[Workload, Variant], float] | None = None,
 ) -> None:
     """Print a table for each case, and write the JSON; `predicted` gives milliseconds."""
-    console, results = Console(stderr=settings.json_file == "-"), []
+    console = Console(stderr=settings.json_file == "-")
+    results = []
     for shape, case, found in zip(settings.shape, cases, answers, strict=True):
         heading = f"{settings.operator} {shape}"
         columns = "rows per piece", *(["predicted ms"] if predicted else []), "measured ms"
-        shown, rows = table((heading, *columns), left=(heading,)), []
+        shown = table((heading, *columns), left=(heading,))
+        rows = []
         for variant, median, _ in found:
             chunk_rows = predict.OPERATORS[case.operator].chunk_rows(case.rows, variant)
             times = {"predicted_ms": predicted(case, variant)} if predicted else {}

@@ -76,7 +76,8 @@ def command_from(kind: type[Settings], run: Callable[[Settings], None]) -> Calla
     ]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {field.name: field.annotation for field in parameters}
-    command.__name__, command.__doc__ = run.__name__, kind.__doc__
+    command.__name__ = run.__name__
+    command.__doc__ = kind.__doc__
     return command
 
 

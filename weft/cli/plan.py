@@ -96,7 +96,8 @@ def show(
 
     request = Request(count, cut, chosen, symmetric, order or ORDERS[0], links=links or 1)
     made = planner.plan(request)
-    shown, (other_order,) = text(made), {*ORDERS} - {request.order}
+    shown = text(made)
+    (other_order,) = {*ORDERS} - {request.order}
     for option, given, other in (
         ("--chunk-rows", chunk_rows, {"pieces": 2 * cut}),
         ("--order", order, {"order": other_order}),

@@ -283,10 +283,8 @@ def predict(settings: Question) -> None:
     question, measured = settings.as_measured()
     if question.hosts > 1 and question.link_gbps:
         refuse("--hosts", "only ranks of one host have an emulated link: use --link")
-    machine, console = (
-        options.load_machine(settings.machine),
-        Console(stderr=settings.json_file == "-"),
-    )
+    machine = options.load_machine(settings.machine)
+    console = Console(stderr=settings.json_file == "-")
     moving = {"copy": _copy, "overlap": _overlap}.get(settings.operator)
     if settings.operator.replace("-", "_") in COLLECTIVES:
         result = _collective(settings, machine, console)
@@ -330,7 +328,8 @@ def _overlap(settings: Question, machine: Any, console: Console) -> dict[str, An
 
     if settings.ranks < 2:
         refuse("--ranks", options.SINGLE_RANK)
-    by_kernel, dtype = profiles.variant(machine, concurrent.KERNEL), settings.dtype_on(machine)
+    by_kernel = profiles.variant(machine, concurrent.KERNEL)
+    dtype = settings.dtype_on(machine)
     ways = {"overlapped": machine}
     if by_kernel is not machine:
         ways = {"overlapped by kernel": by_kernel, "overlapped by copy engine": machine}

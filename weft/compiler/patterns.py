@@ -115,9 +115,13 @@ def _gather(node: Node, name: str, exchange: Exchange) -> Gather | None:
     if value(shard).dim() < 2:
         return None
     (wait,) = waits(node)
-    nodes, gathered, dim = [node, wait], wait, 0
+    nodes = [node, wait]
+    gathered = wait
+    dim = 0
     if ranks and len(node.users) == 1 and (joined := _joined(wait, ranks)) is not None:
-        nodes, gathered, dim = [*nodes, *_between(wait, joined), joined], joined, _dim(joined)
+        nodes = [*nodes, *_between(wait, joined), joined]
+        gathered = joined
+        dim = _dim(joined)
     sizes = [
         user
         for user in gathered.users
@@ -137,13 +141,16 @@ def _sum(node: Node, name: str, exchange: Exchange) -> Sum | None:
     use.
     """
     source, group, ranks, op = exchange
-    nodes, dim, scatters = [node], 0, ranks is not None
+    nodes = [node]
+    dim = 0
+    scatters = ranks is not None
     if scatters and (parts := _parts(source, ranks)) is not None and _dim(source) == 0:
         nodes = [*_between(parts[0], source), source, node]
         source, dim = parts
     summed = source
     while source.target in _RESHAPES and _keeps_rows(source):
-        nodes, source = [source, *nodes], source.args[0]
+        nodes = [source, *nodes]
+        source = source.args[0]
     product = _product(source)
     between = {product.node, *nodes[:-1]} if product else set()
     if product is None or not all({*each.users} <= {*nodes} for each in between):
@@ -213,7 +220,8 @@ def _product(node: Node) -> Product | None:
 
 def _keeps_rows(reshape: Node) -> bool:
     """Whether a reshape keeps the last dimension, and so the rows along it."""
-    shape, before = value(reshape).shape, value(_args(reshape)[0]).shape
+    shape = value(reshape).shape
+    before = value(_args(reshape)[0]).shape
     return bool(shape) and bool(before) and _same(shape[-1], before[-1])
 
 
@@ -223,7 +231,9 @@ def _uses(
     """Views of a tensor that keep its rows, products of the tensor or a view with operands that are
     not among the descendants, and whether there are other uses.
     """
-    views, products, others = [gathered], [], False
+    views = [gathered]
+    products = []
+    others = False
     for view in views:
         for user in view.users:
             product = _product(user)
@@ -244,7 +254,8 @@ def _uses(
 
 def _descendants(node: Node) -> set[Node]:
     """The node and all nodes that depend on it."""
-    found, left = {node}, [node]
+    found = {node}
+    left = [node]
     while left:
         for user in left.pop().users:
             if user not in found:

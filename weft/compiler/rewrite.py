@@ -75,7 +75,8 @@ def insert_sum(graph: Graph, found: Sum) -> None:
     """Insert one operator that multiplies and sums before the collective, and remove the nodes that
     it replaces.
     """
-    (product, a, b, bias, _), collective = found.product, found.nodes[-1]
+    product, a, b, bias, _ = found.product
+    collective = found.nodes[-1]
     (wait,) = waits(collective)
     with graph.inserting_before(collective):
         if value(found.summed).dim() != 2:
@@ -141,7 +142,10 @@ def _sum_of(result: Node) -> Any:
 
 def _addable(one: Any, other: Any) -> bool:
     """Whether two operators have sums of the same kind, shape and dtype."""
-    (a, b), (c, d), rest, others = _factors(one), _factors(other), one.args[2:], other.args[2:]
+    a, b = _factors(one)
+    c, d = _factors(other)
+    rest = one.args[2:]
+    others = other.args[2:]
     shape, another = ((*value(x).shape[:-1], value(y).shape[1]) for x, y in ((a, b), (c, d)))
     same_kind = (one.target, rest, value(a).dtype, len(shape)) == (
         other.target,

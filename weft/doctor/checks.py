@@ -51,11 +51,14 @@ from weft.world.rendezvous import (
 )
 from weft.world.wire import Kind, all_gather_values
 
-PING, BULK, ROUNDS = 1, 8 << 20, 20  # bytes of small and large messages, number of small ones
+PING = 1  # bytes of a small message
+ROUNDS = 20  # small messages
+BULK = 8 << 20  # bytes of a large one
 PRODUCT = 1024  # rows and columns of the product that is timed
 NEW = 32 << 20  # bytes of a tensor that is filled
 _CLOCK_ERROR = 1.0  # seconds; hosts whose clocks differ by more are reported
-_STARTING, _CONNECTING = 60.0, 2.0  # seconds for all ranks to start, and for a connection
+_STARTING = 60.0  # seconds for all ranks to start
+_CONNECTING = 2.0  # seconds for a connection
 _UNEVEN = 0.5  # part of the best link or processor of a job, below which another is reported
 
 

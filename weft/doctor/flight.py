@@ -75,7 +75,8 @@ def _differ(made: Sequence[Call]) -> bool:
 
 def _cell(world: Recording, found: Difference, rank: Rank, number: int) -> str:
     """The state of a rank's call; the call itself where ranks differ."""
-    call, made = rank.calls.get(number), _made(world, number)
+    call = rank.calls.get(number)
+    made = _made(world, number)
     if call is None:
         return "" if rank.last > number else "not made"
     if _differ(made):

@@ -122,7 +122,8 @@ def platform(package: metadata.Distribution) -> Iterator[Finding]:
     try:
         from vllm.platforms import current_platform
 
-        name, on_cpus = type(current_platform).__name__, current_platform.is_cpu()
+        name = type(current_platform).__name__
+        on_cpus = current_platform.is_cpu()
     except Exception as error:
         yield Finding("platform", "unknown", _not_imported(error))
         return
@@ -146,7 +147,8 @@ def platform(package: metadata.Distribution) -> Iterator[Finding]:
 
 def needed(package: metadata.Distribution) -> Finding:
     """Whether vLLM has what the plug-in relies on."""
-    name, tested = "what weft needs of vLLM", f"weft is tested with vLLM {surface.VERSIONS}"
+    name = "what weft needs of vLLM"
+    tested = f"weft is tested with vLLM {surface.VERSIONS}"
     try:
         lacks = surface.lacking()
     except Exception as error:  # of vLLM's imports, such as a torchvision that does not fit torch

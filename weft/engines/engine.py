@@ -40,6 +40,9 @@ OUTSTANDING = 16
 _STOP_SECONDS = 1.0  # enough for any instruction that does not wait
 _CACHED = 256  # compiled plans; a program is small, and its workspace is shared
 _LEAST_WORKSPACE = 1 << 20
+"""Bytes of the smallest workspace, so that calls of few rows never grow one, which all ranks do
+together and which takes as long as several such calls.
+"""
 
 
 class Engine(ABC):
@@ -92,7 +95,8 @@ class Engine(ABC):
         sent.
         """
         self.world.check()
-        weights, rows = weights or {}, plan.pieces if rows is None else rows
+        weights = weights or {}
+        rows = plan.pieces if rows is None else rows
         with self.world.tell_refusal:
             self._prove(plan)
             program = self.program(plan, tensors, rows)

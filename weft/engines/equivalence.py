@@ -24,7 +24,8 @@ from weft.plan import Compute, Plan
 from weft.plan.binding import bind
 from weft.plan.messages import ending, is_channel
 
-COLUMNS, LARGEST = 2, 1000  # of matrices, and of their integers
+COLUMNS = 2  # of matrices
+LARGEST = 1000  # of their integers
 SETTINGS = 3  # no divisor of the 2 or 4 calls after which eager buffers are used again
 RANDOM_ORDERS = 3
 TOGETHER = 16  # changed plans that are executed one after the other in one run
@@ -45,8 +46,10 @@ class Equivalence:
     """
 
     def __init__(self, plan: Plan, seed: int) -> None:
-        self.plan, self.seed = plan, seed
-        self.dice, self.numbers = random.Random(seed), torch.Generator().manual_seed(seed)
+        self.plan = plan
+        self.seed = seed
+        self.dice = random.Random(seed)
+        self.numbers = torch.Generator().manual_seed(seed)
         names = {i.weight for _, i in plan.instructions() if isinstance(i, Compute) and i.weight}
         self.weights = [
             {name: self.matrix(COLUMNS) for name in sorted(names)} for _ in range(plan.ranks)
@@ -111,7 +114,8 @@ class Equivalence:
         found = []
         for i in range(len(plans) + 1):
             if witness:
-                plan, space = witness[i % len(witness)], self.space[i % SETTINGS]
+                plan = witness[i % len(witness)]
+                space = self.space[i % SETTINGS]
                 found.append(Call(plan, [{"a": space[: plan.buffers["a"].rows[0]]}] * plan.ranks))
             if i < len(plans):
                 sizes, inputs = settings[i % SETTINGS]

@@ -71,7 +71,9 @@ class Program(ABC):
         common = common or plan.common([engine.world.rank])
         if plan.uniform:
             plan = plan.part([engine.world.rank])
-        self.engine, self.world, self.plan = engine, engine.world, plan
+        self.engine = engine
+        self.world = engine.world
+        self.plan = plan
         self.retained: object = None  # objects that must live until the started execution ends
         lanes = self.own_lanes()
         if plan.ranks != self.world.ranks:
@@ -323,7 +325,8 @@ def _check_dtypes(instruction: Instruction, dtypes: Dtypes) -> None:
     several = {*dtypes.values()}
     match instruction:
         case Copy():
-            fits, rule = len(several) == 1, "a copy does not convert"
+            fits = len(several) == 1
+            rule = "a copy does not convert"
         case Reduce():
             fits = several <= MIXED or (len(several) == 1 and several <= REDUCED)
             rule = "only float16, bfloat16 and float32 are combined with each other"

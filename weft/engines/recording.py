@@ -102,7 +102,8 @@ def clock_offsets(
     between the question and its arrival, in the fastest of several rounds (F. Cristian,
     "Probabilistic clock synchronization"). The error is less than half the fastest round.
     """
-    offsets, stamp = [0] * world.ranks, torch.zeros(1, dtype=torch.int64, device="cpu")
+    offsets = [0] * world.ranks
+    stamp = torch.zeros(1, dtype=torch.int64, device="cpu")
     for host in sorted({*world.hosts} - {world.hosts[0]}):
         first = world.hosts.index(host)
         rounds: list[tuple[int, int]] = []

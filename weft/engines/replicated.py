@@ -77,7 +77,8 @@ class ReferenceProgram(Program):
         dtypes: Dtypes,
     ) -> None:
         super().__init__(engine, plan)
-        self.whole, self.dtypes = bind(plan, rows), dtypes
+        self.whole = bind(plan, rows)
+        self.dtypes = dtypes
         self.check_tensors(tensors)
         found = {name: tensor.dtype for name, tensor in tensors.items()}
         self.kinds = kinds(moves(self.whole), found, dtypes)
@@ -112,7 +113,8 @@ class ReferenceProgram(Program):
 
     def _exchange(self, tensors: Tensors, weights: Weights, bias: Tensors) -> list[Operands]:
         """The operands of all ranks. Raises `MismatchError` if a rank makes another call."""
-        world, number = self.world, self.engine.executions
+        world = self.world
+        number = self.engine.executions
         self.engine.executions += 1
         inputs = {
             name: tensors[name].contiguous()

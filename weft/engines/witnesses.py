@@ -20,10 +20,12 @@ def release_witness(ranks: int, rows: int, reader: int) -> Plan:
     and its writes remain to be read. If the reader is late here, it finds what others have written
     in the plan after.
     """
-    whole, others = range(ranks), [r for r in range(ranks) if r != reader]
+    whole = range(ranks)
+    others = [r for r in range(ranks) if r != reader]
     lanes: list[list[Instruction]] = []
     for r in whole:
-        own, peers = Region(r, "a", 0, rows), [p for p in whole if p != r]
+        own = Region(r, "a", 0, rows)
+        peers = [p for p in whole if p != r]
         spaces = [Region(p, "space", 0, rows) for p in whole]
         enter = [Wait(Signal("free", p), 0) for p in peers]
         write = [Copy(own, space) for space in spaces if r != reader]

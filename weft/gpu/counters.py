@@ -26,7 +26,9 @@ class WaitFailed(Exception):
     """
 
     def __init__(self, status: Any, expected: int, actual: int) -> None:
-        self.status, self.expected, self.actual = status, expected, actual
+        self.status = status
+        self.expected = expected
+        self.actual = actual
 
 
 class HostCounters:
@@ -51,7 +53,8 @@ class HostCounters:
 
         Raises `WaitFailed`.
         """
-        base, left = self.base[index], timeout
+        base = self.base[index]
+        left = timeout
         reached = index, 1, 1, _native.Compare.greater_equal, base + count
         refused = self.world.executor.refused_call(compiled, source)
         while True:
@@ -91,7 +94,9 @@ class DeviceCounters:
     def __init__(self, world: World, count: int) -> None:
         from weft.gpu.kernels import stream_signals, symmetric
 
-        self.world, self.kernels, self.symmetric = world, stream_signals, symmetric
+        self.world = world
+        self.kernels = stream_signals
+        self.symmetric = symmetric
         self.counters = symmetric.zeroed(world, count + 1)
         self.bases = symmetric.bases(world, self.counters)
         self.base = torch.zeros(count + 1, dtype=torch.int64, device=world.device)

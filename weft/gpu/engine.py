@@ -119,7 +119,8 @@ class DeviceEngine(Engine):
             from weft.gpu.kernels.all_gather_matmul import blocks, check
 
             # contiguous rows, as arrivals are
-            rows, out = x.new_empty(2, x.shape[1]), x.new_empty(1, 1, dtype=out_dtype)
+            rows = x.new_empty(2, x.shape[1])
+            out = x.new_empty(1, 1, dtype=out_dtype)
             check(rows, as_tensor(weight), out)
             blocks(self.world.device_options.tile, x.device, x.dtype, out_dtype)
 
@@ -193,6 +194,7 @@ class DeviceEngine(Engine):
 
     def describe_counter(self, index: int) -> str:
         """The signal of a counter, and the latest call that may have waited for it."""
-        name, source = [*self.names][index // self.world.ranks], index % self.world.ranks
+        name = [*self.names][index // self.world.ranks]
+        source = index % self.world.ranks
         call = self.last.plan.operator if self.last else "a call"
         return f'signal "{name}" from rank {source} in {call} or before'

@@ -39,7 +39,8 @@ class Geometry(NamedTuple):
             layout = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
             raise ValueError(f"a buffer must be a matrix with contiguous rows; got {layout}")
         rows, columns = tensor.shape
-        segment, place = memory.find(tensor), None
+        segment = memory.find(tensor)
+        place = None
         if segment is not None and segment.world == world.number:
             place = segment.number, memory.offset(tensor, segment, world.rank)
         return cls(
@@ -91,7 +92,8 @@ class FixedProgram(Program):
         """A line with the user's call, and a line with the values that must be equal on all ranks:
         rows, dtypes, places in symmetric memory, a digest of the plan, and the options.
         """
-        layouts, called = [], {}
+        layouts = []
+        called = {}
         for name, buffer in self.plan.buffers.items():
             geometry = self.geometry.get(name)
             if geometry is None or name not in self.agreed:
@@ -107,7 +109,8 @@ class FixedProgram(Program):
                 f"{dtype_name(geometry.dtype)}{place}, "
             )
             like = self.kinds[name][1]
-            rows, columns = self.plan.buffers[like].rows, self.geometry[like].columns
+            rows = self.plan.buffers[like].rows
+            columns = self.geometry[like].columns
             dtype = dtype_name(self.geometry[like].dtype)
             shape = (rows[0], columns) if len({*rows}) == 1 else f"{[*rows]} rows x {columns}"
             called[like] = f"{like}={shape} {dtype}"
@@ -138,7 +141,8 @@ class FixedProgram(Program):
         workspace to hold them.
         """
         used = {region.buffer for _, i in self.plan.instructions() for region in accesses(i)}
-        offsets, size = {}, 0
+        offsets = {}
+        size = 0
         for name, buffer in self.plan.buffers.items():
             if buffer.role == "workspace" and name in used:
                 offsets[name] = size

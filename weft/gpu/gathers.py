@@ -41,7 +41,8 @@ def fan_outs(lane: Sequence[Instruction], rank: int, ranks: int) -> list[FanOut]
     """The parts of a rank's lane that the kernel executes. Raises `PlanError` for copies to peers
     that it cannot execute.
     """
-    groups, found = [tuple(group) for _, group in groupby(lane, type)], list[FanOut]()
+    groups = [tuple(group) for _, group in groupby(lane, type)]
+    found = list[FanOut]()
     starts = [0, *accumulate(map(len, groups))]
     for at in range(len(groups) - 3):
         waits, copies, notifies, arrivals = groups[at : at + 4]
@@ -51,7 +52,8 @@ def fan_outs(lane: Sequence[Instruction], rank: int, ranks: int) -> list[FanOut]
         opened = _notified(groups[at - 1], rank, ranks) if at else None
         own = [i for i in copies if isinstance(i, Copy) and i.dst.rank == rank]
         if {*copies} == {Copy(i.src, i.dst._replace(rank=r)) for i in own for r in range(ranks)}:
-            start, stop = starts[at - (opened is not None)], starts[at + 4]
+            start = starts[at - (opened is not None)]
+            stop = starts[at + 4]
             found.append(
                 FanOut(range(start, stop), opened, *awaited, own[0].src, own[0].dst, arrived)
             )
@@ -85,9 +87,12 @@ class GatherLaunch:
     """The launch of the kernel in a program, for a part of its compute lane."""
 
     def __init__(self, part: FanOut, program: DeviceProgram, launch: Launch) -> None:
-        world, engine, counters = program.world, program.engine, program.engine.counters
+        world = program.world
+        engine = program.engine
+        counters = program.engine.counters
         assert isinstance(counters, DeviceCounters)
-        self.counters, self.source = counters, part.src
+        self.counters = counters
+        self.source = part.src
         shard, gathered = program.geometry[part.src.buffer], program.geometry[part.dst.buffer]
         segment, begin = program.place(part.dst.buffer)
         row = shard.columns * shard.dtype.itemsize
@@ -116,6 +121,7 @@ class GatherLaunch:
     def step(self, operands: Operands, idle: bool = False) -> Step:
         """The launch with these operands; an `idle` launch only loads the kernel."""
         buffer, start, stop = self.source[1:]
-        shard, polls = operands.tensors[buffer][start:stop], symmetric.max_polls(operands.timeout)
+        shard = operands.tensors[buffer][start:stop]
+        polls = symmetric.max_polls(operands.timeout)
         tables = self.counters.tables
         return lambda: self.kernel(shard, self.segment, self.bases, tables, polls, idle)

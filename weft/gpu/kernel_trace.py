@@ -25,7 +25,8 @@ class KernelTrace:
     """
 
     def __init__(self, launch: Launch, lane: Sequence[Instruction], device: torch.device) -> None:
-        self.launch, self.product = launch, launch.product
+        self.launch = launch
+        self.product = launch.product
         self.places = [lane.index(instruction) for instruction in launch.part]
         tiles = len(self.product.owners)
         self.times = torch.zeros(tiles, 3, dtype=torch.int64, device=device)
@@ -41,10 +42,12 @@ class KernelTrace:
         A GPU has a clock of its own, which is shifted so that the last tile ends at `stop`, a time
         of the host at which the launch had ended.
         """
-        times, product = self.times.cpu() * TICK, self.product
+        times = self.times.cpu() * TICK
+        product = self.product
         if CLOCK != "host" and len(times):
             times += stop - times.max()
-        found, whole = list[Timed](), dict[int, tuple[int, int]]()
+        found = list[Timed]()
+        whole = dict[int, tuple[int, int]]()
         passed = Counter[int]()  # the number of waits that each program has executed
 
         def add(name: str, places: Sequence[int], start: int, stop: int) -> None:
@@ -56,7 +59,8 @@ class KernelTrace:
 
         for tile, (begin, multiplies, end) in enumerate(times.tolist()):
             number = tile % product.grid[0]
-            program, needed = of_program(lane, number), product.launch.tiles[tile][5]
+            program = of_program(lane, number)
+            needed = product.launch.tiles[tile][5]
             waits = [self.places[wait] for wait in product.waits[passed[number] : needed]]
             add(program, waits, begin, multiplies)
             passed[number] = max(passed[number], needed)

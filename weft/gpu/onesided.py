@@ -77,7 +77,8 @@ class OneSided:
     """
 
     def __init__(self, world: World, any_timed_out: Callable[[], PeerTimeout | None]) -> None:
-        self.world, self.any_timed_out = world, any_timed_out
+        self.world = world
+        self.any_timed_out = any_timed_out
         self._lane: Lane | None = None
         self.last: Completion | None = None  # of the asynchronous copies, which end in order
         self.signals: dict[DeviceSignals, _Used] = {}  # in the order of their first use
@@ -96,7 +97,8 @@ class OneSided:
         Raises `ValueError` if the algorithm cannot make it.
         """
         dst, src = dst.detach(), src.detach()
-        dims, bits = dimensions(dst, src), _BITS[dst.itemsize]
+        dims = dimensions(dst, src)
+        bits = _BITS[dst.itemsize]
         if algorithm == "kernel" and not self.world.backend.runs_kernels:
             raise ValueError(
                 'algorithm="kernel" needs a GPU, or on a CPU a world with products="triton" under '
@@ -118,7 +120,8 @@ class OneSided:
     ) -> Callable[[], object]:
         from weft.gpu.kernels.copy_rows import SMS, Rows, copy_rows
 
-        outer, inner = list(dims), 1
+        outer = list(dims)
+        inner = 1
         if outer and outer[-1][1:] == (1, 1):
             inner = outer.pop().size
         if len(outer) > 1:
@@ -181,7 +184,8 @@ class OneSided:
         from weft.gpu.kernels.signals import COMPARISONS, compare_kernel
         from weft.gpu.kernels.symmetric import max_polls
 
-        first, polls = self._used(signals).first, max(1, max_polls(seconds))
+        first = self._used(signals).first
+        polls = max(1, max_polls(seconds))
         compare_kernel[(1,)](
             signals.counters,
             *selection,

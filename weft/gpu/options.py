@@ -36,7 +36,8 @@ def programs(world: World, options: DeviceOptions) -> int:
         return 0
     from weft.gpu.kernels import symmetric
 
-    ranks, copies = world.backend.ranks_per_device, options.comm_sms * options.links
+    ranks = world.backend.ranks_per_device
+    copies = options.comm_sms * options.links
     reserved = copies + (1 if options.compute_sms else symmetric.RESERVED_SMS)
     most = symmetric.max_programs(ranks, world.device, reserved)
     if options.compute_sms is None:

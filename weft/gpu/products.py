@@ -42,7 +42,9 @@ class Launch:
     ) -> None:
         products = [i for i in part if isinstance(i, Compute)]
         world = counters.world
-        self.part, self.counters, self.output = part, counters, products[0].dst.buffer
+        self.part = part
+        self.counters = counters
+        self.output = products[0].dst.buffer
         assert products[0].weight is not None
         self.weight = products[0].weight
         sources = [*dict.fromkeys(i.srcs[0][:2] for i in products)]
@@ -52,7 +54,8 @@ class Launch:
         if any(i.dst.rank != world.rank for i in products):
             assert isinstance(self.out, Tensor)
             self.bases = symmetric.bases(world, self.out)
-        source, output = geometry[sources[0][1]], geometry[self.output]
+        source = geometry[sources[0][1]]
+        output = geometry[self.output]
         self.product = Product(
             part,
             output.columns,

@@ -49,7 +49,8 @@ class DeviceProgram(FixedProgram):
         dtypes: Dtypes,
         options: DeviceOptions,
     ) -> None:
-        self.options, self.programs = options, programs(engine.world, options)
+        self.options = options
+        self.programs = programs(engine.world, options)
         super().__init__(engine, plan, tensors, rows, dtypes)
         self.compiled = _native.Compiled(self.call, len(self.lanes), [], self.plan.ranks)
         self.promised = {
@@ -88,7 +89,8 @@ class DeviceProgram(FixedProgram):
         from weft.gpu.kernels.tiles import launches, runs
         from weft.gpu.products import Launch as ProductLaunch
 
-        lane, index = self.lanes[0], self.engine.index
+        lane = self.lanes[0]
+        index = self.engine.index
         counters, tile = self.engine.counters, self.options.tile
         assert isinstance(counters, DeviceCounters)
         if all(
@@ -141,7 +143,8 @@ class DeviceProgram(FixedProgram):
         engine.drain()
         engine.begin()
         seconds = world.timeout if timeout is None else timeout
-        operands, spans = Operands(tensors, weights, bias or {}, seconds), list[Span]()
+        operands = Operands(tensors, weights, bias or {}, seconds)
+        spans = list[Span]()
         traces = self._kernel_traces() if world.recorder else {}
         launched = self._launched(operands, traces)
         self._begin(seconds)
@@ -314,7 +317,8 @@ class DeviceProgram(FixedProgram):
         """Steps for the parts of a lane with these operands; `launched` has those of weft's
         kernels, which the compute lane launches.
         """
-        lane, parts = self.lane_names.index(name), self.parts[name]
+        lane = self.lane_names.index(name)
+        parts = self.parts[name]
         own, traced = (launched, traces) if name == "compute" else ({}, {})
         steps = [
             own[part] if part in own else self._step(lane, part.start, operands) for part in parts
@@ -342,7 +346,8 @@ class DeviceProgram(FixedProgram):
 
     def _step(self, lane: int, at: int, operands: Operands) -> Step:
         """The step for instruction number `at` of a lane."""
-        engine, call = self.engine, self.compiled.call
+        engine = self.engine
+        call = self.compiled.call
         rows = partial(self._find, tensors=operands.tensors)
         match self.lanes[lane][at]:
             case Copy(src, dst) if self.options.comm_sms and src.rank != dst.rank:
@@ -359,12 +364,14 @@ class DeviceProgram(FixedProgram):
             case Compute(kernel, srcs, dst, name):
                 weight = operands.weights[name] if name else None
                 bias = operands.bias.get(name) if name else None
-                sources, out = [rows(src) for src in srcs], rows(dst)
+                sources = [rows(src) for src in srcs]
+                out = rows(dst)
                 on_gpu = self.world.device.type == "cuda"
                 run = kernel.device() if on_gpu else kernel.prepare(sources, weight, out, len(out))
                 return partial(run, *sources, weight, out, bias)
             case Reduce(srcs, dst, op):
-                parts, total = [rows(src) for src in srcs], rows(dst)
+                parts = [rows(src) for src in srcs]
+                total = rows(dst)
                 if srcs in self.sums and total.is_contiguous():
                     return partial(self.sums[srcs], total)
                 return partial(_reduce, parts, total, op, self.plan.ranks)

@@ -31,7 +31,8 @@ class ShardedEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         weight = local(self.weight)
-        rows, padding = input - self.first, self.padding_idx
+        rows = input - self.first
+        padding = self.padding_idx
         others = (rows < 0) | (rows >= len(weight))
         if padding is not None:
             padding = padding - self.first if 0 <= padding - self.first < len(weight) else None
@@ -75,6 +76,7 @@ def convert(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """
     module.__class__ = ShardedEmbedding
     assert isinstance(module, ShardedEmbedding)
-    module.world, module.mesh = worlds.make(mesh.get_group()), mesh
+    module.world = worlds.make(mesh.get_group())
+    module.mesh = mesh
     module.first = sum(chunk_sizes(module.num_embeddings, mesh.size())[: module.world.rank])
     return note(module, "weft: all_reduce")

@@ -11,7 +11,12 @@ from weft.kernels import fastest
 from weft.kernels.methods import METHODS, mm
 from weft.kernels.weights import Product, Weight, transposed
 
-_SMALL = 1 << 18  # below this many multiply-adds torch.mm's call overhead dominates: use it
+_SMALL = 1 << 18
+"""Multiply-adds up to which float32 goes to `torch.mm`, whose call takes the least time.
+
+Measured on a 2-core Zen 4: one row by 256 x 256 takes 5 us, by oneDNN 26; by 512 x 512, which is
+the limit, 22 and 62.
+"""
 
 
 def multiply(

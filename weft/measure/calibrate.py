@@ -63,7 +63,8 @@ _COPIED = (1, 4, 16, 64, 256, 1024, 4096)
 _PASSES = 7
 _ROUNDS = 64
 _DELAYS = 4  # scheduling delays measured in a pass; they vary randomly
-_GBPS, _ASLEEP_US = 1000.0, 50.0  # of an emulated link
+_GBPS = 1000.0  # of an emulated link
+_ASLEEP_US = 50.0  # its latency
 _WARM = 3  # untimed calls before a short one
 _SENT = (1, 4, 16, 64, 256, 1024)
 """Numbers of rows of timed messages between hosts."""
@@ -80,7 +81,8 @@ class _Timings:
     """Seconds on all ranks of a world, by the name of the measurement."""
 
     def __init__(self, world: World) -> None:
-        self.world, self.stopwatch = world, Stopwatch(world)
+        self.world = world
+        self.stopwatch = Stopwatch(world)
         self.times = defaultdict[str, list[float]](list)
 
     def time(self, name: str, call: Callable[[], object], warmup: int = 1) -> None:
@@ -270,10 +272,8 @@ def _products(bench: _Timings, kind: str, dtype: torch.dtype, packed: bool) -> N
         b = torch.randn(width, width, device="cpu").to(dtype)
         weight = pack(b) if packed else b
         for rows in _ROWS:
-            x, out = (
-                torch.randn(rows, width, device="cpu").to(dtype),
-                torch.empty(rows, width, dtype=dtype, device="cpu"),
-            )
+            x = torch.randn(rows, width, device="cpu").to(dtype)
+            out = torch.empty(rows, width, dtype=dtype, device="cpu")
             bench.time(
                 f"{kind} {rows}x{width}x{width}",
                 partial(multiply, x, weight, out),
@@ -309,9 +309,11 @@ def least_squares(rows: Sequence[Sequence[float]]) -> list[float]:
     last one.
     """
     matrix = np.asarray(rows)
-    best, least = np.zeros(matrix.shape[1]), math.inf
+    best = np.zeros(matrix.shape[1])
+    least = math.inf
     for optional in itertools.product((False, True), repeat=matrix.shape[1] - 1):
-        used, factors = np.array((*optional, True)), np.zeros(matrix.shape[1])
+        used = np.array((*optional, True))
+        factors = np.zeros(matrix.shape[1])
         factors[used] = np.linalg.lstsq(matrix[:, used], np.ones(len(matrix)), rcond=None)[0]
         error = float(np.sum((matrix @ factors - 1) ** 2))
         if min(factors[used]) > 0 and error < least:
@@ -326,7 +328,9 @@ def _copies(bench: _Timings) -> None:
     for rows in _COPIED:
 
         def lanes(r: int, rows: int = rows) -> Lanes:
-            peer, a, own = (r + 1) % ranks, Region(r, "a", 0, rows), Region(r, "partial", 0, rows)
+            peer = (r + 1) % ranks
+            a = Region(r, "a", 0, rows)
+            own = Region(r, "partial", 0, rows)
             copies = Copy(a, own), *_signals(r, ranks, 1), Copy(a, Region(peer, "inbox", 0, rows))
             sums = Reduce((own, own._replace(rank=peer)), a._replace(buffer="out"))
             return {"compute": (*enter(r, ranks), *copies, sums, *leave(r, ranks))}
@@ -366,7 +370,9 @@ def _round(found: Mapping[str, float], name: str) -> float:
 
 def _calls(bench: _Timings) -> None:
     """Time the costs that do not depend on sizes: signals, a call, its lanes, waking up."""
-    world, ranks, one = bench.world, bench.world.ranks, _ones(1)
+    world = bench.world
+    ranks = bench.world.ranks
+    one = _ones(1)
     _time_signals(bench)
     bench.run("one lane", lambda r: {"compute": _signals(r, ranks, 1)}, one)
     bench.run("two lanes", lambda r: {"compute": (), "comm": _signals(r, ranks, 1)}, one)
@@ -388,11 +394,9 @@ def _calls(bench: _Timings) -> None:
             )
         }
 
-    few, out, weight = (
-        torch.ones(1, 64, device="cpu"),
-        torch.empty(1, 64, device="cpu"),
-        {"out": torch.ones(64, 64, device="cpu")},
-    )
+    few = torch.ones(1, 64, device="cpu")
+    out = torch.empty(1, 64, device="cpu")
+    weight = {"out": torch.ones(64, 64, device="cpu")}
     bench.run("call", multiplied, {"a": few, "out": out}, weight)
     bench.time("product of a call", partial(multiply, few, weight["out"], out), _WARM)
 
@@ -412,19 +416,21 @@ def _lanes(bench: _Timings) -> None:
     """Time products and copies, alone and concurrently, and the delay until the scheduler runs a
     comm lane on a core that multiplies.
     """
-    ranks, rows = bench.world.ranks, 256
-    tensors, weight = _ones(rows, 512), {"out": pack(torch.ones(_COLUMNS, 512, device="cpu"))}
+    ranks = bench.world.ranks
+    rows = 256
+    tensors = _ones(rows, 512)
+    weight = {"out": pack(torch.ones(_COLUMNS, 512, device="cpu"))}
 
     def lanes(r: int, name: str) -> Lanes:
-        own, made = Region(r, "a", 0, rows), Signal("made", r)
-        product, copy = (
-            matmul_of(own, own._replace(buffer="out")),
-            Copy(own, Region((r + 1) % ranks, "inbox", 0, rows)),
-        )
+        own = Region(r, "a", 0, rows)
+        made = Signal("made", r)
+        product = matmul_of(own, own._replace(buffer="out"))
+        copy = Copy(own, Region((r + 1) % ranks, "inbox", 0, rows))
         compute: Lane = (product,) * 3 if "products" in name else ()
         comm: Lane = (copy,) * 16 if "copies" in name else ()
         if name == "turn":
-            compute, comm = (product, Notify(r, made), *[product] * 3), (Wait(made, 1), copy)
+            compute = (product, Notify(r, made), *[product] * 3)
+            comm = (Wait(made, 1), copy)
         return {"compute": (*compute, *leave(r, ranks)), "comm": (*enter(r, ranks), *comm)}
 
     for name in ("products", "copies", "products and copies"):

@@ -217,7 +217,8 @@ def _world(setting: Setting) -> LocalWorld:
 
 
 def _batch(local: LocalWorld, seed: int, numbers: Sequence[int]) -> Tally:
-    tally, run = Tally(), list[Case]()
+    tally = Tally()
+    run = list[Case]()
     for number in numbers:
         one = case(seed, number)
         accepted = accepts(one.plan, hosts=one.setting.hosts)
@@ -282,7 +283,9 @@ def _pool(world: World) -> Tensor:
 
 
 def _calls(world: World, pool: Tensor, one: Case) -> list[Tensor]:
-    own, rank, results = engine(world), world.rank, []
+    own = engine(world)
+    rank = world.rank
+    results = []
     tensors = _placed(world, pool, one)
     weights = one.weights[rank] if one.columns <= _MULTIPLIED else {}
     for inputs in one.inputs:
@@ -297,10 +300,13 @@ def _calls(world: World, pool: Tensor, one: Case) -> list[Tensor]:
 
 def _placed(world: World, pool: Tensor, one: Case) -> dict[str, Tensor]:
     """The tensors of this rank's inputs and outputs, in the pool if peers access them."""
-    found, offset, bound = {}, 0, one.bound
+    found = {}
+    offset = 0
+    bound = one.bound
     shared, read = _shared(one.plan, one.setting.hosts)
     for name in ("a", "out"):
-        rows, width = bound.buffers[name].rows, one.columns + one.gap
+        rows = bound.buffers[name].rows
+        width = one.columns + one.gap
         size = max(rows) * width
         may_be = one.ordinary and world.reads_memory and not world.stream_ordered
         ordinary = name not in shared or (name in read and may_be)

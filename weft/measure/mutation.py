@@ -71,7 +71,8 @@ def plans(operator: str, ranks: int) -> list[Plan]:
     """
     if operator not in PLANNERS:
         return [gathered(ranks, 2), in_turn(ranks, 2)]
-    planner, collective = PLANNERS[operator], COLLECTIVES.get(operator)
+    planner = PLANNERS[operator]
+    collective = COLLECTIVES.get(operator)
     every = [
         planner.plan(Request(ranks, 2, algorithm, **choice))
         for algorithm in planner.algorithms

@@ -42,7 +42,9 @@ def progress(task: str, steps: int, *, shown: bool = True) -> Iterator[Advance]:
     text = TextColumn("{task.description}")
     columns = (text, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, auto_refresh=False, transient=True) as bar:
-        number, drawn, latest = bar.add_task(task, total=steps), 0.0, task
+        number = bar.add_task(task, total=steps)
+        drawn = 0.0
+        latest = task
 
         def advance(task: str = "") -> None:
             nonlocal drawn, latest

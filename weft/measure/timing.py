@@ -149,7 +149,8 @@ def race(
     `iterations` is slow and is not warmed up. `advance` is called before every round.
     """
     found: list[list[Found]] = [[] for _ in candidates]
-    order, shuffle = list(range(len(candidates))), random.Random(0).shuffle
+    order = list(range(len(candidates)))
+    shuffle = random.Random(0).shuffle
     with ExitStack() as stack:
         if gc.isenabled():
             stack.callback(gc.enable)
@@ -264,7 +265,8 @@ def of_threads(world: World, values: torch.Tensor) -> torch.Tensor:
     """The values of all ranks that are threads, a row of each; collective. They are exchanged as
     text, by none of the operators that are measured.
     """
-    call, rows = "the exchange of times", {world.rank: values.tolist()}
+    call = "the exchange of times"
+    rows = {world.rank: values.tolist()}
     compiled = _native.Compiled(call, 0, [], world.ranks)
     world.executor.begin(compiled, world.timeout)
     for peer, text, _ in exchange(world, compiled, call, json.dumps(rows[world.rank])):

@@ -85,7 +85,10 @@ class ShardedLinear(nn.Linear):
 
     def _connect(self, world: World, layout: Layout) -> None:
         """Set the world and the layout of this rank's parameters."""
-        self.world, self.layout, self.frozen, self._accepted = world, layout, None, {}
+        self.world = world
+        self.layout = layout
+        self.frozen = None
+        self._accepted = {}
         note(self, self._describe())
 
     def _describe(self) -> str:
@@ -205,7 +208,8 @@ class ShardedLinear(nn.Linear):
         """
         if self.layout.local and placement is self.layout.output:
             return y
-        placement, target = normal(placement, y.dim()), normal(self.layout.output, y.dim())
+        placement = normal(placement, y.dim())
+        target = normal(self.layout.output, y.dim())
         if self.layout.local and placement == target:
             return y
         distributed = as_dtensor(y, self.layout.on_mesh(), placement, size)

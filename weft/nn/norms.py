@@ -28,7 +28,8 @@ class ShardedNorm(nn.Module):
                     f"input must be of a floating dtype, on the mesh's device; got {x.dtype} on "
                     f"{x.device}"
                 )
-        placement, size = normal(self.layout.input, x.dim()), None
+        placement = normal(self.layout.input, x.dim())
+        size = None
         if isinstance(placement, Shard) and placement.dim >= x.dim() - len(self.normalized_shape):
             raise ValueError(
                 f"dimension {placement.dim} of an input of shape {tuple(x.shape)} is normalised, "

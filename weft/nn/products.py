@@ -67,7 +67,8 @@ class _AllColumns(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, sizes: list[int], world: World) -> Tensor:
-        ctx.start, ctx.size = sum(sizes[: world.rank]), sizes[world.rank]
+        ctx.start = sum(sizes[: world.rank])
+        ctx.size = sizes[world.rank]
         return all_gather(y, dim=-1, shard_rows=sizes, world=world)
 
     @staticmethod

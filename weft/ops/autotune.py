@@ -54,14 +54,19 @@ calls of a program may alternate, too.
 _CHECKS = 4
 """The number of calls that check a stored variant."""
 _SLOWER = 1.5
-"""A stored variant is not trusted if its time is above this multiple of its record."""
+"""A stored variant is not trusted if its time is above this multiple of its record, more than
+another process beside it costs a call.
+"""
 _BUSY = 0.15
 """The part of a call's time that a rank waits for a core, from which on other processes disturb it.
 """
 _BETTER = 0.97
 """A variant replaces the rule's if its time is below this fraction of the rule's."""
 _PERIOD = 100
-"""Calls of an exact class after which it is measured again; later ten times as many each time."""
+"""Calls of an exact class after which it is measured again; later ten times as many each time.
+Measured on a Xeon with AMX: repeated all-gathers of 256 KiB take 16 us by reads and 26 through
+slots, which are even in the first calls.
+"""
 _STORED = "it was measured to be the fastest"
 
 

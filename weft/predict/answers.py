@@ -154,7 +154,8 @@ def beside(
 
 def words(result: dict[str, Any]) -> list[str]:
     """An answer as sentences: the gain of overlap, the bottleneck, and its remedies."""
-    best, times = variant(result), result["times_ms"]
+    best = variant(result)
+    times = result["times_ms"]
     sequential, pipelined = (ms(times[name]) for name in ("sequential", "pipelined"))
     alone = times["compute"] + times["communicate"]  # by the fastest transfers, without overlap
     if best.algorithm == baseline(result):
@@ -169,7 +170,8 @@ def words(result: dict[str, Any]) -> list[str]:
             f"takes {pipelined} ms instead of {sequential}, {result['speedup']:.2f} times as fast"
         )
         line = f"Overlap helps: {best} {gain}."
-        transfers, hidden = times["sequential"] / alone, alone / times["pipelined"]
+        transfers = times["sequential"] / alone
+        hidden = alone / times["pipelined"]
         if transfers > hidden:
             line = (
                 f"{str(best).capitalize()} {gain}: {transfers:.2f} times by faster transfers than "

@@ -46,7 +46,8 @@ def collective_candidates(
         raise ValueError(
             f"{machine.name} has no signal latency (notify_us), most of the time of this collective"
         )
-    record, rows = COLLECTIVES[collective], -(-size // 4)
+    record = COLLECTIVES[collective]
+    rows = -(-size // 4)
     most = machine.thresholds.eager_bytes if record.reduces else EAGER_BUFFER_BYTES
     if not record.algorithms or size <= most:
         levels_of = {

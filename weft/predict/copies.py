@@ -30,7 +30,8 @@ class Copied(NamedTuple):
 
 def plan(call: str, ranks: int, asynchronous: bool) -> Plan:
     """One copy by rank 0, from or to the last of `ranks` ranks."""
-    here, there = Region(0, "here", 0, 1), Region(ranks - 1, "there", 0, 1)
+    here = Region(0, "here", 0, 1)
+    there = Region(ranks - 1, "there", 0, 1)
     copy = Copy(there, here) if call == "get" else Copy(here, there)
     lanes = {"compute": (), "comm": (copy,)} if asynchronous else {"compute": (copy,)}
     everywhere = (1,) * ranks

@@ -23,15 +23,17 @@ from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import ORDERS, PIECES, Operator, Request, Variant, Workload
 
 _CUTS = (PIECES, 8, 32, 4, 64, 1)
-"""Candidates for the number of pieces of a shard, in order of preference."""
+"""Candidates for the number of pieces of a shard, in order of preference: the operators' own, and
+powers of two on either side.
+"""
 _SAME = 0.02
-"""Predictions that differ by a smaller part count as equal."""
+"""Predictions that differ by a smaller part count as equal: far less than a prediction is wrong."""
 _TRANSFERS = 16_384
 """The largest number of simulated transfers: more pieces than fit are no candidates, as for
-thousands of ranks.
+thousands of ranks. It bounds the time of a prediction.
 """
 _MANY = 64
-"""The largest number of ranks that are all simulated for every candidate; more take too long."""
+"""The largest number of ranks that are all simulated for every candidate: it bounds the time."""
 
 
 def workload(
@@ -127,7 +129,8 @@ def candidates(
 
     With many ranks, algorithms in which ranks differ are left out unless they are requested.
     """
-    operator, largest = OPERATORS[workload.operator], max(1, *workload.rows)
+    operator = OPERATORS[workload.operator]
+    largest = max(1, *workload.rows)
     most = max(1, _TRANSFERS // (workload.ranks * machine.group(workload.ranks)))
     sizes = (
         [chunk_rows]
@@ -205,7 +208,8 @@ def rank(
     """
     found: dict[tuple[str, str], tuple[Variant, float]] = {}
     for variant in candidates(workload, machine, algorithm, chunk_rows):
-        took, kind = time(workload, variant, machine), (variant.algorithm, variant.order)
+        took = time(workload, variant, machine)
+        kind = (variant.algorithm, variant.order)
         if kind not in found or took < found[kind][1] * (1 - _SAME):
             found[kind] = variant, took
     equal = min(took for _, took in found.values()) * (1 + _SAME)

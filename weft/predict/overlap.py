@@ -19,7 +19,8 @@ from weft.schedules.workload import Rows
 
 KERNEL = "nccl"
 """The variant of a profile in which kernels communicate, and so take cores from the product."""
-ALONE, AT_ONCE = ("compute", "communicate", "sequential"), "overlapped"
+ALONE = ("compute", "communicate", "sequential")
+AT_ONCE = "overlapped"
 """What runs alone: the product, the all-gather, and one after the other; and both at once."""
 
 

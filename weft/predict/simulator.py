@@ -67,9 +67,13 @@ class _Lane:
     )
 
     def __init__(self, rank: int, name: str, instructions: Sequence[Instruction]) -> None:
-        self.rank, self.name, self.instructions = rank, name, instructions
+        self.rank = rank
+        self.name = name
+        self.instructions = instructions
         self.compute = name == "compute"
-        self.position, self.started, self.ready = 0, 0.0, 0.0
+        self.position = 0
+        self.started = 0.0
+        self.ready = 0.0
         self.spans: list[tuple[float, float]] = []
 
 
@@ -107,7 +111,10 @@ class _Run:
     def __init__(
         self, plan: Plan, machine: Machine, rows: Mapping[str, Rows], packed: bool
     ) -> None:
-        self.plan, self.machine, self.rows, self.packed = plan, machine, rows, packed
+        self.plan = plan
+        self.machine = machine
+        self.rows = rows
+        self.packed = packed
         self.lanes = [
             _Lane(r, name, lane)
             for r, lanes in enumerate(plan.lanes)
@@ -280,7 +287,8 @@ class _Run:
             pace *= self.core_share(activity)
             if pace != activity.pace:
                 activity.left -= (self.now - activity.since) * activity.pace
-                activity.since, activity.pace = self.now, pace
+                activity.since = self.now
+                activity.pace = pace
                 activity.version += 1
                 self.schedule(
                     self.now + max(activity.left, 0.0) / pace,
@@ -316,11 +324,14 @@ class _Run:
 
     def activity(self, lane: _Lane, instruction: Copy | Compute | Reduce) -> _Activity:
         """The work of an instruction that starts now."""
-        machine, rank, make = self.machine, lane.rank, partial(_Activity, lane, self.now)
+        machine = self.machine
+        rank = lane.rank
+        make = partial(_Activity, lane, self.now)
         match instruction:
             case Compute(kernel, srcs, dst):
                 columns = tuple(self.rows[region.buffer].columns for region in (*srcs, dst))
-                dtype, size = self.rows[srcs[0].buffer].dtype, sum(map(self.size, srcs))
+                dtype = self.rows[srcs[0].buffer].dtype
+                size = sum(map(self.size, srcs))
                 work = kernel.seconds(machine, Load(dst.rows, columns, dtype, size, self.packed))
                 return self.making(lane, max(work, self.fetching(rank, srcs)), dst)
             case Reduce(srcs):
@@ -328,7 +339,8 @@ class _Run:
                     max(machine.reduce(sum(map(self.size, srcs))), self.fetching(rank, srcs))
                 )
             case Copy(src, dst):
-                size, link = self.size(src), machine.link(src.rank, dst.rank)
+                size = self.size(src)
+                link = machine.link(src.rank, dst.rank)
                 if src.rank == dst.rank:
                     return make(machine.copy(size))
                 if link.idle:

@@ -139,7 +139,8 @@ def all_gather(
             f"the input has {tensor.numel()} elements, but its output on rank {world.rank} has "
             f"{outs[world.rank].numel()}"
         )
-    here, sizes = _movable(tensor).view(-1), _sizes(outs)
+    here = _movable(tensor).view(-1)
+    sizes = _sizes(outs)
     full = here.new_empty(sum(sizes))
     weft_all_gather(here, out=full, shard_rows=sizes, world=world, timeout=timeout)
     _put_parts(full, sizes, outs)
@@ -251,7 +252,8 @@ def all_to_all(
     _check_dtypes(*outs, *tensors)
     _check_count(tensors, world)
     _check_count(outs, world)
-    here, sizes = _movable(_joined(tensors)).view(-1), _sizes(outs)
+    here = _movable(_joined(tensors)).view(-1)
+    sizes = _sizes(outs)
     full = here.new_empty(sum(sizes))
     weft_all_to_all(
         here,
@@ -310,11 +312,9 @@ def _reduce_scatter(
     sizes = [_numbers(tensor, n) for n in parts]
     if here is None:
         mine = out.detach().new_empty(world.ranks, parts[world.rank])
-        there, here, taken = (
-            _movable(mine).view(-1),
-            _movable(tensor).view(-1),
-            [sizes[world.rank]] * world.ranks,
-        )
+        there = _movable(mine).view(-1)
+        here = _movable(tensor).view(-1)
+        taken = [sizes[world.rank]] * world.ranks
         weft_all_to_all(
             here,
             out=there,
@@ -325,7 +325,8 @@ def _reduce_scatter(
         )
         mine = _combined(mine, kind)
     else:
-        mine, options = _movable(out).view(here.dtype), (kind, tuple(sizes))
+        mine = _movable(out).view(here.dtype)
+        options = (kind, tuple(sizes))
         collective.run(_check_reduce_scatter, here, mine, options, world, timeout)
     _put(mine, out)
 
@@ -428,7 +429,8 @@ def _put(here: Tensor, tensor: Tensor) -> None:
         return
     if tensor.is_complex() and not here.is_complex():
         here = torch.view_as_complex(here.view(-1, 2))
-    place, here = tensor.detach(), here.view(tensor.dtype).view(tensor.shape)
+    place = tensor.detach()
+    here = here.view(tensor.dtype).view(tensor.shape)
     for dim, stride in enumerate(place.stride()):
         if stride == 0:  # an expanded tensor: all elements of the dimension are one
             place, here = (

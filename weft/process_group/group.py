@@ -59,12 +59,11 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         self, store: Store, rank: int, ranks: int, timeout: float, global_ranks: Sequence[int]
     ) -> None:
         super().__init__(rank, ranks)
-        self.store, self.global_ranks = store, [*global_ranks] or [*range(ranks)]
+        self.store = store
+        self.global_ranks = [*global_ranks] or [*range(ranks)]
         self.world = init_by_store(store, rank, ranks, timeout)
-        self.world.global_ranks, self.world.maker = (
-            self.global_ranks,
-            'init_process_group("weft") or new_group(backend="weft")',
-        )
+        self.world.global_ranks = self.global_ranks
+        self.world.maker = 'init_process_group("weft") or new_group(backend="weft")'
         self.queue = WorkQueue(f"weft group of {ranks}", self.world)
         self.messages = None if self.world.multi_host else Messages(self.world)
         self.gloo: Any = None
@@ -100,7 +99,8 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return self._issue([tensor], opts, collectives.all_reduce, tensor, opts.reduceOp)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        opts, tensors = _options(c10d.AllreduceCoalescedOptions, opts), [*map(waited, tensors)]
+        opts = _options(c10d.AllreduceCoalescedOptions, opts)
+        tensors = [*map(waited, tensors)]
         if not _first(tensors).is_cpu:
             return self._elsewhere(tensors[0]).allreduce_coalesced(tensors, opts)
         return self._issue(tensors, opts, collectives.all_reduce_coalesced, tensors, opts.reduceOp)
@@ -302,7 +302,8 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         all.
         """
         seconds = self.world.timeout if timeout is None else timeout.total_seconds()
-        rank, deadline = self.rank(), time.monotonic() + seconds
+        rank = self.rank()
+        deadline = time.monotonic() + seconds
         store = PrefixStore(f"weft monitored barrier {self.barriers}", self.store)
         self.barriers += 1
 
@@ -339,7 +340,8 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         self.coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        works, self.coalesced = self.coalesced or [], None
+        works = self.coalesced or []
+        self.coalesced = None
         if device.type != "cpu":
             return self._on(device)._end_coalescing(device)
         return CombinedWork(works)
@@ -505,10 +507,8 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             # an empty group, for backends that read `others` while they are made
             self.others = _ProcessGroup(self.rank(), self.size())
             try:
-                backends, limit = (
-                    dist.Backend(self._other_backends()),
-                    timedelta(seconds=self.world.timeout),
-                )
+                backends = dist.Backend(self._other_backends())
+                limit = timedelta(seconds=self.world.timeout)
                 name: Any = f"{self.group_name}, other backends"
                 self.others, _ = distributed_c10d._new_process_group_helper(
                     self.size(),

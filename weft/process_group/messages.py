@@ -33,9 +33,20 @@ from weft.process_group.collectives import as_bytes
 from weft.process_group.work_queue import Progress, Work
 from weft.world import World
 
-SLOTS = 4  # of a mailbox
-_MAILBOX_BYTES = 2 << 20  # of all mailboxes of a rank, about
-_MIN_SLOT, _MAX_SLOT = 4 << 10, 256 << 10  # bytes
+SLOTS = 4
+"""Slots of a mailbox, so that pieces are put while earlier ones are taken.
+
+Measured on a 2-core Zen 4: with two, messages of 64 KiB to 16 MiB take 1.1 to 1.7 times as long,
+with eight 1.2 to 3.1 times.
+"""
+_MAILBOX_BYTES = 2 << 20  # of all mailboxes of a rank, about: a bound of memory
+_MIN_SLOT = 4 << 10  # bytes, a page: of many ranks, each needs one at least
+_MAX_SLOT = 256 << 10
+"""Bytes of the largest slot.
+
+Measured on a 2-core Zen 4: of 64 KiB, messages of 64 KiB to 16 MiB take 1.7 to 2.9 times as long,
+of 512 KiB 1.04 to 1.2 times.
+"""
 _HEADER = 64  # bytes of a slot before its piece: the message's tag and size
 _LIVENESS = 0.05  # seconds between checks whether peers are alive
 
@@ -56,7 +67,10 @@ class _Incoming:
     """A message that has arrived in part: for a `receive`, or buffered until there is one."""
 
     def __init__(self, tag: int, size: int, receive: _Operation | None) -> None:
-        self.tag, self.size, self.receive, self.arrived = tag, size, receive, 0
+        self.tag = tag
+        self.size = size
+        self.receive = receive
+        self.arrived = 0
         self.data = (
             receive.data
             if receive is not None and size <= len(receive.data)
@@ -272,7 +286,8 @@ class Messages(Progress):
         """Put the next piece of the first message for `peer` into its mailbox, unless that is
         full.
         """
-        (work, _, tag, data), offset = queue[0], self.sent[peer]
+        work, _, tag, data = queue[0]
+        offset = self.sent[peer]
         if self.put[peer] - self._counter(self.world.ranks + peer) == SLOTS:
             return False
         header, slot = self.outbox[peer][self.put[peer] % SLOTS]
@@ -342,7 +357,8 @@ class Messages(Progress):
 
     def _time_out(self, work: Work, seconds: float) -> None:
         """End a work after its time limit; a message that was moved in part closes the world."""
-        moved, operation = self._moved(), self._operation(work)
+        moved = self._moved()
+        operation = self._operation(work)
         error = PeerTimeout(
             f"rank {self.world.rank} waited {seconds:g} s for {self._describe(operation)}; check "
             "that the peer makes the call with this tag, or give the group a longer timeout"

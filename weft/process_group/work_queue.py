@@ -42,8 +42,10 @@ class Work(dist.Work):
 
     def __init__(self, tensors: Sequence[Tensor], progress: Progress | None = None) -> None:
         super().__init__()
-        self.tensors, self.progress = tensors, progress
-        self.done, self.source = False, -1
+        self.tensors = tensors
+        self.progress = progress
+        self.done = False
+        self.source = -1
         self.error: BaseException | None = None
         self.callbacks: list[Callable[[], object]] = []
 
@@ -52,7 +54,8 @@ class Work(dist.Work):
         self.error = error
         self.done = True
         with _callbacks_lock:
-            callbacks, self.callbacks = self.callbacks, []
+            callbacks = self.callbacks
+            self.callbacks = []
         for call in callbacks:
             call()
 
@@ -99,7 +102,8 @@ class Work(dist.Work):
         """A future of the tensors; for a failed work it has an error with the same text."""
         done: torch.futures.Future[Any] = torch.futures.Future()
         made = done.then(self._value)  # a Python callback, so that native code sees the exception
-        progress, depth = self.progress, getattr(_thread, "callback_depth", 0)
+        progress = self.progress
+        depth = getattr(_thread, "callback_depth", 0)
         if progress is None or not self.add_callback(lambda: progress.complete(done, depth)):
             done.set_result(None)
         return made
@@ -165,7 +169,8 @@ class GlooWork(Work):
         cause: Callable[[RuntimeError], BaseException],
     ) -> None:
         super().__init__(tensors)
-        self.work, self.cause = work, cause
+        self.work = work
+        self.cause = cause
 
     def is_completed(self) -> bool:
         return self.done or self.work.is_completed()
@@ -195,7 +200,8 @@ class Progress(ABC):
     """
 
     def __init__(self, name: str, world: World) -> None:
-        self.world, self.deferred = world, _native.DeferredWork()
+        self.world = world
+        self.deferred = _native.DeferredWork()
         self.callback_threads: list[ThreadPoolExecutor] = []
         self.callback_threads_lock = threading.RLock()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)

@@ -3,6 +3,13 @@
 A `Gathering` is one rank's part of it, divided so that other operators can put work between its
 pieces: the first instructions, the transfers, and the arrivals in their order. The plain all-gather
 runs them one after the other.
+
+Rank 0 of two, in two pieces, time to the right; ``!`` notifies the peer, ``?`` waits for it::
+
+    push     | put a0 |!| put a1 |!| keep own |?| keep the peer's a0 |?| keep its a1 |
+    pull     | stage a0 |!| keep own a0 | stage a1 |!| keep own a1 |?| get a0 |?| get a1 |
+
+Between these pieces the fused operator puts its products.
 """
 
 from __future__ import annotations
@@ -96,7 +103,8 @@ def _published(
     """A gathering in which `readers` use this rank's rows in place, and this rank the rows of
     `peers`.
     """
-    pieces, ranks = request.pieces, layout(request.hosts or range(request.ranks))
+    pieces = request.pieces
+    ranks = layout(request.hosts or range(request.ranks))
     own = publish(rank, ranks, [(0, pieces)], symmetric, readers, peers)
     arrivals = [
         Arrival(Wait(Signal("ready", peer), 1), Region(peer, own.buffer, 0, pieces), peer * pieces)
@@ -137,11 +145,9 @@ def push(request: Request, rank: int, into: str = "inbox") -> Gathering:
     its rows to one rank of each other host, where all ranks of that host read them; ranks of its
     own host read its staged rows.
     """
-    pieces, order, hosts = (
-        request.pieces,
-        request.order,
-        layout(request.hosts or range(request.ranks)),
-    )
+    pieces = request.pieces
+    order = request.order
+    hosts = layout(request.hosts or range(request.ranks))
     if request.links > 1:
         hosts = hosts.toward(None)  # links take turns over all hosts
     local = local_peers(rank, hosts)
@@ -150,7 +156,8 @@ def push(request: Request, rank: int, into: str = "inbox") -> Gathering:
     first, last = open_to(sources, into, rank, hosts)
     remote = dict.fromkeys(hosts[peer] for peer in sources[::-1])
     notified = {rail_peer(rank, host, hosts): members(host, hosts) for host in remote}
-    targets, transfers = [*notified], []
+    targets = [*notified]
+    transfers = []
     for link in range(min(request.links, len(targets))):
         served = targets[link :: request.links]
         lane = enter_at(served, into, rank, hosts)
@@ -172,8 +179,11 @@ def ring(request: Request, rank: int, into: str) -> Gathering:
     it has to one rank of the next host, the rows of the nearest hosts first, and all ranks of a
     host read the rows that one of them has received.
     """
-    pieces, hosts = request.pieces, layout(request.hosts or range(request.ranks))
-    count, local, arrived = len(hosts.members), local_peers(rank, hosts), Counter[int]()
+    pieces = request.pieces
+    hosts = layout(request.hosts or range(request.ranks))
+    count = len(hosts.members)
+    local = local_peers(rank, hosts)
+    arrived = Counter[int]()
     to, previous = (rail_peer(rank, (hosts[rank] + step) % count, hosts) for step in (1, -1))
     sent = notify_all(rank, "arrived", members(hosts[to], hosts))
     part = _published(request, rank, False, local, local)
@@ -252,10 +262,8 @@ def all_gather(
     # whether several ranks of a host read the rows that arrive
     shared = hosts is not None and not one_rank_per_host(hosts)
     directly = (symmetric_gathered and not shared) or one_rank_per_host(hosts)
-    into, request = (
-        "gathered" if directly else "inbox",
-        Request(ranks, pieces, algorithm, symmetric_a, order, hosts, links=links),
-    )
+    into = "gathered" if directly else "inbox"
+    request = Request(ranks, pieces, algorithm, symmetric_a, order, hosts, links=links)
     through_slots = algorithm == "pull" and not symmetric_a and ranks > 1
     sent = [[Part(before(r, ranks), 0)] for r in range(ranks if through_slots else 0)]
     stream = Stream("staged", sent, pieces)

@@ -3,6 +3,15 @@
 Own rows are multiplied first, without waiting; peers' rows as they arrive. Adjacent arrivals are
 joined: a product over many rows is faster than several over few, and only the last rows are waited
 for in small pieces.
+
+Rank 0 of two by a push, in two pieces, time to the right; ``!`` notifies the peer, ``?`` waits for
+it::
+
+    compute  | own rows @ B        |?| peer's a0 @ B |?| peer's a1 @ B |
+    comm     | put a0 |!| put a1 |!|
+
+By pull and ring the comm lane gets, or sends on, what the compute lane multiplies next; a direct
+gather has no comm lane, as products read the peer's memory.
 """
 
 from __future__ import annotations
@@ -30,7 +39,8 @@ def all_gather_matmul(request: Request) -> Plan:
         request.algorithm,
         request.gathered,
     )
-    links, outs = request.links, outputs(request.weights)
+    links = request.links
+    outs = outputs(request.weights)
     buffers, result = gather_plan(ranks, pieces, ["gathered", *outs] if gathered else outs)
     into = "gathered" if gathered and algorithm == "pull" else "inbox"
 

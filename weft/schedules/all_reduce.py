@@ -1,5 +1,12 @@
 """All-reduce: every rank gets the sum over all ranks of their rows. All algorithms give equal bits
 on all ranks.
+
+Rank 0 of two, in two pieces of a share, time to the right; ``!`` notifies the peer, ``?`` waits for
+it::
+
+    one_shot  | stage all rows |!|?| add all rows |
+    two_shot  | stage its rows 0 |!| stage 1 |!|?| add own share 0 |!|?| add 1 |!|
+                |?| get the peer's sums 0 |?| get 1 |
 """
 
 from __future__ import annotations
@@ -67,7 +74,8 @@ def eager(levels: Levels, op: str = "sum") -> Plan:
         return {"compute": [*send_eagerly([everyone[r]], levels), reduced]}
 
     sent = Buffer.of("eager", everything(ranks, 1))
-    every, spaces = by_rank(ranks, lanes, (levels, op)), {"eager": sent}
+    every = by_rank(ranks, lanes, (levels, op))
+    spaces = {"eager": sent}
     return sum_plan("all_reduce", "eager", 1, op, every, spaces, everywhere=True)
 
 
@@ -145,7 +153,8 @@ def _two_shot_into_out(
     is done, so no other signal releases them. A rank accesses the same share of ``a`` and of
     ``out`` only, so both may be one tensor.
     """
-    here, targets = shard(rank, "out", rank, pieces), before(rank, ranks)
+    here = shard(rank, "out", rank, pieces)
+    targets = before(rank, ranks)
     lane, _ = reduce_published(rank, ranks, pieces, here[2:], here, op, symmetric=symmetric)
     lane += [Copy(here, here._replace(rank=peer)) for peer in targets]
     return lane + notify_all(rank, "reduced", targets) + wait_all("reduced", after(rank, ranks))
@@ -153,7 +162,8 @@ def _two_shot_into_out(
 
 def _ring(rank: int, ranks: int, pieces: int, op: str, symmetric: bool) -> list[Instruction]:
     """Share s starts at rank s+1 and is complete at rank s, from which its sum goes round again."""
-    following, previous = (rank + 1) % ranks, Signal("arrived", (rank - 1) % ranks)
+    following = (rank + 1) % ranks
+    previous = Signal("arrived", (rank - 1) % ranks)
     sent = Notify(following, Signal("arrived", rank))
     lane = enter(rank, ranks)
     for step in range(ranks):

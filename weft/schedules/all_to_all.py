@@ -1,4 +1,10 @@
-"""All-to-all: block p of rank r's rows goes to rank p, as its block r."""
+"""All-to-all: block p of rank r's rows goes to rank p, as its block r.
+
+Rank 0 of two that reads its peer's memory, in two pieces of a block, time to the right; ``!``
+notifies the peer, ``?`` waits for it::
+
+    compute  | stage piece 0 for the peer |!| keep own block | stage piece 1 |!|?| get 0 |?| get 1 |
+"""
 
 from __future__ import annotations
 
@@ -71,7 +77,8 @@ def all_to_all(
             ]
         return made + wait_all("arrived", remote) + own.last
 
-    several, of = hosts is not None, layout(hosts or (0,) * ranks)
+    several = hosts is not None
+    of = layout(hosts or (0,) * ranks)
     request = pieces, symmetric_a, several, few
     lanes = (
         over_hosts(of, lambda r, hosts: {"compute": lane(r, hosts)}, (*request, of))

@@ -1,4 +1,11 @@
-"""The plan of a barrier."""
+"""The plan of a barrier.
+
+Rank 0 of three, and of four in two groups of two, where rank 2 represents the other group; time to
+the right, ``!`` notifies a rank, ``?`` waits for it::
+
+    one level   | !2 | !1 | ?1 | ?2 |
+    two levels  | !1 | ?1 | !2 | ?2 |
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Broadcast: every rank gets the rows of one of them, the source."""
+"""Broadcast: every rank gets the rows of one of them, the source.
+
+Two ranks, in three pieces, time to the right; ``!`` notifies the peer, ``?`` waits for it::
+
+    source   | stage 0 |!| stage 1 |!| stage 2 |!|
+    rank 1             |?| get 0   |?| get 1   |?| get 2 |
+"""
 
 from __future__ import annotations
 
@@ -73,7 +79,9 @@ def _plan(
     lanes: PerRank[Mapping[str, tuple[Instruction, ...]]],
     **workspaces: Buffer,
 ) -> Plan:
-    ranks, every, none = len(lanes), range(pieces), range(0)
+    ranks = len(lanes)
+    every = range(pieces)
+    none = range(0)
     buffers = {
         "a": Buffer.of("input", [every if r == source else none for r in range(ranks)]),
         "staged": Buffer.of("workspace", [every] * ranks),
@@ -103,7 +111,8 @@ def _from_source(source: int, put: int, ranks: int) -> list[Instruction]:
 
 
 def _to_others(rank: int, source: int, pieces: int, put: int, ranks: int) -> list[Instruction]:
-    there, own = Region(source, "a", put, pieces), publish(rank, ranks, [], True, [], [source])
+    there = Region(source, "a", put, pieces)
+    own = publish(rank, ranks, [], True, [], [source])
     fetch = [
         Wait(Signal("ready", source), 1),
         Copy(there, there._replace(rank=rank, buffer="out")),
@@ -121,7 +130,8 @@ def eager(source: int, levels: Levels) -> Plan:
     """Broadcast of a few rows, symmetric or not: all ranks synchronize and then copy the rows from
     the eager buffer of the source.
     """
-    ranks, shared = len(levels[-1]), block(source, "eager", 0)
+    ranks = len(levels[-1])
+    shared = block(source, "eager", 0)
 
     def lane(r: int) -> list[Instruction]:
         barrier = synchronize(r, levels, "ready")
@@ -150,7 +160,8 @@ def push(source: int, hosts: Hosts, *, staged: bool = False) -> Plan:
         if r != source:
             holder = rail_peer(source, hosts[r], hosts)
             return [arrived, Copy(block(holder, "staged", 0), block(r, "out", 0)), *leave(r, hosts)]
-        local, own = local_peers(r, hosts), block(r, "a", 0)
+        local = local_peers(r, hosts)
+        own = block(r, "a", 0)
         made = [] if alone else enter(r, hosts)
         if local:
             made += [Copy(own, own._replace(buffer="staged")), *notify_all(r, "arrived", local)]
@@ -170,13 +181,15 @@ def ring(pieces: int, source: int, hosts: Hosts, *, staged: bool = False) -> Pla
     """Broadcast over several hosts: each host puts pieces to the next host as they arrive, so that
     the source sends them once.
     """
-    around, alone = len(layout(hosts).members), one_rank_per_host(hosts) and not staged
+    around = len(layout(hosts).members)
+    alone = one_rank_per_host(hosts) and not staged
     into = "out" if alone else "staged"
     holders = [rail_peer(source, (hosts[source] + step) % around, hosts) for step in range(around)]
 
     def lane(r: int, hosts: Layout) -> list[Instruction]:
         step = (hosts[r] - hosts[source]) % around
-        before, holder = Signal("arrived", holders[step - 1]), holders[step]
+        before = Signal("arrived", holders[step - 1])
+        holder = holders[step]
         following = holders[step + 1] if r == holder and step + 1 < around else None
         made: list[Instruction] = []
         if into == "out":  # the previous holder may write to it once this rank has made the call

@@ -5,6 +5,13 @@ A sum begins at host 0 and is complete at the last host, so its terms are the te
 (`host_sums`), in the same order: the same bits if running sums are not rounded. From there it is
 sent on, over host 0 again, to its owner, or to all. That is up to twice the bytes of a push. On one
 host every rank can be treated as a host of its own.
+
+A reduce-scatter over three hosts of one rank, with block b of rank b, time to the right; ``?``
+waits for the previous rank, and ``→`` puts to the next one and notifies it::
+
+    rank 0  | 0 → | 1 → | 2 → |                         |?| 1 → | keep 0 |
+    rank 1        |?| add 0 → |?| add 1 → |?| add 2 →         |?| keep 1 |
+    rank 2                    |?| add 0 → |?| add 1 → |?| add and keep 2 |
 """
 
 from __future__ import annotations
@@ -57,7 +64,8 @@ class HostRing(HostPart):
 
     def make_all(self, make: Make) -> list[Instruction]:
         """Make all pieces, and notify their reducers; or all rows at once."""
-        lane, rank = enter(self.rank, self.hosts), self.rank
+        lane = enter(self.rank, self.hosts)
+        rank = self.rank
         if self.at_once:
             lane.append(make(rank, 0, self.ranks * self.cut))
             return lane + notify_all(rank, "made", self.here)
@@ -77,10 +85,8 @@ class HostRing(HostPart):
         arrived = Counter[int]()
         for count, piece in enumerate(self.own, 1):
             rows = block(self.rank, self.source, piece.at)
-            running, parts = (
-                rows._replace(buffer="running"),
-                tuple(rows._replace(rank=peer) for peer in self.here),
-            )
+            running = rows._replace(buffer="running")
+            parts = tuple(rows._replace(rank=peer) for peer in self.here)
             lane += wait_all("made", producers, 1 if self.at_once else count)
             if len(parts) > 1 and self.hosts[piece.owner] != self.host:
                 hosted = rows._replace(buffer="hosted")

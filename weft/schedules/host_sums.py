@@ -6,6 +6,13 @@ of its host, and puts the sum to the owner. The owner adds its own host's rows a
 sums in the order of hosts, and of ranks within its host: the same bits on every run. So a sum of
 another host is a term like a row of the own host, and is rounded in the same manner. With one rank
 on each host that is the order of ranks, and no rows are added up before they are sent.
+
+A reduce-scatter of ranks 0 and 1 on one host and rank 2 on another, with block b of rank b, time to
+the right; ``!`` notifies a rank, ``?`` waits for it. Rank 0 reduces its host's rows of block 2::
+
+    rank 0  | stage |!1|?1| add 0 and 1's block 2 | put the sum to 2 |!2|?2| add block 0 |
+    rank 1  | stage |!0|?0|?2| add block 1 |
+    rank 2  | stage | put block 0 |!0| put block 1 |!1|?0| add block 2 |
 """
 
 from __future__ import annotations
@@ -35,7 +42,11 @@ buffer that is added up.
 """
 
 PARTS = 4
-"""Products per block: fewer delay the first transfer, more make each product slower."""
+"""Products per block: fewer delay the first transfer, more make each product slower.
+
+Measured on two hosts of 2 cores: products of 64 rows took up to 1.6 times as long as one large one
+(`weft bench matmul-reduce-scatter --shape 2048x512x2048`).
+"""
 
 
 class Piece(NamedTuple):
@@ -189,7 +200,8 @@ class HostSums(HostPart):
         """Add up this host's rows of a piece, after `producers` have made theirs, and put the sum
         to the owner.
         """
-        lane, sums = self.wait_for(piece, producers), block(self.rank, self.source, piece.at)
+        lane = self.wait_for(piece, producers)
+        sums = block(self.rank, self.source, piece.at)
         if len(self.here) > 1:
             products = tuple(sums._replace(rank=peer) for peer in self.here)
             sums = sums._replace(buffer="hosted")
@@ -233,7 +245,8 @@ class HostSums(HostPart):
 
         `own_elsewhere`: another lane makes the sum of the own rows, and notifies this one.
         """
-        rank, together = self.rank, not one_rank_per_host(self.hosts)
+        rank = self.rank
+        together = not one_rank_per_host(self.hosts)
         lane: list[Instruction] = []
         for owner in [rank, *after(rank, self.hosts)]:
             if owner != rank or (own_elsewhere and together):

@@ -2,6 +2,12 @@
 a and a B of its own.
 
 Sums are taken in rank order by every algorithm, so all ranks hold equal bits.
+
+Rank 0 of two, time to the right; ``!`` notifies the peer, ``?`` waits for it::
+
+    one_shot  | product of piece 0 |!| of piece 1 |!|?| add both 0 |?| add both 1 |
+    two_shot  | product of the peer's share |!| own piece 0 |?| add | own piece 1 | add |!|
+                copy own sums |?| get the peer's sums |
 """
 
 from __future__ import annotations
@@ -50,7 +56,8 @@ def matmul_all_reduce(request: Request) -> Plan:
 
 
 def _one_shot(request: Request, rank: int) -> Lanes:
-    ranks, every = request.ranks, range(request.ranks * request.pieces)
+    ranks = request.ranks
+    every = range(request.ranks * request.pieces)
     pieces = [every[at : at + ranks] for at in every[::ranks]]
     lane = enter(rank, ranks)
     for count, piece in enumerate([*pieces, None]):

@@ -4,6 +4,14 @@ with an a and a B of its own.
 Peers' blocks are multiplied first, each for the peer that needs it next, and the own block last, in
 pieces: meanwhile the peers' products arrive, and a piece is added up while it is in the cache.
 Every algorithm adds in rank order.
+
+Rank 0 of two by a push, in two pieces, time to the right; p is a product for the peer, ``!``
+notifies the peer, ``?`` waits for it::
+
+    compute  | p0   | p1          | own product 0 |?| add peer's 0 | own product 1 |?| add 1 |
+    comm            | put p0 |!| put p1 |!|
+
+A put has no comm lane: products are made in the peer's memory.
 """
 
 from __future__ import annotations
@@ -61,7 +69,8 @@ def sum_of_products(
     share a host.
     """
     ranks, pieces, algorithm = request.ranks, request.pieces, request.algorithm
-    every, of = everything(ranks, pieces), layout(request.hosts or range(ranks))
+    every = everything(ranks, pieces)
+    of = layout(request.hosts or range(ranks))
     owned = every if everywhere else shards(ranks, pieces)
 
     def lanes(rank: int, hosts: Layout = of) -> Lanes:
@@ -111,7 +120,8 @@ def add_where_made(
     if they cannot be read in place.
     """
     ranks, pieces = request.ranks, request.pieces
-    own, lane = range(rank * pieces, (rank + 1) * pieces), enter(rank, ranks)
+    own = range(rank * pieces, (rank + 1) * pieces)
+    lane = enter(rank, ranks)
     for peer in after(rank, ranks):
         lane += [
             multiply(rank, peer * pieces, (peer + 1) * pieces),
@@ -132,12 +142,10 @@ def add_where_made(
 
 
 def _push(request: Request, rank: int) -> Lanes:
-    ranks, pieces, links, peers = (
-        request.ranks,
-        request.pieces,
-        request.links,
-        after(rank, request.ranks),
-    )
+    ranks = request.ranks
+    pieces = request.pieces
+    links = request.links
+    peers = after(rank, request.ranks)
     lane = enter(rank, ranks)
     puts: list[list[Instruction]] = [[] for _ in range(links)]
     for count, (peer, piece) in enumerate(in_order(request.order, peers, pieces), 1):
@@ -189,20 +197,21 @@ def _sequential(request: Request, rank: int) -> Lanes:
         request.remote_reads,
         request.links,
     )
-    peers, lane = after(rank, ranks), [*enter(rank, ranks), multiply(rank, 0, ranks * pieces)]
+    peers = after(rank, ranks)
+    lane = [*enter(rank, ranks), multiply(rank, 0, ranks * pieces)]
     puts = [
         [i for peer in peers[link::links] for i in _put(request, rank, peer, 0, pieces)]
         for link in range(links)
     ]
     if remote_reads:
-        lane, puts = lane + notify_all(rank, "ready", before(rank, ranks)), []
+        lane = lane + notify_all(rank, "ready", before(rank, ranks))
+        puts = []
     elif links == 1:
-        lane, puts = lane + puts[0], []
+        lane = lane + puts[0]
+        puts = []
     else:
-        lane, puts = (
-            lane + notify_all(rank, "made", [rank]),
-            [[Wait(Signal("made", rank), 1), *put] for put in puts if put],
-        )
+        lane = lane + notify_all(rank, "made", [rank])
+        puts = [[Wait(Signal("made", rank), 1), *put] for put in puts if put]
     lane += wait_all("ready" if remote_reads else "arrived", peers)
     lane += [_add(request, rank, piece, put=not remote_reads) for piece in range(pieces)]
     return concurrent(lane + leave(rank, ranks), puts)
@@ -274,7 +283,8 @@ def add_arrived(
     request: Request, rank: int, piece: range, part: range, into: Region, ready: int, gotten: int
 ) -> list[Instruction]:
     """Wait until the peers' products of a piece can be added, and add them."""
-    reads, peers = request.remote_reads, after(rank, request.ranks)
+    reads = request.remote_reads
+    peers = after(rank, request.ranks)
     waits = wait_all("ready", peers, ready) if reads else wait_all("gotten", [rank], gotten)
     return [*waits, add(request, rank, piece, part, into, moved=not reads)]
 

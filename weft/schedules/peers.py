@@ -50,7 +50,9 @@ class Layout(tuple[int, ...]):
         """The same layout, in which only ranks of `host` are visited; all if it is None."""
         if host not in self._views:
             view = self._views[host] = Layout(self)
-            view.visited, view.members, view.places = host, self.members, self.places
+            view.visited = host
+            view.members = self.members
+            view.places = self.places
             view._views = self._views
         return self._views[host]
 
@@ -58,7 +60,9 @@ class Layout(tuple[int, ...]):
         """The visited peers of a rank in rotated order; in place of several that are left out
         between them, one of these: what a rank does for it separates messages.
         """
-        at, found, last = bisect(self.seen, rank), list[int](), rank
+        at = bisect(self.seen, rank)
+        found = list[int]()
+        last = rank
         peers = [peer for peer in (*self.seen[at:], *self.seen[:at]) if peer != rank]
         for peer in (*peers, rank):
             if (peer - last) % len(self) > 1:
@@ -75,7 +79,8 @@ class Layout(tuple[int, ...]):
         """The ranks whose rows this rank sends or receives on behalf of its host, its own
         included, in order: those whose `rail_peer` it is.
         """
-        place, size = self.places[rank], len(self.members[self[rank]])
+        place = self.places[rank]
+        size = len(self.members[self[rank]])
         others = (of[place::size] for host, of in enumerate(self.members) if host != self[rank])
         return sorted([rank, *(owner for owners in others for owner in owners)])
 
@@ -135,7 +140,8 @@ def other_hosts(rank: int, hosts: Hosts) -> list[int]:
 
 def local_peers(rank: int, hosts: Hosts) -> list[int]:
     """The other ranks of a rank's host, in rotated order; one of them if others are visited."""
-    here, place = members(hosts[rank], hosts), layout(hosts).places[rank]
+    here = members(hosts[rank], hosts)
+    place = layout(hosts).places[rank]
     found = [*here[place + 1 :], *here[:place]]
     return found if layout(hosts).sees(rank) else found[:1]
 

@@ -1,4 +1,10 @@
-"""Reduce-scatter: rank r gets the sum over all ranks of their rows of block r."""
+"""Reduce-scatter: rank r gets the sum over all ranks of their rows of block r.
+
+Rank 0 of two by a push, in two pieces of a block, time to the right; ``!`` notifies the peer, ``?``
+waits for it::
+
+    compute  | put its rows 0 |!| put its rows 1 |!|?| add own and arrived 0 |?| add 1 |
+"""
 
 from __future__ import annotations
 
@@ -61,7 +67,8 @@ def sum_plan(
     """A reduce-scatter by `op` or, if sums are kept `everywhere`, an all-reduce through these
     workspaces; ``eager`` synchronizes.
     """
-    ranks, every = len(lanes), everything(len(lanes), pieces)
+    ranks = len(lanes)
+    every = everything(len(lanes), pieces)
     owned = every if everywhere else shards(ranks, pieces)
     buffers = {"a": Buffer.of("input", every), "out": Buffer.of("output", owned), **workspaces}
     synchronizes = algorithm == "eager"
@@ -93,7 +100,8 @@ def reduce_scatter(ranks: int, pieces: int, op: str = "sum", *, symmetric_a: boo
     def lanes(rank: int) -> Lanes:
         if not symmetric_a and ranks > 1:
             return {"compute": _through_slots(rank, op, stream)}
-        share, out = (rank * pieces, (rank + 1) * pieces), Region(rank, "out", 0, pieces)
+        share = (rank * pieces, (rank + 1) * pieces)
+        out = Region(rank, "out", 0, pieces)
         first, last = reduce_published(rank, ranks, pieces, share, out, op, symmetric=True)
         return {"compute": [*first, *last]}
 
@@ -140,7 +148,8 @@ def eager(levels: Levels, op: str = "sum") -> Plan:
         return {"compute": [*sent, Reduce(terms, block(r, "out", 0), op)]}
 
     eager_blocks = Buffer.of("eager", [[p for p in range(ranks) if p != r] for r in range(ranks)])
-    every, spaces = by_rank(ranks, lanes, (levels, op)), {"eager": eager_blocks}
+    every = by_rank(ranks, lanes, (levels, op))
+    spaces = {"eager": eager_blocks}
     return sum_plan("reduce_scatter", "eager", 1, op, every, spaces, everywhere=False)
 
 

@@ -10,7 +10,9 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
 EAGER_BUFFER_BYTES = 64 << 10
-"""Bytes of an eager buffer, the limit of eager messages; equal to `Program::kEager`."""
+"""Bytes of an eager buffer, the limit of eager messages: it bounds their memory, which every rank
+has twice. Equal to `Program::kEager`.
+"""
 
 
 @dataclass(frozen=True)

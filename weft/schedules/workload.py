@@ -17,7 +17,9 @@ from weft.schedules.levels import Levels
 from weft.schedules.peers import Hosts
 
 PIECES = 16
-"""Transfers per shard: enough that little is left to do when the last one arrives."""
+"""Transfers per shard: at best all but one of them are hidden, so 6 % of the communication is not.
+Twice as many would hide 3 % more, with twice the signals.
+"""
 
 Order = Literal["peer", "interleaved"]
 ORDERS: tuple[str, ...] = get_args(Order)
@@ -98,6 +100,9 @@ def pieces(rows: int, most: int) -> int:
 FEW_ROWS = 32
 """The number of rows of a rank up to which one product, which reads the weight once, is faster than
 one for each rank or piece.
+
+Measured on a 2-core Zen 4: by a packed weight of 2048 x 2048, two products of 16 rows take 1.14
+times as long as one of 32, and two of 128 rows 1.04 times as long as one of 256.
 """
 
 

@@ -26,9 +26,19 @@ from weft.vllm.communicator import Communicator
 from weft.vllm.products import Rows, is_row_wise, kernel_name, sent_rows
 from weft.vllm.row_shard import RowShard, shard_among
 
-ROWS_SHARDED = 256  # from which on each rank keeps its own rows
-SLOW_MS = 4  # milliseconds of an all-reduce of 1 MiB, from which on a link is slow
-_PROBES = 5
+ROWS_SHARDED = 256
+"""Rows from which on each rank keeps its own.
+
+Measured on two hosts of 2 cores, 1 Gbit/s: 512 rows take 0.89 of the time of an all-reduce after
+the product, 128 rows 1.05 (`benchmarks/vllm_layers.py 64,128,512`).
+"""
+SLOW_MS = 4
+"""Milliseconds of an all-reduce of 1 MiB, from which on a link is slow.
+
+Measured on two hosts of 2 cores: 512 rows take 1.08 times as long at 10 Gbit/s, where it takes
+less, and 0.89 times at 1 Gbit/s, where it takes more.
+"""
+_PROBES = 5  # all-reduces whose median counts: up to two may be disturbed
 
 
 class RowParallelLinear(linear.RowParallelLinear):  # type: ignore[misc]
@@ -95,7 +105,8 @@ class _ColumnParallel(linear.ColumnParallelLinear):  # type: ignore[misc]
             bias = None if self.skip_bias_add else self.bias
             columns, dtype = self.input_size_per_partition, input_.dtype
             self._rows = sent_rows(self, columns, dtype)(self, columns, dtype, bias)
-        rows, run = self._rows, shard.communicator.run
+        rows = self._rows
+        run = shard.communicator.run
         output = run(all_gather_matmul, rows.sent(shard.own), rows.weight, shard_rows=shard.sizes)
         return _returned(self, output)
 
@@ -140,7 +151,8 @@ def _reason(layer: nn.Module) -> str:
 @cache
 def _link_ms(communicator: Communicator) -> float:
     """The median milliseconds of an all-reduce of 1 MiB, of the slowest rank; collective."""
-    tensor, times = torch.zeros(1 << 18, device="cpu"), []
+    tensor = torch.zeros(1 << 18, device="cpu")
+    times = []
     for _ in range(_PROBES):
         start = time.perf_counter()
         communicator.all_reduce(tensor)
@@ -159,7 +171,8 @@ def explain(model: nn.Module) -> str:
             overlapped = "matmul_reduce_scatter"
         elif isinstance(layer, _ColumnParallel):
             rows = sent_rows(layer, layer.input_size_per_partition, layer.params_dtype)
-            after, overlapped = "no communication", f"all_gather_matmul of {rows.words}"
+            after = "no communication"
+            overlapped = f"all_gather_matmul of {rows.words}"
         else:
             continue
         how = (

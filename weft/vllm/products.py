@@ -44,7 +44,9 @@ class Rows:
     words = "rows"
 
     def __init__(self, layer: Any, columns: int, dtype: torch.dtype, bias: Tensor | None) -> None:
-        self.layer, self.bias, self.dtype = layer, bias, dtype
+        self.layer = layer
+        self.bias = bias
+        self.dtype = dtype
         self.weight: FunctionWeight = weight(
             self._multiply,
             (columns, layer.output_size_per_partition),
@@ -70,7 +72,8 @@ class Int8Rows(Rows):
 
     def __init__(self, layer: Any, columns: int, dtype: torch.dtype, bias: Tensor | None) -> None:
         super().__init__(layer, (columns + _SCALE_BYTES) // dtype.itemsize, dtype, bias)
-        self.columns, self.kernel = columns, kernel_of(layer)
+        self.columns = columns
+        self.kernel = kernel_of(layer)
 
     def sent(self, x: Tensor) -> Tensor:
         quantised, scales, _ = vllm_operators.onednn_scaled_int8_quant(x)

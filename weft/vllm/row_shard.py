@@ -31,7 +31,10 @@ class RowShard(Tensor):
         made: RowShard = Tensor._make_wrapper_subclass(
             cls, shape, dtype=own.dtype, device=own.device
         )
-        made.own, made.sizes, made.communicator, made.gathered = own, sizes, communicator, None
+        made.own = own
+        made.sizes = sizes
+        made.communicator = communicator
+        made.gathered = None
         return made
 
     @classmethod

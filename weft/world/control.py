@@ -24,7 +24,7 @@ from weft.world.transport import Buffer
 
 LONGEST = 16385  # bytes of a message, without those that follow it
 _LENGTH = struct.Struct("<I")  # of a message, in front of it
-_AT_ONCE = 1 << 14  # bytes received before it is known where they belong
+_AT_ONCE = 1 << 14  # bytes received, and copied, before it is known where they belong: a message
 
 
 class Landing:
@@ -33,7 +33,9 @@ class Landing:
     """
 
     def __init__(self, place: memoryview, done: Callable[[], object]) -> None:
-        self.rest, self._done, self._lock = place, done, threading.Lock()
+        self.rest = place
+        self._done = done
+        self._lock = threading.Lock()
 
     def fill(self, read: Callable[[memoryview], int]) -> int:
         """Let `read` fill the beginning of the rest; the number of its bytes, 0 at the end."""
@@ -47,7 +49,8 @@ class Landing:
     def abandon(self) -> None:
         """From now on drop the bytes: nothing is written to the place any more."""
         with self._lock:
-            self.rest, self._done = memoryview(bytearray(len(self.rest))), lambda: None
+            self.rest = memoryview(bytearray(len(self.rest)))
+            self._done = lambda: None
 
 
 class Control:

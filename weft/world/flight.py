@@ -76,7 +76,8 @@ def write(world: Peers, error: BaseException, culprit: int | None) -> Path | Non
     `error` closed the world, `culprit` is the rank that caused it, if that is another one.
     """
     try:
-        into, record = folder(), _record(world, error, culprit)
+        into = folder()
+        record = _record(world, error, culprit)
         if into is None or not any(rank["calls"] for rank in record["ranks"]):
             return None
         into.mkdir(parents=True, exist_ok=True)

@@ -51,7 +51,8 @@ def _of_layers(trace: TracebackType | None) -> list[str]:
     """The name of the innermost layer of weft's that a call has reached, in the outermost module
     that calls it.
     """
-    modules, own = list[torch.nn.Module](), None
+    modules = list[torch.nn.Module]()
+    own = None
     while trace is not None:
         frame = trace.tb_frame
         module = frame.f_locals.get("self")

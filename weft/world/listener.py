@@ -137,8 +137,13 @@ class _Outbound:
     """
 
     def __init__(self, rank: int, peer: int, pid: int, address: Address) -> None:
-        self.rank, self.peer, self.pid, self.address = rank, peer, pid, address
-        self.socket, self.started, self.connected = _nonblocking(address.family), False, False
+        self.rank = rank
+        self.peer = peer
+        self.pid = pid
+        self.address = address
+        self.socket = _nonblocking(address.family)
+        self.started = False
+        self.connected = False
 
     def advance(self) -> None:
         """Connect and send the hello, as far as possible without waiting."""
@@ -189,7 +194,9 @@ class _Inbound:
     """
 
     def __init__(self, rank: int, listener: Listener, peers: Mapping[int, object]) -> None:
-        self.rank, self.listener, self.peers = rank, listener, peers
+        self.rank = rank
+        self.listener = listener
+        self.peers = peers
         self.identified: dict[int, socket.socket] = {}
         self.unidentified: dict[socket.socket, bytes] = {}
 
@@ -286,7 +293,9 @@ def listen_to_hosts(rank: int) -> Listener:
     the address of this host's name, else on that of a route to other networks. Raises `WeftError`
     if there is no address.
     """
-    interface, here, tried = named_interface(), addresses(), []
+    interface = named_interface()
+    here = addresses()
+    tried = []
     for host in [here[interface]] if interface in here else [] if interface else _candidates(here):
         try:
             if not ipaddress.ip_address(host).is_loopback:

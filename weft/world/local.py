@@ -55,10 +55,14 @@ class LocalWorld:
         options: DeviceOptions = DEFAULT,
         hosts: Sequence[int] = (),
     ) -> None:
-        self.ranks, self.device, self.closed = ranks, backend.device, False
+        self.ranks = ranks
+        self.device = backend.device
+        self.closed = False
         self.hosts = hosts or (0,) * ranks
         self.threads = [ThreadPoolExecutor(1, f"rank {rank}") for rank in range(ranks)]
-        self._timeout, self._backend, self._options = timeout, backend, options
+        self._timeout = timeout
+        self._backend = backend
+        self._options = options
         self._returned = set[int]()
         self.before = torch.get_num_threads(), _native.allow_teams(True)
         self.worlds = self._new_worlds()
@@ -67,7 +71,8 @@ class LocalWorld:
     def _new_worlds(self) -> list[World]:
         """A world of all ranks, on each rank's thread."""
         ranks, hosts = self.ranks, self.hosts
-        cores, nowhere = frozenset(os.sched_getaffinity(0)), Address("", 0, secrets.token_bytes(16))
+        cores = frozenset(os.sched_getaffinity(0))
+        nowhere = Address("", 0, secrets.token_bytes(16))
         infos = [
             RankInfo(
                 os.getpid(),
@@ -89,14 +94,16 @@ class LocalWorld:
 
         def make(rank: int) -> World:
             torch.set_num_threads(threads_per_rank(ranks))
-            ends, relay = {peer: end.detach() for peer, end in sockets[rank].items()}, None
+            ends = {peer: end.detach() for peer, end in sockets[rank].items()}
+            relay = None
             if control[rank]:
                 relay = Relay(rank, control[rank], TcpTransport(rows[rank]), self._timeout)
                 ends |= {peer: end.detach() for peer, end in relay.sockets().items()}
             mesh = _native.Mesh([ends.get(peer, -1) for peer in range(ranks)])
             world = World(rank, infos, mesh, self._timeout, self._backend, relay)
             world.device_options = self._options
-            world.maker, world.returned = LOCAL_MAKER, self._returned
+            world.maker = LOCAL_MAKER
+            world.returned = self._returned
             default_here(world)
             log_made(world)
             return world

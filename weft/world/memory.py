@@ -32,7 +32,9 @@ class DeviceSegment:
     """
 
     def __init__(self, parts: Sequence[torch.Tensor], world: int, number: int) -> None:
-        self.parts, self.world, self.number = parts, world, number
+        self.parts = parts
+        self.world = world
+        self.number = number
         self.size = parts[0].numel()
 
     def base(self, rank: int) -> int:
@@ -101,7 +103,8 @@ def allocate(
     compiled = _native.Compiled(call, 0, [], world.ranks)
     world.executor.begin(compiled, world.timeout)
     parts: list[Any] = [None] * world.ranks  # None for ranks on other hosts
-    failures, file = dict[int, str](), None
+    failures = dict[int, str]()
+    file = None
     try:
         _check_available(size, sum(map(world.same_host, range(world.ranks))))
         parts[world.rank], file = _native.create_mapping(size)

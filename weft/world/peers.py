@@ -33,7 +33,12 @@ if TYPE_CHECKING:
     from weft.world.backend import Backend
 
 _log = logging.getLogger("weft")
-_SPINS = 200  # tests of a counter before a wait yields: some microseconds
+_SPINS = 200
+"""Tests of a counter before a wait yields: some microseconds.
+
+Measured on a 2-core Zen 4: messages of 8 B to 16 MiB between two ranks take 1.05 to 1.2 times as
+long with 20, 1.0 to 3.8 times with 2000, as other programs ran beside them.
+"""
 
 
 class OnError:
@@ -110,15 +115,21 @@ class Peers:
         backend: Backend,
         relay: Relay | None = None,
     ) -> None:
-        self.rank, self.ranks, self.timeout, self.relay = rank, len(infos), timeout, relay
-        self.backend, self.device_options = backend, DEFAULT
-        self.device, self.stream_ordered = backend.device, backend.stream_ordered
+        self.rank = rank
+        self.ranks = len(infos)
+        self.timeout = timeout
+        self.relay = relay
+        self.backend = backend
+        self.device = backend.device
+        self.stream_ordered = backend.stream_ordered
         self.comm_threads = backend.comm_threads
+        self.device_options = DEFAULT
         self.others = [peer for peer in range(self.ranks) if peer != rank]
         self.hosts = numbered(info.host for info in infos)
         self.multi_host = relay is not None
         self.topology = self.hosts if self.multi_host else None
-        self.locality_groups, self.oversubscribed = groups(infos), oversubscribed(infos)
+        self.locality_groups = groups(infos)
+        self.oversubscribed = oversubscribed(infos)
         self.global_ranks: Sequence[int] = range(self.ranks)
         self.pids = [info.pid for info in infos]
         self.cores = [info.cores for info in infos]
@@ -273,7 +284,8 @@ class Peers:
             text = error.how if isinstance(error, PeerLost) else str(error)
             text = text.encode(errors="replace")[:8000].decode(errors="ignore")
             self.mesh.abort(type(error).__name__, self.rank if culprit is None else culprit, text)
-            self.unreported, self.closed = in_background, f"{type(error).__name__}: {error}"
+            self.unreported = in_background
+            self.closed = f"{type(error).__name__}: {error}"
             self.failed_at = time.monotonic()
             if self.relay is not None:
                 self.relay.close()  # no message may arrive in memory that is returned to the caller

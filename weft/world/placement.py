@@ -80,7 +80,8 @@ def bind_as_launched() -> None:
     """Bind this process to its rank's share, unless its launcher bound it, it is the only rank, or
     WEFT_BIND is 0.
     """
-    ranks, rank = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", -1))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    rank = int(os.environ.get("LOCAL_RANK", -1))
     if variables.value(OFF) == "0" or ranks < 2 or not 0 <= rank < ranks:
         return
     with contextlib.suppress(ProcessLookupError):  # its launcher has ended

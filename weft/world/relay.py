@@ -37,8 +37,17 @@ _OF_MESH = re.compile(rb"n|f$|a[^\n]*\n\d{1,9}\n", re.DOTALL)
 # of a call: its number and its digest, or how often it was refused; its text, or the error, follows
 CALL = struct.Struct("<cQQ")
 _TEXT = 512  # bytes of that text
-_AT_ONCE = 1 << 18  # bytes up to which the caller's thread sends rows as far as it need not wait
-_TOGETHER = 1e-3  # seconds in which calls are begun that peers are told of by one message
+_AT_ONCE = 1 << 18
+"""Bytes up to which the caller's thread sends rows as far as it need not wait.
+
+Measured on two hosts of 2 cores: all-to-all of 8 bytes takes 54 us, with the call cache, and 110 to
+170 before both (`weft bench all-to-all --sizes 8:256K:8`).
+"""
+_TOGETHER = 1e-3
+"""Seconds in which calls are begun that peers are told of by one message.
+
+Measured on two hosts of 2 cores: all-to-all of 8 bytes takes 43 us instead of 54.
+"""
 _NOTICED = 0.5  # seconds until all threads have noticed that a peer hung up
 _LINGER = 0.5  # seconds that peers have to receive messages under way and to hang up
 
@@ -67,7 +76,8 @@ class _Outbox:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.calls: deque[list[int]] = deque()
-        self.sending, self.queued = False, 0
+        self.sending = False
+        self.queued = 0
 
     def is_turn(self, call: int) -> bool:
         """Whether a message of a call may be sent now."""
@@ -98,12 +108,12 @@ class Relay:
         transport: Transport,
         timeout: float,
     ) -> None:
-        self.rank, self.peers, self.timeout = rank, list(control), timeout
+        self.rank = rank
+        self.peers = list(control)
+        self.timeout = timeout
         self.control = {peer: Control(connection) for peer, connection in control.items()}
-        self.transport, self.remote = (
-            transport,
-            Remote(rank, control, self._send_request, self._wake),
-        )
+        self.transport = transport
+        self.remote = Remote(rank, control, self._send_request, self._wake)
         self.unsent: set[int] = set()  # peers to whom messages wait for the connection
         self.wake, self.woken = socket.socketpair()  # to the thread that forwards, when there are
         self.wake.setblocking(False)
@@ -144,7 +154,8 @@ class Relay:
         for an error and the rank that caused it.
         """
         # All live until the world is closed, at the latest when the interpreter ends.
-        self.executor, self.fail = executor, fail
+        self.executor = executor
+        self.fail = fail
         self.remote.serve(mesh)
 
         def failed(error: BaseException) -> None:
@@ -211,7 +222,8 @@ class Relay:
         few = sum(map(len, messages)) <= _AT_ONCE
         with outbox.changed:
             begins = few and not outbox.queued and outbox.is_turn(tag.call)
-            outbox.sending, outbox.queued = outbox.sending or begins, outbox.queued + 1
+            outbox.sending = outbox.sending or begins
+            outbox.queued = outbox.queued + 1
         rest: Sequence[Buffer] = ()
         if begins:
             with self._tolerates_hang_up(peer):
@@ -272,7 +284,8 @@ class Relay:
         the time limit.
         """
         with self.closing:
-            first, self.closed = not self.closed, True
+            first = not self.closed
+            self.closed = True
             self.transport.abort()
         self.remote.abandon()
         self.begun.set()

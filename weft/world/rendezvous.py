@@ -36,7 +36,8 @@ Info = TypeVar("Info")
 STARTING = 300.0
 """Default seconds for all ranks of a launcher to reach `weft.init`: imports may be slow."""
 
-_MESSAGE_BYTES, _TAG = 1 << 14, 0x7FFFFFFE  # of the messages of a `GroupRendezvous`
+_MESSAGE_BYTES = 1 << 14  # of the messages of a `GroupRendezvous`
+_TAG = 0x7FFFFFFE  # of these messages
 _GIVE_UP = 0.5  # seconds that a rank which gives up may take to inform the others
 _PATIENCE = 10.0  # seconds of waiting for ranks, after which a warning names them
 _NAMED = 15.0  # seconds in which the name of rank 0's host must become known
@@ -103,11 +104,9 @@ def launched(timeout: float) -> tuple[Store, int, int]:
 
 
 def _store(rank: int, ranks: int, address: str, port: int, timeout: float) -> Store:
-    deadline, where, ours = (
-        time.monotonic() + timeout,
-        f"{address}:{port}",
-        f"job {job()}" if job() else "the job",
-    )
+    deadline = time.monotonic() + timeout
+    where = f"{address}:{port}"
+    ours = f"job {job()}" if job() else "the job"
     advice = "is it started, and are MASTER_ADDR and MASTER_PORT equal on all ranks and reachable?"
     # else torchrun serves the store
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -140,7 +139,8 @@ def _store(rank: int, ranks: int, address: str, port: int, timeout: float) -> St
     )
     store = PrefixStore(str(store.add(f"{rank}", 1)), store)
     store.set(f"here {rank}", "")
-    keys, warned = [f"here {peer}" for peer in range(ranks)], False
+    keys = [f"here {peer}" for peer in range(ranks)]
+    warned = False
     while True:
         patience = min(time.monotonic() + _PATIENCE, deadline)
         try:
@@ -171,15 +171,18 @@ def _resolve(address: str, deadline: float) -> None:
     """Return once the address of rank 0 has been resolved: the name of a container may be some
     seconds late.
     """
-    deadline, warned = min(deadline, time.monotonic() + _NAMED), False
+    deadline = min(deadline, time.monotonic() + _NAMED)
+    warned = False
     while True:
         try:
             socket.getaddrinfo(address, None)
             return
         except socket.gaierror as error:
-            why, possible = error.strerror, True
+            why = error.strerror
+            possible = True
         except UnicodeError:  # an empty or very long part
-            why, possible = "no name of a host", False
+            why = "no name of a host"
+            possible = False
         text = (
             f"MASTER_ADDR is {address!r}, which cannot be resolved ({why}): set it to the name or "
             "address of rank 0's host"
@@ -308,7 +311,8 @@ def launcher_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
     _check_ranks(variables)
     mpich = "PMI_RANK" in environment  # it names no job, but its ranks on a host have one parent
     if mpich and _several_hosts(variables):
-        name, port = "", 29500
+        name = ""
+        port = 29500
     else:
         name = _job_of_launcher(environment, mpich)
         port = 20000 + zlib.crc32(name.encode()) % 12000
@@ -369,7 +373,9 @@ class GroupRendezvous:
     """The rendezvous of ranks in a process group that has gloo."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.ranks = dist.get_world_size(group)
         self.peers = [peer for peer in range(self.ranks) if peer != self.rank]
 
     @contextlib.contextmanager
@@ -381,8 +387,11 @@ class GroupRendezvous:
         naming one that runs another version of weft, belongs to another job, or sends another form
         of message.
         """
-        group, rank, infos = self.group, self.rank, [own] * self.ranks
-        deadline, in_flight = time.monotonic() + timeout, self._send(_announcement(own))
+        group = self.group
+        rank = self.rank
+        infos = [own] * self.ranks
+        deadline = time.monotonic() + timeout
+        in_flight = self._send(_announcement(own))
         for peer in self.peers:
             theirs = torch.empty(_MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
             try:
@@ -421,7 +430,8 @@ class StoreRendezvous:
     """The rendezvous of ranks that share a store and nothing else."""
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
-        self.rank, self.ranks = rank, ranks
+        self.rank = rank
+        self.ranks = ranks
         self.rounds = itertools.count()
         # An earlier group of the same name may have left keys in the store.
         self.store = PrefixStore(f"weft {store.add(f'weft {rank}', 1)}", store)
@@ -430,7 +440,8 @@ class StoreRendezvous:
     def exchange(self, own: Info, timeout: float) -> Iterator[list[Info]]:
         """As `GroupRendezvous.exchange`."""
         number = self._publish(_announcement(own))
-        deadline, infos = time.monotonic() + timeout, list[Info]()
+        deadline = time.monotonic() + timeout
+        infos = list[Info]()
         for peer in range(self.ranks):
             if peer == self.rank:
                 infos.append(own)

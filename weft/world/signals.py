@@ -38,7 +38,8 @@ class Signals:
     """Whether they are raised and waited for in the order of streams."""
 
     def __init__(self, world: Peers, count: int, name: str) -> None:
-        self.world, self.name = world, name
+        self.world = world
+        self.name = name
         segment = memory.find(
             memory.allocate(world, [count * COUNTER_BYTES], torch.uint8, f"signals({count})")
         )
@@ -68,7 +69,8 @@ class Signals:
                     f"{self.name} has the counters 0 to {self._count - 1}; got index {at}"
                 )
             return at, 1, 1
-        start, step = index.start or 0, 1 if index.step is None else index.step
+        start = index.start or 0
+        step = 1 if index.step is None else index.step
         stop = self._count if index.stop is None else index.stop
         if not (0 <= start <= stop <= self._count and step > 0):
             raise ValueError(

@@ -11,7 +11,7 @@ from weft.world.transport import Buffer, Tag
 
 HEADER = struct.Struct("<BQQQ")  # of a message: its tag and its size
 _BUFFERS = 512  # buffers that one system call may send
-_READ_AHEAD = 4096  # bytes that are read before it is known where they belong
+_READ_AHEAD = 4096  # bytes read, and copied, before it is known where they belong: a page
 
 
 class TcpTransport:
@@ -69,7 +69,8 @@ class _Stream:
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        self.buffer, self.ahead = memoryview(bytearray(_READ_AHEAD)), memoryview(b"")
+        self.buffer = memoryview(bytearray(_READ_AHEAD))
+        self.ahead = memoryview(b"")
         self.header = memoryview(bytearray(HEADER.size))
 
     def more(self) -> bool:
@@ -81,7 +82,8 @@ class _Stream:
     def read(self, into: memoryview) -> None:
         """Fill `into` with the next bytes."""
         got = min(len(into), len(self.ahead))
-        into[:got], self.ahead = self.ahead[:got], self.ahead[got:]
+        into[:got] = self.ahead[:got]
+        self.ahead = self.ahead[got:]
         while got < len(into):
             more = self.connection.recv_into(into[got:], 0, socket.MSG_WAITALL)
             if not more:

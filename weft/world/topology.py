@@ -64,7 +64,8 @@ def read(sysfs: Path = Path("/sys"), groups: str = "") -> Topology:
     devices = sysfs / "devices/system"
     # without sysfs, as in some sandboxes, all are alike
     online = numbers(read_text(devices / "cpu/online")) or frozenset(range(os.cpu_count() or 1))
-    node_of, memory_nodes = dict.fromkeys(online, 0), []
+    node_of = dict.fromkeys(online, 0)
+    memory_nodes = []
     for node in sorted(numbers(read_text(devices / "node/online", "0"))):
         cpus = numbers(read_text(devices / f"node/node{node}/cpulist")) & online
         node_of |= dict.fromkeys(cpus, node)
@@ -73,14 +74,16 @@ def read(sysfs: Path = Path("/sys"), groups: str = "") -> Topology:
     slow = numbers(read_text(sysfs / "devices/cpu_atom/cpus"))
     capacity = {cpu: int(read_text(devices / f"cpu/cpu{cpu}/cpu_capacity", "0")) for cpu in online}
     slow |= {cpu for cpu in online if capacity[cpu] < max(capacity.values())}
-    cores, seen = [], set[int]()
+    cores = []
+    seen = set[int]()
     for cpu in sorted(online):
         if cpu in seen:
             continue
         about = devices / f"cpu/cpu{cpu}"
         siblings = numbers(read_text(about / "topology/thread_siblings_list", str(cpu))) & online
         package = int(read_text(about / "topology/physical_package_id", "0"))
-        caches, last = _data_caches(about, len(siblings)), _last_cache(about, cpu)
+        caches = _data_caches(about, len(siblings))
+        last = _last_cache(about, cpu)
         cores.append(
             Core(tuple(sorted(siblings)), package, node_of[cpu], last, cpu not in slow, caches)
         )

@@ -56,7 +56,8 @@ def convert(kind: Any, value: Any) -> Any:
     """A JSON value as an instance of `kind`, a class or a container of one. Raises `ValueError` if
     it does not fit.
     """
-    container, parts = get_origin(kind) or kind, get_args(kind)
+    container = get_origin(kind) or kind
+    parts = get_args(kind)
     if container is Any:
         return value
     if container is bytes:

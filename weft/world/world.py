@@ -256,7 +256,8 @@ class World(Peers):
         Nothing else is destroyed, as destructors would wait for the parent's threads.
         """
         keep(self)
-        self.forked, self.closed = True, f"it belongs to process {self.pids[self.rank]}"
+        self.forked = True
+        self.closed = f"it belongs to process {self.pids[self.rank]}"
         self.mesh.disown()
         self.transfers.disown()
         if self.relay is not None:
@@ -401,7 +402,8 @@ def _connect(
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as unless_made:
         listener = Listener()
         stack.enter_context(listener.socket)
-        cores, threads = frozenset(os.sched_getaffinity(0)), torch.get_num_threads()
+        cores = frozenset(os.sched_getaffinity(0))
+        threads = torch.get_num_threads()
         locality = topology.locality(placement.host_topology(), cores)
         own = RankInfo(
             os.getpid(),

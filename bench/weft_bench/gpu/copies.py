@@ -26,7 +26,8 @@ class StreamCopies(Copies):
     """Copies in the order of this rank's current stream."""
 
     def contenders(self, size: int) -> list[Copier]:
-        sms, made = self.settings.sms if self.world.backend.runs_kernels else [], list[Copier]()
+        sms = self.settings.sms if self.world.backend.runs_kernels else []
+        made = list[Copier]()
         for make, call, begin in ((self.put, put, put_async), (self.get, get, get_async)):
             made.append(make(ENGINE, partial(call, algorithm="copy-engine"), size))
             made.append(make(ENGINE_ASYNC, partial(begin, algorithm="copy-engine"), size))
@@ -38,14 +39,17 @@ class StreamCopies(Copies):
 
     def round(self, contender: Copier, copies: int) -> Samples:
         """As of a CPU; a copy is complete once the stream has executed it."""
-        call, window, cycles = contender.call, max(2, copies), _native.cycles
+        call = contender.call
+        window = max(2, copies)
+        cycles = _native.cycles
         singles, transfers, callers = list[float](), list[float](), list[float]()
 
         def single() -> None:
             complete(call())
 
         def back_to_back() -> None:
-            last, ticks = None, cycles()
+            last = None
+            ticks = cycles()
             for _ in range(window):
                 last = call()
             callers.append((cycles() - ticks) / window)

@@ -33,8 +33,10 @@ class RowsFromHost(Views):
     """A product alone, the transfers alone, one after the other, and overlapped."""
 
     def __init__(self, settings: AllGatherMatmul, world: World) -> None:
-        dtype, (m, k, n) = getattr(torch, settings.dtype), settings.shape
-        own, device = m // (settings.ranks or 2), world.device
+        dtype = getattr(torch, settings.dtype)
+        m, k, n = settings.shape
+        own = m // (settings.ranks or 2)
+        device = world.device
         self.problem = Problem(m, k, n, dtype, dtype, seed=settings.seed, rank=0, device=device)
         self.a, self.whole = (torch.empty(r, k, dtype=dtype, device=device) for r in (own, m))
         self.away = torch.empty(m - own, k, dtype=dtype, pin_memory=device.type == "cuda")
@@ -94,7 +96,8 @@ def result_of(
     settings: AllGatherMatmul, times: dict[str, list[float]], checks: Sequence[Check]
 ) -> dict[str, Any]:
     """The result as a JSON object."""
-    ranks, (m, k, n) = settings.ranks or 2, settings.shape
+    ranks = settings.ranks or 2
+    m, k, n = settings.shape
     statistics = {name: summarize([1e-3 * time for time in own]) for name, own in times.items()}
     medians = [statistics[name].median for name in figures.VIEWS]
     worst = checks[0]

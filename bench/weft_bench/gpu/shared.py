@@ -36,7 +36,8 @@ class Fused(Views):
 
     def __init__(self, world: World, shape: Shape, dtype: torch.dtype, parts: bool) -> None:
         m, k, n = shape
-        self.world, self.own = world, m // world.ranks
+        self.world = world
+        self.own = m // world.ranks
         where: dict[str, Any] = {"rank": world.rank, "device": world.device}
         self.gather = Problem(m, k, n // world.ranks, dtype, dtype, seed=0, **where)
         columns = k // world.ranks
@@ -49,10 +50,16 @@ class Fused(Views):
         self.bound = error_bound(size, self.sum, k, dtype, dtype)
         self.bound += torch.finfo(dtype).eps * size  # each term may be rounded to the dtype first
         empty = partial(torch.empty, dtype=dtype, device=world.device)
-        a, self.gathered, out = empty(self.own, k), empty(m, k), empty(m, n // world.ranks)
-        x, product, total = empty(m, columns), empty(m, n), empty(self.own, n)
-        b, weight = self.gather.weight, self.terms[world.rank].weight
-        self.a, self.x = a, x
+        a = empty(self.own, k)
+        self.gathered = empty(m, k)
+        out = empty(m, n // world.ranks)
+        x = empty(m, columns)
+        product = empty(m, n)
+        total = empty(self.own, n)
+        b = self.gather.weight
+        weight = self.terms[world.rank].weight
+        self.a = a
+        self.x = x
         right = partial(self.gather.check_product, out)
         summed = partial(self._check_sum, total)
         one = partial(all_gather_matmul, a, b, out=out, world=world)
@@ -84,7 +91,8 @@ class Fused(Views):
             }
 
     def renew(self, run: int) -> None:
-        rank, rows = self.world.rank, self.gather.rows(run)
+        rank = self.world.rank
+        rows = self.gather.rows(run)
         self.gathered.copy_(rows)
         self.a.copy_(rows[rank * self.own : (rank + 1) * self.own])
         self.x.copy_(self.terms[rank].rows(run))
@@ -166,7 +174,8 @@ class Product(Views):
         lane = [matmul(Region(0, "x", 0, m), Region(0, "out", 0, m))]
         product = kernels.Product(lane, n, dtype, dtype, lambda _: 0, 0, sms, device)
         counters = torch.zeros(1, symmetric.COUNTER, dtype=torch.int64, device=device)
-        bases, record = counters[:, 0].contiguous(), symmetric.timeout_record(device)
+        bases = counters[:, 0].contiguous()
+        record = symmetric.timeout_record(device)
         tables = symmetric.CounterTables(counters, bases, bases, record)
         arguments = self.x, self.x, weight, None, out, bases, tables, symmetric.MAX_POLLS
         right = partial(self.problem.check_product, out)

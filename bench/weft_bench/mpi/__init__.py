@@ -65,7 +65,9 @@ class MpiRanks:
     """
 
     def __init__(self, mpi: str, cores: Sequence[frozenset[int]]) -> None:
-        self.mpi, ranks, everywhere = mpi, len(cores), frozenset[int]().union(*cores)
+        self.mpi = mpi
+        ranks = len(cores)
+        everywhere = frozenset[int]().union(*cores)
         # mpiexec must not take itself for a process of weft's launcher
         variables = {
             name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)
@@ -79,10 +81,8 @@ class MpiRanks:
             if mpi == "openmpi"
             else []
         )
-        programs, script = (
-            environment(mpi).absolute() / "bin",
-            Path(__file__).with_name("program.py"),
-        )
+        programs = environment(mpi).absolute() / "bin"
+        script = Path(__file__).with_name("program.py")
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close()
         with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX) as listener:
             path = f"{directory}/socket"

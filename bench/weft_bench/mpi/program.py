@@ -39,7 +39,9 @@ class Collective:
     def __init__(
         self, operation: str, count: int, dtype: str, limit: int, op: str, seed: int
     ) -> None:
-        self.operation, self.count, self.op = operation, count, op
+        self.operation = operation
+        self.count = count
+        self.op = op
         self.dtype = np.dtype(dtype)
         self.poison = np.nan if self.dtype.kind == "f" else np.iinfo(self.dtype).min
         self.streams = [
@@ -82,7 +84,8 @@ class Collective:
         """Seconds of `calls` calls on this rank, from a barrier on, for each of `batches` batches,
         after one call that is not timed.
         """
-        call, seconds = self.call(in_place), []
+        call = self.call(in_place)
+        seconds = []
         call()
         for _ in range(batches):
             WORLD.Barrier()
@@ -95,10 +98,8 @@ class Collective:
     def _tensors(self, in_place: bool) -> tuple[Array, Array]:
         """The input and the output; in place the smaller is a part of the larger."""
         sizes = {"all_gather": self.count * WORLD.size, "reduce_scatter": self.count // WORLD.size}
-        a, out = (
-            np.zeros(self.count, self.dtype),
-            np.zeros(sizes.get(self.operation, self.count), self.dtype),
-        )
+        a = np.zeros(self.count, self.dtype)
+        out = np.zeros(sizes.get(self.operation, self.count), self.dtype)
         if in_place and len(out) > len(a):
             a = _own(out)
         elif in_place:

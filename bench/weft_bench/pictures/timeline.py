@@ -70,7 +70,8 @@ def _draw_panel(panel: Axes, trace: Trace, longest: float, first: Trace) -> None
                 [(start, stop - start) for start, stop in spans], (row - height / 2, height), **look
             )
     for span in trace.spans:
-        (start, stop), row = _milliseconds(span, trace), rows[span.rank, span.lane]
+        start, stop = _milliseconds(span, trace)
+        row = rows[span.rank, span.lane]
         if span.kind == "notify":
             panel.plot(
                 [stop, stop],

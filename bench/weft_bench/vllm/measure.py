@@ -92,7 +92,8 @@ def measure(settings: Settings, logs: Path) -> dict[str, Any]:
     steps = len(kinds) * len(settings.variants) * (2 + settings.rounds)
     with TemporaryDirectory(prefix="weft-vllm-") as folder, progress("vLLM", steps) as advance:
         saved = {model: models.save(model, Path(folder)) for model in settings.models}
-        rows, failed = list[dict[str, Any]](), dict[str, str]()
+        rows = list[dict[str, Any]]()
+        failed = dict[str, str]()
         for model, mode in kinds:
             try:
                 rows += _rows(saved[model], mode, settings, logs, advance)
@@ -124,7 +125,8 @@ def _rows(
     if model.name != settings.models[0]:
         settings = replace(settings, neighbours=())
     with _started(model, mode, settings.variants, logs, advance) as engines:
-        answers, samples = {}, {name: Samples() for name in engines}
+        answers = {}
+        samples = {name: Samples() for name in engines}
         for name, engine in engines.items():
             with engine.running():
                 answers[name] = engine.generate(_prompts(SEQUENCES, PROMPT), TOKENS, TOP)

@@ -76,7 +76,8 @@ def save(name: str, folder: Path) -> Path:
     """Write the checkpoint of a model of `MODELS` into a new folder in `folder`; its path."""
     from safetensors.torch import save_file  # vLLM brings it, weft does not need it
 
-    config, path = MODELS[name], folder / name
+    config = MODELS[name]
+    path = folder / name
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config, indent=2))
     save_file(dict(tensors(config)), path / "model.safetensors", metadata={"format": "pt"})

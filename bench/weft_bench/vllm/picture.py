@@ -11,7 +11,8 @@ from matplotlib.axes import Axes
 from weft_bench.pictures import COLOURS, DASHED, picture
 from weft_bench.vllm.tables import Figure, base, kind, of, title
 
-_COLUMNS, _GROUP = 3, 0.8
+_COLUMNS = 3
+_GROUP = 0.8
 """Panels side by side; the part of the distance of two groups that bars take."""
 
 Bars = Mapping[str, Sequence[float]]

@@ -42,7 +42,9 @@ VECTOR = 16
 """Bytes of the widest access of a thread."""
 
 _MOST_VECTORS = 16
-"""The most of them that a thread holds: a tile is kept in registers."""
+"""The most of them that a thread holds: a tile is kept in registers, here 64 of the 255 that a
+thread has.
+"""
 
 _LONG = 1 << 30
 """The number of words in a shard from which on offsets have 64 bits."""
@@ -164,8 +166,11 @@ class Gather:
         ranks: int,
         device: torch.device,
     ) -> None:
-        self.distances, self.signals, self.launch = distances, signals, launch
-        self.rank, self.ranks = rank, ranks
+        self.distances = distances
+        self.signals = signals
+        self.launch = launch
+        self.rank = rank
+        self.ranks = ranks
         self.lanes = symmetric.warp_size(device)
         self.tickets = torch.zeros(1, dtype=torch.int32, device=device)
         self.accesses = distances.accesses(itemsize)

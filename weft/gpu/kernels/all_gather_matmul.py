@@ -135,7 +135,8 @@ class Product:
         device: torch.device,
         tile: Tile | None = None,
     ) -> None:
-        gpu, amd = device.type == "cuda", torch.version.hip is not None
+        gpu = device.type == "cuda"
+        amd = torch.version.hip is not None
         self.blocks = size = blocks(tile, device, dtype, out)
         across = triton.cdiv(columns, size.n)
         self.launch = launch = launch_tables(part, across, size.m)
@@ -152,7 +153,8 @@ class Product:
         ] or [(0, 0, 0)]
         self.grid = (max(1, min(programs, len(launch.tiles))),)
         self.sizes = launch.first, len(launch.tiles)
-        self.links, self.rank = len(launch.notifies), rank
+        self.links = len(launch.notifies)
+        self.rank = rank
         self.tables = (
             torch.tensor(launch.tiles, dtype=torch.int32, device="cpu").to(device),
             torch.tensor(waits, dtype=torch.int64, device="cpu").to(device),
@@ -194,7 +196,8 @@ class Product:
         tile when it begins to wait for its rows, begins to multiply them, and has stored it.
         """
         size = self.blocks
-        rows, transposed = _rows(weight), weight.stride(1) != 1
+        rows = _rows(weight)
+        transposed = weight.stride(1) != 1
         kernel: Any = all_gather_matmul_kernel
         kernel[self.grid](
             TensorDescriptor.from_tensor(own, [size.m, size.k]),

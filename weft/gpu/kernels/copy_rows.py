@@ -18,10 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 SMS = 16
-"""The default number of programs, each on an SM of its own."""
+"""The default number of programs, each on an SM of its own; measured by no GPU."""
 
 _TILE = 1024
-"""Units that a program loads at once, by 8 warps."""
+"""Units that a program loads at once, by 8 warps: four a thread, in 16 of its registers."""
 
 _WORDS = {16: tl.int32, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 """The types of the words of units of these bytes; a unit of 16 bytes is four words."""

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_BLOCK = 2048  # elements of the result that a program computes at once
+_BLOCK = 2048  # elements of the result that a program computes at once; measured by no GPU
 
 
 class Sum:
@@ -23,7 +23,8 @@ class Sum:
     """
 
     def __init__(self, parts: list[Tensor], average: bool, programs: int) -> None:
-        self.parts, self.programs = parts, programs
+        self.parts = parts
+        self.programs = programs
         steps = [(part.data_ptr() - parts[0].data_ptr()) // 16 for part in parts]
         self.steps = torch.tensor(steps, dtype=torch.int64, device="cpu").to(parts[0].device)
         self.options = {"PARTS": len(parts), "AVERAGE": average, "BLOCK": _BLOCK}

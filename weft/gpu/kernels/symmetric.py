@@ -106,7 +106,7 @@ def timeout_record(device: torch.device) -> Tensor:
 
 RESERVED_SMS = 4
 """SMs per rank that its product kernel, whose programs fill the registers of an SM, leaves to other
-kernels: copies, notifies and waits.
+kernels: copies, notifies and waits. No GPU has measured the number.
 """
 
 

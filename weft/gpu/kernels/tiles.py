@@ -14,6 +14,7 @@ from typing import NamedTuple
 from weft.plan import Compute, Instruction, Notify, Signal, Wait
 
 GROUP = 8
+"""Tiles of a group, as in Triton's tutorial of products; measured by no GPU."""
 SOURCES = 2
 """The number of tensors from which one launch takes rows: this rank's, and the arrivals."""
 
@@ -101,7 +102,8 @@ class Tables(NamedTuple):
 def launch_tables(part: Sequence[Instruction], columns: int, block_m: int) -> Tables:
     """The tables of a launch; `columns` is the number of tiles in a row."""
     launch = Tables([], 0, [], [])
-    source, notified = None, 0
+    source = None
+    notified = 0
     for instruction in part:
         match instruction:
             case Wait(signal, count):

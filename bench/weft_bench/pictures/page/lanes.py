@@ -26,7 +26,8 @@ def timeline(traces: Sequence[Trace]) -> dict[str, Any]:
 
 def _trace(trace: Trace, texts: dict[str, int], kinds: dict[str, int]) -> dict[str, Any]:
     lanes = {lane: list[Any]() for lane in trace.lanes}
-    numbers, places = {lane: number for number, lane in enumerate(lanes)}, []
+    numbers = {lane: number for number, lane in enumerate(lanes)}
+    places = []
     begin = trace.start
     for span in trace.spans:
         spans = lanes[span.rank, span.lane]

@@ -1,0 +1,124 @@
+"""The index of errors in docs/errors.md, from the source: a hook of mkdocs, and
+`python .ci/error_index.py`, which prints it.
+"""
+
+from __future__ import annotations
+
+import ast
+import logging
+import re
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parent.parent
+MARK = "<!-- the index of errors -->"
+_log = logging.getLogger("mkdocs.plugins.error_index")
+
+
+class Error(NamedTuple):
+    """A message that is raised as an exception of class `kind`, in the file at `path`."""
+
+    kind: str
+    path: str
+    message: str
+
+
+def texts(node: ast.expr) -> Iterator[str]:
+    """The texts that an expression can have, with "…" for what is not known in the source."""
+    match node:
+        case ast.Constant(str(text)):
+            yield text
+        case ast.JoinedStr(parts):
+            yield "".join(
+                str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts
+            )
+        case ast.BinOp(left, ast.Add(), right):
+            yield from (one + other for one in texts(left) for other in texts(right))
+        case ast.IfExp(_, body, orelse):
+            yield from (*texts(body), *texts(orelse))
+        case _:
+            yield "…"
+
+
+def classes_of(source: str) -> set[str]:
+    """The names of the classes of a module."""
+    return {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)}
+
+
+def of_module(path: str, source: str, own: set[str]) -> Iterator[Error]:
+    """The errors that a module makes, of Python's classes, whose names end in Error, or `own`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and node.args:
+            kind = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            if kind in own or re.fullmatch(r"[A-Z]\w*Error", kind):
+                for text in texts(node.args[0]):
+                    if re.search(r"\w{3}", text):
+                        yield Error(kind, path, " ".join(text.split()))
+
+
+def errors(root: Path = ROOT) -> list[Error]:
+    """All errors, by class."""
+    own = classes_of((root / "weft/errors.py").read_text())
+    return sorted(
+        {
+            error
+            for path in sorted((root / "weft").rglob("*.py"))
+            for error in of_module(str(path.relative_to(root)), path.read_text(), own)
+        }
+    )
+
+
+def index() -> str:
+    """The Markdown of the errors, a table for each class."""
+    parts = []
+    for kind, found in groupby(errors(), lambda error: error.kind):
+        rows = (f"| `{e.message.replace('|', chr(92) + '|')}` | {e.path} |" for e in found)
+        parts.append("\n".join((f"**{kind}**", "", "| message | file |\n|---|---|", *rows)))
+    return "\n\n".join(parts)
+
+
+def words_of(root: Path) -> str:
+    """All fixed texts of the source, one a line."""
+    found = []
+    for path in (root / "weft").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    for path in (root / "native").rglob("*.?pp"):
+        for literals in re.findall(r'(?:"(?:[^"\\\n]|\\.)*"\s*)+', path.read_text()):
+            found.append("".join(re.findall(r'"((?:[^"\\]|\\.)*)"', literals)))
+    return "\n".join(found)
+
+
+def outdated(page: str, root: Path = ROOT) -> list[str]:
+    """The messages with a remedy on the page that no text of the source has any more; those of
+    torch and Python among them.
+    """
+    words = words_of(root)
+    return [
+        message
+        for message in re.findall(r"^\| `([^`]+)`", page, re.MULTILINE)
+        if not all(
+            part.strip() in words
+            for part in re.split(r"…|[;:,)] ", message)  # it may be composed at its punctuation
+            if re.search(r"\w{3}", part)
+        )
+    ]
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """The page with the index at its mark."""
+    if MARK not in markdown:
+        return markdown
+    for message in outdated(markdown):
+        _log.info("no text of the source: %s", message)
+    return markdown.replace(MARK, index())
+
+
+if __name__ == "__main__":
+    print(index())
