@@ -215,7 +215,7 @@ class Subject(Views):
         world = self.world
         names = self.settings.baselines if self.compared else ()
         views = {SYSTEMS[name].fused: self._baseline(name) for name in names}
-        if "gloo" in names and world.ranks > 1 and not world.multi_host:
+        if "gloo" in names and world.ranks > 1 and not world.hosts.several:
             call, out, check = self.one_process()
             call = call if world.rank == 0 else lambda: None
             views[ALONE] = View(call, (out,), check, partial(all_cores, world))
@@ -348,7 +348,7 @@ class Subject(Views):
 
     def _request(self, variant: Variant) -> Request:
         world = self.world
-        more: dict[str, Any] = {"hosts": world.topology, "remote_reads": world.remote_reads}
+        more: dict[str, Any] = {"hosts": world.hosts.if_several, "remote_reads": world.remote_reads}
         return self.call.operator.request(self.call.workload, variant, **more)
 
     def _multiply(self, plan: Plan) -> None:
@@ -406,7 +406,7 @@ def measure(
             checks=checks,
             environment={
                 "ranks": world.ranks,
-                "hosts": len(set(world.hosts)),
+                "hosts": world.hosts.number,
                 "link": link_of(world),
                 "neighbours": settings.neighbours,
                 **environment(world, settings),

@@ -127,7 +127,9 @@ class GatheredRows(Subject):
     def _plan_in_symmetric_memory(self) -> Plan:
         """The operator's plan, by the algorithm of its communication."""
         variant = self.call.variant(self.plan().algorithm)
-        request = self.call.operator.request(self.call.workload, variant, hosts=self.world.topology)
+        request = self.call.operator.request(
+            self.call.workload, variant, hosts=self.world.hosts.if_several
+        )
         keep = self.settings.return_gathered
         return self.call.operator.plan(request._replace(symmetric=True, gathered=keep))
 
@@ -156,7 +158,7 @@ class SummedProducts(Subject):
     def prepare(self) -> None:
         world, (m, k, n), product = self.world, self.settings.shape, self.dtypes["partial"]
         start = sum(self.rows[: world.rank]) if self.scatters else 0
-        host_partial = world.multi_host and not one_rank_per_host(world.hosts)
+        host_partial = world.hosts.several and not one_rank_per_host(world.hosts)
         dtypes, seed = (self.dtype, self.out_dtype, product), self.settings.seed
         where: dict[str, Any] = {"rank": world.rank, "device": world.device}
         if self.settings.bias:
@@ -220,7 +222,9 @@ class Defined(Subject):
             self.settings.dtype,
             self.settings.result_dtype,
         )
-        request = operator.request(workload, Variant(operator.baseline), hosts=world.topology)
+        request = operator.request(
+            workload, Variant(operator.baseline), hosts=world.hosts.if_several
+        )
         plan = bind(operator.plan(request), self.rows)
         input_rows = plan.buffers["a"].rows
         result_rows = [operator.result_rows(self.rows, rank) for rank in range(world.ranks)]

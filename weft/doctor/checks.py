@@ -128,7 +128,7 @@ def diagnose(console: Console) -> bool:
         if world.rank == 0:
             _print(everyone, links, console)
             console.print(_thresholds(everyone, world.thresholds, world.oversubscribed))
-            if world.ranks > 1 and not world.multi_host:
+            if world.ranks > 1 and not world.hosts.several:
                 why = next(filter(None, staged), "")
                 how = f"are staged, since {why}" if why else "can be read in place"
                 console.print(f"Peers' ordinary tensors {how}.", soft_wrap=True)
@@ -144,7 +144,7 @@ def diagnose(console: Console) -> bool:
                 besides = "Besides, nothing" if busy else "Nothing"
                 console.print(
                     f"{besides} is wrong: {_number(len(everyone), 'rank')} on "
-                    f"{_number(len(set(world.hosts)), 'host')}.",
+                    f"{_number(world.hosts.number, 'host')}.",
                     style="" if busy else "green",
                 )
         return not problems

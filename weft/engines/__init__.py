@@ -29,4 +29,4 @@ def _create(world: World) -> Engine:
     found: Engine | None = world.backend.engine(world)
     if found is not None:
         return found
-    return NetworkEngine(world) if world.multi_host else HostEngine(world)
+    return NetworkEngine(world) if world.hosts.several else HostEngine(world)

@@ -208,7 +208,7 @@ def measure_network(threads: int) -> Link:
     """
     with session(threads) as world:
         bench = _Timings(world)
-        if not world.multi_host:
+        if not world.hosts.several:
             raise WeftError("all ranks are on one host: there is no link to others to measure")
         for _ in range(_PASSES):
             _time_signals(bench)
@@ -235,7 +235,7 @@ def _send(bench: _Timings, name: str, rows: int, products: int) -> None:
     a number of products.
     """
     world = bench.world
-    leaders = [members(host, world.hosts)[0] for host in range(len(set(world.hosts)))]
+    leaders = [members(host, world.hosts)[0] for host in range(world.hosts.number)]
 
     def lanes(r: int) -> Lanes:
         compute: list[Instruction] = [*enter(r, world.ranks)]

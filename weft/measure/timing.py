@@ -122,8 +122,8 @@ def session(
         device_options=device_options,
     )
     with made as world, torch.no_grad():
-        if one_host and world.multi_host:
-            raise WeftError(f"ranks are on {len(set(world.hosts))} hosts: {one_host}")
+        if one_host and world.hosts.several:
+            raise WeftError(f"ranks are on {world.hosts.number} hosts: {one_host}")
         if engine == "reference":
             use_reference(world)
         yield world

@@ -38,7 +38,7 @@ def exchange(world: World, call: str, text: str, timeout: float | None = None) -
     padded = bytearray(text.encode().ljust(_LONGEST, b"\0"))
     own = torch.frombuffer(padded, dtype=torch.uint8).view(1, -1)
     every = own.new_empty(world.ranks, _LONGEST)
-    plan = _to_all(_operator(call), world.levels, world.topology)
+    plan = _to_all(_operator(call), world.levels, world.hosts.if_several)
     with _unrecorded(world):
         tensors = {"a": own, "gathered": every}
         engine(world).execute_as(call, plan, tensors, (1,) * world.ranks, timeout)

@@ -171,7 +171,7 @@ class _AllGather(CollectiveCall):
 
     def choose(self) -> Plans:
         world, algorithm, size, limit = self.world, self.algorithm, self.size, self.limit
-        matrix, most, hosts = self.tensors["a"], max(self.rows), world.topology
+        matrix, most, hosts = self.tensors["a"], max(self.rows), world.hosts.if_several
         symmetric, symmetric_out = self.symmetries.values()
         planner = partial(planned, schedule.all_gather, world.ranks, hosts=hosts)
         if self.launch is not None:

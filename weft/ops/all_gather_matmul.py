@@ -240,7 +240,7 @@ class _RowsCall(_GatherCall):
                 "the emulated link is slower than memory, so rows are moved while others are "
                 "multiplied",
             )
-        if world.multi_host:
+        if world.hosts.several:
             return (
                 "push",
                 "rows are sent to each other host once, and are multiplied as they arrive",
@@ -298,7 +298,7 @@ class _ColumnsCall(_GatherCall):
             "the last dimension is gathered, a split of K: no product can begin before all columns "
             "have arrived"
         )
-        push = self.world.multi_host or not self.honours("pull")
+        push = self.world.hosts.several or not self.honours("pull")
         return "push" if push else "pull", why
 
     def finish(self) -> list[Tensor]:

@@ -92,7 +92,7 @@ class _AllReduce(CollectiveCall):
 
     def choose(self) -> Plans:
         world, op, algorithm, size = self.world, self.op, self.algorithm, self.size
-        flat, most, hosts = self.tensors["a"], self.rows[0], world.topology
+        flat, most, hosts = self.tensors["a"], self.rows[0], world.hosts.if_several
         symmetric, symmetric_out = map(world.is_symmetric, self.tensors.values())
         if algorithm in ("auto", "one_shot") and granularity.reduced_eagerly(
             world, size, symmetric or symmetric_out

@@ -158,7 +158,7 @@ class _AllToAll(CollectiveCall):
         super().__init__(world, "all_to_all", [*chain(*counts)], tensors, result, size=to_peers)
 
     def choose(self) -> Plans:
-        world, size, hosts = self.world, self.size, self.world.topology
+        world, size, hosts = self.world, self.size, self.world.hosts.if_several
         matrix, most = self.tensors["a"], max(self.rows)
         symmetric = world.is_symmetric(matrix)
         planner = partial(planned, schedule.all_to_all, world.ranks)

@@ -180,7 +180,7 @@ def _stored_as(call: Call) -> str | None:
     network is not a property of this machine.
     """
     world = call.world
-    if call.row_limit is not None or world.topology is not None:
+    if call.row_limit is not None or world.hosts.several:
         return None
     return stored.key(call.own_class, call.engine.setting)
 

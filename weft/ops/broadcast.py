@@ -111,7 +111,7 @@ class _Broadcast(CollectiveCall):
 
     def choose(self) -> Plans:
         world, source, algorithm, size = self.world, self.source, self.algorithm, self.size
-        (most,), hosts = self.rows, world.topology
+        (most,), hosts = self.rows, world.hosts.if_several
         symmetric = world.is_symmetric(self.matrix)
         staged = hosts is None and not symmetric
         planner = partial(planned, schedule.broadcast, world.ranks, source=source)

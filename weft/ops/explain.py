@@ -140,10 +140,10 @@ def _predicted(call: FusedCall) -> list[tuple[Variant, float]]:
     model = machine.from_dict(profile) if profile else None
     if model is None or not call.tunable or not model.multiplies(workload.dtype):
         return []
-    if world.topology is not None:
+    if world.hosts.several:
         if model.network is None:
             return []
-        model = model.over(world.topology)
+        model = model.over(world.hosts)
     elif world.emulated_link:
         model = model.emulating(*world.emulated_link)
     return [(variant, 1e3 * seconds) for variant, seconds in rank(workload, model)]

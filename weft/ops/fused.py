@@ -101,7 +101,7 @@ class FusedCall(Call):
     @property
     def pieces(self) -> int:
         """Transfers per shard."""
-        return _HOST_PIECES if self.world.multi_host else PIECES
+        return _HOST_PIECES if self.world.hosts.several else PIECES
 
     @property
     def passing(self) -> float:
@@ -193,7 +193,7 @@ class FusedCall(Call):
     def request(self, variant: Variant) -> Request:
         """The request for the plan of a variant."""
         world = self.world
-        where = {"hosts": world.topology, "remote_reads": world.remote_reads}
+        where = {"hosts": world.hosts.if_several, "remote_reads": world.remote_reads}
         return self.operator.request(self.workload, variant, **where, **self.request_fields)
 
     def possible(self, algorithm: str) -> bool:
@@ -234,7 +234,7 @@ class FusedCall(Call):
             self.check_algorithm(moving)
             return moving, f"the world's options ask for {self.world.device_options}"
         if max(self.workload.rows) <= (
-            FEW_ROWS if self.world.multi_host else LEAST_ROWS[self.workload.packed]
+            FEW_ROWS if self.world.hosts.several else LEAST_ROWS[self.workload.packed]
         ):
             return (
                 self.operator.baseline,

@@ -107,7 +107,7 @@ def _eager(world: World, size: int, most: int) -> bool:
     """Whether `size` bytes, if at most `most`, are sent to eager buffers; only ranks of one host
     have these.
     """
-    return size <= most and world.topology is None and not world.stream_ordered
+    return size <= most and not world.hosts.several and not world.stream_ordered
 
 
 def costly_signals(world: World) -> bool:
@@ -122,7 +122,7 @@ def measurable(world: World, size: int) -> bool:
     return (
         world.ranks > 1
         and size > MEASURED_BYTES
-        and world.topology is None
+        and not world.hosts.several
         and not world.stream_ordered
     )
 

@@ -123,7 +123,7 @@ class _ReduceCall(SumCall):
 
     def overlapped(self) -> tuple[str, str]:
         world = self.world
-        if world.multi_host:
+        if world.hosts.several:
             return (
                 "two_shot",
                 "each rank adds up a part of the rows, for which each host sends it one sum",
@@ -142,7 +142,7 @@ class _ReduceCall(SumCall):
         rows = sum(self.workload.rows)
         if algorithm == "put":
             return rows
-        if self.world.emulated_link or self.world.multi_host:
+        if self.world.emulated_link or self.world.hosts.several:
             return self.piece(rows, 2 * self.pieces)
         # One_shot waits for all peers once per piece; with few and large pieces an occasional delay
         # of a rank costs nothing.

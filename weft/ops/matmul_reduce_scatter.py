@@ -158,7 +158,7 @@ class _ScatterCall(SumCall):
 
     def overlapped(self) -> tuple[str, str]:
         world = self.world
-        if world.multi_host:
+        if world.hosts.several:
             return (
                 "push",
                 "each host sends the sums of its products while it computes others",

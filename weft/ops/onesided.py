@@ -409,7 +409,7 @@ def _prepared(
     if own.closed is not None:
         own.check()
     _check_algorithm(algorithm, comm_sms, own)
-    if not own.same_host(rank):
+    if not own.hosts.here(rank):
         return own, RemoteCopy(put, remote, local, rank)
     if not own.stream_ordered:
         assert found is not None

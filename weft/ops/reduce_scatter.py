@@ -138,7 +138,7 @@ class _ReduceScatter(CollectiveCall):
 
     def choose(self) -> Plans:
         world, op, algorithm = self.world, self.op, self.algorithm
-        matrix, most, hosts = self.tensors["a"], max(self.rows), world.topology
+        matrix, most, hosts = self.tensors["a"], max(self.rows), world.hosts.if_several
         symmetric = world.is_symmetric(matrix)
         if algorithm in ("auto", "direct") and granularity.reduced_eagerly(
             world, self.size, symmetric

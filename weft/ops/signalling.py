@@ -163,7 +163,7 @@ def notification(
         return partial(on_streams(world).notify, cast("DeviceSignals", signals), *checked)
     rank = check_rank(peer, "peer", world.ranks)
     selection, number = signals.select(index), _value(value)
-    if not world.same_host(rank):
+    if not world.hosts.here(rank):
         return RemoteChange(signals, op, rank, selection, number)
     raising = signals.array.add if op == "add" else signals.array.set
     return partial(raising, rank, *selection, number)

@@ -65,7 +65,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         self.world.global_ranks = self.global_ranks
         self.world.maker = 'init_process_group("weft") or new_group(backend="weft")'
         self.queue = WorkQueue(f"weft group of {ranks}", self.world)
-        self.messages = None if self.world.multi_host else Messages(self.world)
+        self.messages = None if self.world.hosts.several else Messages(self.world)
         self.gloo: Any = None
         if self.messages is None:
             self._gloo_for(_MESSAGES)

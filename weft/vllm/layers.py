@@ -139,7 +139,7 @@ def _communicator() -> Communicator:
 def _reason(layer: nn.Module) -> str:
     """Why a layer of several ranks communicates after its product, or ""."""
     communicator = _communicator()
-    if not communicator.world.multi_host:
+    if not communicator.world.hosts.several:
         return "in the memory of one host a sum takes too little time to be hidden"
     if (milliseconds := _link_ms(communicator)) < SLOW_MS:
         return f"1 MiB is added up in {milliseconds:.1f} ms, too little to be hidden"

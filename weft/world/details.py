@@ -70,7 +70,7 @@ def _add_places(world: Peers, error: MismatchError) -> None:
     if world.rank not in error.calls:
         return
     world.places[world.rank] = places.here()
-    local = [peer for peer in world.others if world.same_host(peer)]
+    local = [peer for peer in world.others if world.hosts.here(peer)]
     for peer in local:  # to all, since others may show this rank's call beside theirs
         with contextlib.suppress(OSError):
             world.mesh.send(peer, f"{PLACE}{world.places[world.rank]}", None)

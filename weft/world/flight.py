@@ -123,7 +123,7 @@ def _calls(world: Peers, rank: int) -> Iterator[dict[str, Any]]:
     """
     if "executor" not in vars(world):  # it fails while it is made
         return
-    here = world.same_host(rank)
+    here = world.hosts.here(rank)
     made = world.executor.made_calls(rank)
     for number, began, ended, text in made[0 if rank == world.rank else -_PEER_CALLS :]:
         call, _, plan = text.partition("\n")

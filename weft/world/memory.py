@@ -106,14 +106,14 @@ def allocate(
     failures = dict[int, str]()
     file = None
     try:
-        _check_available(size, sum(map(world.same_host, range(world.ranks))))
+        _check_available(size, sum(map(world.hosts.here, range(world.ranks))))
         parts[world.rank], file = _native.create_mapping(size)
     except OSError as error:
         failures[world.rank] = str(error)
     for peer, text, theirs in exchange(world, compiled, call, failures.get(world.rank, ""), file):
         if text:
             failures[peer] = text
-        elif world.rank not in failures and world.same_host(peer):
+        elif world.rank not in failures and world.hosts.here(peer):
             parts[peer] = attach(world, peer, theirs, size, call)
     if failures:
         raise SymmetricMemoryError(

@@ -26,6 +26,7 @@ from weft.schedules.levels import (
 )
 from weft.schedules.thresholds import agreed
 from weft.world import details, flight, peer_memory, places
+from weft.world.hosts import Hosts
 from weft.world.relay import Relay
 from weft.world.rendezvous import RankInfo
 
@@ -85,10 +86,9 @@ class Peers:
     """This rank and its peers: the part of a world that memory, signals and relays use.
 
     Attributes: those of `World` that describe its ranks, `others` (all ranks but this one),
-    `multi_host` (whether they are on several hosts), `topology` (the host of each rank if so, for
-    planners, or None), `threads` (the smallest number of compute threads of a rank when the world
-    was made), `oversubscribed` (whether ranks of a host share cores), `staging_reason` (why this
-    rank cannot read ordinary tensors in its peers' memory, or ""), `reads_memory` (whether all
+    `threads` (the smallest number of compute threads of a rank when the world was made),
+    `oversubscribed` (whether ranks of a host share cores), `staging_reason` (why this rank cannot
+    read ordinary tensors in its peers' memory, or ""), `reads_memory` (whether all
     ranks can), `huge_pages` (whether large tensors of all ranks are in huge pages), `global_ranks`
     (the number of each rank in a larger job, for errors), `number` (of this world in this process),
     `identity` (its name in files, equal on all ranks), `group_name` (of the process group of
@@ -125,9 +125,7 @@ class Peers:
         self.comm_threads = backend.comm_threads
         self.device_options = DEFAULT
         self.others = [peer for peer in range(self.ranks) if peer != rank]
-        self.hosts = numbered(info.host for info in infos)
-        self.multi_host = relay is not None
-        self.topology = self.hosts if self.multi_host else None
+        self.hosts = Hosts(numbered(info.host for info in infos), rank)
         self.locality_groups = groups(infos)
         self.oversubscribed = oversubscribed(infos)
         self.global_ranks: Sequence[int] = range(self.ranks)
@@ -135,7 +133,7 @@ class Peers:
         self.cores = [info.cores for info in infos]
         self.threads = min(info.threads for info in infos)
         self.thresholds = agreed(info.thresholds for info in infos)
-        alone = self.ranks == 1 or self.multi_host
+        alone = self.ranks == 1 or self.hosts.several
         self.staging_reason = (
             "" if alone else peer_memory.refusal(self.pids, [info.probe for info in infos])
         )
@@ -181,10 +179,6 @@ class Peers:
             self.locality_groups,
             OVERSUBSCRIBED_SIGNAL_LATENCY if self.oversubscribed else SIGNAL_LATENCY,
         )
-
-    def same_host(self, rank: int) -> bool:
-        """Whether a rank is on this rank's host, and so shares memory with it."""
-        return self.hosts[rank] == self.hosts[self.rank]
 
     def check(self) -> None:
         """Raise `WeftError` if this world is closed; first the error that closed it, if no call has
@@ -238,7 +232,7 @@ class Peers:
             f"{self.name_of(peer)} {how} while rank {self.rank} {waited}"
             f"{self.also('Connection closed by peer')}"
         )
-        return self.fail(PeerLost(message, how, self.pids[peer] * self.same_host(peer)), peer)
+        return self.fail(PeerLost(message, how, self.pids[peer] * self.hosts.here(peer)), peer)
 
     def name_of(self, peer: int) -> str:
         """The name of a peer in errors."""
@@ -342,12 +336,12 @@ class Peers:
         own, file = self._mapping(size)
         parts = [own] * self.ranks
         for peer in self.others:
-            if self.same_host(peer):
+            if self.hosts.here(peer):
                 send(self, peer, self.staging_reason, file, doing)
             else:
                 # its state arrives by messages, and is kept in a local part without counters
                 parts[peer], _ = self._mapping(_native.Executor.header_bytes)
-        for peer in filter(self.same_host, self.others):
+        for peer in filter(self.hosts.here, self.others):
             staged, theirs = receive(
                 self, peer, doing, f"for rank {peer} (pid {self.pids[peer]}) {doing}"
             )

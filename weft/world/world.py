@@ -201,7 +201,7 @@ class World(Peers):
             raise ValueError(
                 "tensor is not a symmetric tensor of this world; make it with world.empty(...)"
             )
-        if not self.same_host(rank):
+        if not self.hosts.here(rank):
             raise ValueError(
                 f"rank {rank} is on another host, whose memory cannot be mapped; use put, get or "
                 "an operator"
@@ -223,7 +223,7 @@ class World(Peers):
             raise ValueError(
                 f"bandwidth and latency must not be negative; got {gbps} Gbit/s and {latency_us} us"
             )
-        if gbps and self.multi_host:
+        if gbps and self.hosts.several:
             raise ValueError(
                 "ranks on several hosts have a real link; a link can be emulated on one host only"
             )
@@ -248,7 +248,7 @@ class World(Peers):
         """Whether plans may read rows in peers' memory: not if rows cross an emulated link or one
         between hosts.
         """
-        return self.emulated_link is None and not self.multi_host
+        return self.emulated_link is None and not self.hosts.several
 
     def disown(self) -> None:
         """In a forked child: close the sockets by which peers see that this rank is alive.
@@ -461,7 +461,7 @@ def log_made(world: World) -> None:
     """Log a new world, at level INFO."""
     if not _log.isEnabledFor(logging.INFO):
         return
-    hosts = f", on {len({*world.hosts})} hosts" if world.multi_host else ""
+    hosts = f", on {world.hosts.number} hosts" if world.hosts.several else ""
     cores = ",".join(map(str, sorted(world.cores[world.rank])))
     _log.info(
         "made world %s: rank %d of %d%s, pid %d on cores %s; plans run on %s %s",

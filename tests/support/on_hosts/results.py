@@ -177,7 +177,7 @@ def sums_to_the_bit(world):
 def refusals(world):
     """Options that several hosts do not support are refused by name, before anything is sent."""
     a, b = torch.ones(64, 4), torch.ones(4, 4)
-    far = next(rank for rank in range(world.ranks) if not world.same_host(rank))
+    far = next(rank for rank in range(world.ranks) if not world.hosts.here(rank))
     symmetric = world.empty(4)
     for words, call in {
         "direct is not possible in this world": lambda: weft.all_gather_matmul(

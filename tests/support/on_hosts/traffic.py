@@ -18,7 +18,7 @@ def traffic(world):
     another host keeps goes to that rank, and comes back if all ranks need it.
     """
     rows, columns = 1024, 512
-    size, hosts = rows * columns * 4, len(set(world.hosts))
+    size, hosts = rows * columns * 4, world.hosts.number
     here = world.hosts.count(world.hosts[world.rank])
     far, mine, part = world.ranks - here, here * (hosts - 1), torch.randn(rows, columns)
     whole, b = torch.randn(world.ranks * rows, columns), torch.eye(columns)
@@ -44,7 +44,7 @@ def traffic(world):
         "all_gather, ring": (lambda: weft.all_gather(part, algorithm="ring"), mine),
         "broadcast": (
             lambda: weft.broadcast(whole, 0),
-            world.ranks * (hosts - 1) if world.same_host(0) else 0,
+            world.ranks * (hosts - 1) if world.hosts.here(0) else 0,
         ),
         "all_to_all": (lambda: weft.all_to_all(whole), here * far),
     }
