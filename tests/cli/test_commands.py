@@ -1019,6 +1019,37 @@ def test_measured_variants_are_shown_and_forgotten(tmp_path, monkeypatch):
     assert CliRunner().invoke(app, ["tune", "--clear"]).output.startswith("Forgot 0 ")
 
 
+def test_the_paths_of_a_collective_are_tuned(tmp_path, monkeypatch):
+    monkeypatch.setenv("WEFT_CACHE", str(tmp_path))
+    command = ["tune", "all-gather", "--sizes", "4K,64K", "--iterations", "2", "--json", "-"]
+    outcome = CliRunner().invoke(app, command)
+    assert outcome.exit_code == 0, outcome.output
+    small, large = json.loads(outcome.stdout)["tuned"]
+    assert [row["algorithm"] for row in small["ways"]] == ["eager"], "there is nothing to choose"
+    assert {"eager"} < {row["algorithm"] for row in large["ways"]} <= {"eager", "read"}
+    (file,) = tmp_path.glob("variants-*.json")
+    stored = json.loads(file.read_text())
+    assert [each["algorithm"] for name, each in stored.items() if "65536" in name] == [
+        large["ways"][0]["algorithm"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["all-gather"], "all-gather needs --sizes"),
+        (["all-gather", "--shape", "8x8x8"], "all-gather has no product: give --sizes"),
+        (["all-gather-matmul"], "all-gather-matmul needs --shape"),
+        (["all-gather-matmul", "--sizes", "8"], "all-gather-matmul has a product: give --shape"),
+    ],
+)
+def test_what_is_tuned_is_given_by_sizes_or_shapes(options, why, tmp_path, monkeypatch):
+    monkeypatch.setenv("WEFT_CACHE", str(tmp_path))
+    outcome = CliRunner().invoke(app, ["tune", *options])
+    assert outcome.exit_code == 2, outcome.output
+    assert why in " ".join(outcome.output.replace("│", " ").split())
+
+
 def test_the_version():
     outcome = CliRunner().invoke(app, ["--version"])
     assert (outcome.exit_code, outcome.stdout) == (0, f"weft {weft.__version__}\n")

@@ -46,7 +46,7 @@ def measured_and_used(
     sys.setswitchinterval(1e-4)
     tune._PIECES, tuning._COPYING = (1, 2), (2,)
     tuning.TILES, tuning._SHARES = ((64, 64), (64, 128)), (4,)
-    ((found, name),) = tune.measure_streams([CASE], 1, place)
+    ((found, name, _),) = tune.measure_streams([CASE], 1, place)
     assert [each.median for each in found] == sorted(each.median for each in found)
     products = "triton" if place["engine"] == "interpreter" else "torch"
     made = {"products": products, "streams": True, "timeout": 20}
@@ -124,7 +124,7 @@ def test_the_fastest_so_far_is_kept_by_each_group():
     with weft.local_world(3, streams=True) as local:
 
         def groups() -> None:
-            call = tune._prepare(CASE, current())
+            call = tune._fused(CASE, current())
             direct, push = Variant("direct"), Variant("push", 2)
             found = [*tuning.transfers(call, [direct, push])]
             assert found == [direct, push._replace(device=DeviceOptions(links=2))]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -30,8 +30,9 @@ from weft.cli.common import (
 from weft.cli.conditions import Unless
 from weft.cli.options import refuse
 from weft.cli.tables import table
-from weft.cli.values import Shape, product
+from weft.cli.values import Shape, of_sizes, parse_sizes, product
 from weft.predict import machine
+from weft.schedules.operators import COLLECTIVES
 from weft.schedules.workload import Variant, Workload
 
 if TYPE_CHECKING:
@@ -142,7 +143,22 @@ def _clear(wanted: bool) -> None:
         raise typer.Exit
 
 
+_COLLECTIVES = tuple(name.replace("_", "-") for name in COLLECTIVES if name != "barrier")
+
+
+def _has_sizes(settings: Tune) -> str:
+    if settings.collective:
+        return f"{settings.operator} has no product: give --sizes"
+    return ""
+
+
+def _has_shapes(settings: Tune) -> str:
+    return "" if settings.collective else f"{settings.operator} has a product: give --shape"
+
+
 def _stages_nothing(settings: Tune) -> str:
+    if settings.collective:
+        return "it is of fused operators: omit it"
     if predict.OPERATORS[settings.operator.replace("-", "_")].exchanges == "a":
         return ""
     return f"{settings.operator} exchanges no inputs, so it stages none"
@@ -168,8 +184,17 @@ def _one_engine(settings: Tune) -> str:
 class Tune(Placed):
     """Measure the candidates for shapes on this machine, and store the fastest, which auto uses."""
 
-    operator: Annotated[str, typer.Argument(help="The operator to tune."), FUSED]
-    shape: Annotated[list[Shape], product("A shape as for weft bench; repeat the option for more.")]
+    operator: Annotated[str, typer.Argument(help="The operator to tune."), (*FUSED, *_COLLECTIVES)]
+    shape: Annotated[
+        list[Shape],
+        product("A shape as for weft bench, of a fused operator; repeat the option for more."),
+        Unless(_has_sizes),
+    ] = field(default_factory=list)
+    sizes: Annotated[
+        str | None,
+        of_sizes("Bytes of a rank, of a collective."),
+        Unless(_has_shapes),
+    ] = None
     ranks: Annotated[
         int, typer.Option("--ranks", "-n", min=2, help="Number of ranks to start.")
     ] = 2
@@ -204,6 +229,10 @@ class Tune(Placed):
     ] = False
 
     @property
+    def collective(self) -> bool:
+        return self.operator in _COLLECTIVES
+
+    @property
     def on_host(self) -> bool:
         """Whether the host engine is measured, and not one whose lanes are streams."""
         return bool(self.place["engine"] == "host")
@@ -224,7 +253,13 @@ def tune(settings: Tune) -> None:
     if options.world_size(None)[0] is not None:
         refuse("tune", "it starts its own ranks, on one host: run it without a launcher")
     options.check_place(settings)
-    if settings.on_host:
+    if settings.collective:
+        if not settings.sizes or not settings.on_host:
+            refuse("tune", f"{settings.operator} needs --sizes, and ranks on a CPU")
+        _tune_collective(settings)
+    elif not settings.shape:
+        refuse("tune", f"{settings.operator} needs --shape")
+    elif settings.on_host:
         _tune_host(settings)
     else:
         _tune_streams(settings)
@@ -265,6 +300,34 @@ def _tune_host(settings: Tune) -> None:
             questions, settings.iterations, options.threads_for(settings.threads, settings.ranks)
         )
     _show(settings, cases, answers, lambda case, variant: 1e3 * predict.time(case, variant, on))
+
+
+def _tune_collective(settings: Tune) -> None:
+    from weft.measure import tune as tuning
+
+    operator, ranks = settings.operator.replace("-", "_"), settings.ranks
+    sizes = parse_sizes(settings.sizes or "")
+    questions = [
+        tuning.Question(
+            Workload(operator, (size,) * ranks, 1, 1, "uint8", "uint8", symmetric=False), []
+        )
+        for size in sizes
+    ]
+    with options.failing("weft tune", settings.json_file):
+        answers = tuning.tune(
+            questions, settings.iterations, options.threads_for(settings.threads, ranks)
+        )
+    console = Console(stderr=settings.json_file == "-")
+    shown = table((settings.operator, "path", "measured ms"), left=(settings.operator, "path"))
+    results = []
+    for size, found in zip(sizes, answers, strict=True):
+        rows = [{**variant.to_json(), "measured_ms": median} for variant, median, _ in found]
+        results.append({"operator": settings.operator, "bytes": size, "ways": rows})
+        for variant, median, _ in found:
+            shown.add_row(f"{size} bytes", str(variant), f"{median:.4f}")
+    console.print(shown)
+    console.print("Stored: the first path of each size.", highlight=False)
+    options.write_json({"tuned": results}, settings.json_file)
 
 
 def _tune_streams(settings: Tune) -> None:

@@ -6,18 +6,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
 
+import weft
 from weft.engines import engine
 from weft.kernels.packed import pack
 from weft.measure.launched import on_ranks
 from weft.measure.progress import progress
 from weft.measure.timing import Statistics, Stopwatch, session, stopwatch_of
 from weft.ops import driver, stored
+from weft.ops.call import Call
 from weft.ops.fused import FusedCall
-from weft.ops.operator import find
+from weft.ops.operator import CollectiveOperator, find, find_any
 from weft.ops.options import Operands, Options
 from weft.plan.binding import bind
 from weft.schedules.operators import OPERATORS
@@ -46,8 +49,14 @@ class Answer(NamedTuple):
     least: float
 
 
-Measured = tuple[list[Answer], str]
-"""The answers to a question, and the name of the class of calls that they are true for."""
+class Measured(NamedTuple):
+    """The answers to a question, the name of the class of calls that they are true for, and the
+    work of the call (`Call.work`).
+    """
+
+    answers: list[Answer]
+    name: str
+    work: int
 
 
 def measure(questions: list[Question], iterations: int, threads: int) -> list[Measured]:
@@ -64,7 +73,8 @@ def measure(questions: list[Question], iterations: int, threads: int) -> list[Me
         for case, requested, link in questions:
             world.emulate_link(*link or (0.0, 0.0))
             call = _prepare(case, world)
-            variants = dict.fromkeys([*requested, call.rule().variant])
+            first = call.rule().variant
+            variants = dict.fromkeys([*(requested or call.candidates(first)), first])
             views = {
                 str(number): partial(driver.execute, call, variant)
                 for number, variant in enumerate(variants)
@@ -74,7 +84,9 @@ def measure(questions: list[Question], iterations: int, threads: int) -> list[Me
                 Answer(variant, time.median, time.min)
                 for variant, time in zip(variants, times, strict=True)
             ]
-            found.append((answers, stored.key(case, engine(world).setting)))
+            found.append(
+                Measured(answers, stored.key(call.own_class, engine(world).setting), call.work)
+            )
             engine(world).programs.clear()
     return found
 
@@ -83,7 +95,7 @@ def tune(questions: list[Question], iterations: int, threads: int) -> list[list[
     """Measure, and store the fastest variant of every case. Answers are sorted, fastest first."""
     ranks = questions[0].case.ranks
     found = on_ranks(measure, ranks, questions, iterations, threads, threads=threads)
-    return _remembered([question.case for question in questions], found)
+    return _remembered(found)
 
 
 def measure_streams(
@@ -98,9 +110,10 @@ def measure_streams(
         progress("tuning", len(cases), shown=world.rank == 0) as advance,
     ):
         for case in cases:
-            times = _by_groups(_prepare(case, world), iterations)
+            call = _fused(case, world)
+            times = _by_groups(call, iterations)
             answers = [Answer(variant, time.median, time.min) for variant, time in times]
-            found.append((answers, stored.key(case, engine(world).setting)))
+            found.append(Measured(answers, stored.key(case, engine(world).setting), call.work))
             advance()
     return found
 
@@ -164,19 +177,33 @@ def tune_streams(
 ) -> list[list[Answer]]:
     """`tune` on the device and by the engine of a `place`."""
     found = on_ranks(measure_streams, cases[0].ranks, cases, iterations, place)
-    return _remembered(cases, found)
+    return _remembered(found)
 
 
-def _remembered(cases: list[Workload], found: list[Measured]) -> list[list[Answer]]:
+def _remembered(found: list[Measured]) -> list[list[Answer]]:
     """The answers, each sorted, with the fastest stored."""
-    for case, (answers, name) in zip(cases, found, strict=True):
+    for answers, name, work in found:
         answers.sort(key=lambda answer: answer.median)
-        ns = 1e6 * answers[0].median / (sum(case.rows) * case.n)
+        ns = 1e6 * answers[0].median / work
         stored.remember(name, stored.Measured(answers[0].variant, ns))
-    return [answers for answers, _ in found]
+    return [each.answers for each in found]
 
 
-def _prepare(workload: Workload, world: World) -> FusedCall:
+def _prepare(workload: Workload, world: World) -> Call:
+    """A call of this workload: of a collective rows of one byte each."""
+    if workload.operator in OPERATORS:
+        return _fused(workload, world)
+    operator = find_any(workload.operator)
+    assert isinstance(operator, CollectiveOperator)
+    defaults = {
+        name: parameter.default
+        for name, parameter in signature(getattr(weft, workload.operator)).parameters.items()
+    }
+    a = torch.ones(max(workload.rows), dtype=torch.uint8, device=world.device)
+    return operator.call(world, a, defaults | {"source": 0})
+
+
+def _fused(workload: Workload, world: World) -> FusedCall:
     """A call of this workload on random data."""
     dtype, rank = getattr(torch, workload.dtype), world.rank
     operator = OPERATORS[workload.operator]

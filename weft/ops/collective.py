@@ -217,11 +217,11 @@ def _checked(
 
 def describe(operator: str, a: Tensor, check: Check, options: tuple[Hashable, ...]) -> str:
     """A call as errors of all ranks show it: operator, tensor and options that are not defaults."""
-    return _described(operator, a.shape, a.dtype, _options(check), options)
+    return _described(operator, a.shape, a.dtype, options_of(check), options)
 
 
 @lru_cache
-def _options(check: Check) -> tuple[str, ...]:
+def options_of(check: Check) -> tuple[str, ...]:
     """The names of an operator's options, which follow the world, the tensor and `out`."""
     return tuple(inspect.signature(check).parameters)[3:]
 

@@ -13,12 +13,11 @@ import weft
 from weft.engines import engine
 from weft.kernels.weights import Weight, words
 from weft.ops import float8
-from weft.ops.arguments import as_key, listed
+from weft.ops.arguments import listed
 from weft.ops.autotune import expected
 from weft.ops.call import Call
-from weft.ops.collective import describe
 from weft.ops.fused import FusedCall
-from weft.ops.operator import CollectiveOperator, FusedOperator, find_any
+from weft.ops.operator import FusedOperator, find_any
 from weft.ops.options import Operands, Options
 from weft.schedules.operators import COLLECTIVES, OPERATORS
 from weft.schedules.workload import Variant
@@ -68,7 +67,8 @@ def explain(
             call = fused = _fused_call(found, world, a, weights, several, options)
             notes, predicted = f"{_of_products(fused)}{words(weights)}", _predicted(fused)
         else:
-            call = _collective_call(found, world, a, bound)
+            bound.apply_defaults()
+            call = found.call(world, a, bound.arguments)
         selection = expected(call)
     cut, details = call.cut(selection.variant), call.describe(selection.variant)
     lines = [f"{operator} over {world.ranks} ranks: {cut}: {selection.reason}{details}{notes}"]
@@ -100,25 +100,6 @@ def _fused_call(
     own = engine(world)
     for weight in call.weights:
         own.check_product(call.tensors["a"], weight, getattr(torch, call.workload.out_dtype))
-    return call
-
-
-def _collective_call(
-    found: CollectiveOperator, world: World, a: Tensor, bound: inspect.BoundArguments
-) -> Call:
-    bound.apply_defaults()
-    names = (*inspect.signature(found.check).parameters,)[3:]
-    if any(name.endswith("split_sizes") and bound.arguments[name] is not None for name in names):
-        raise ValueError(
-            "split sizes are exchanged by the call itself, and explain sends nothing: leave them "
-            "out"
-        )
-    options = [
-        as_key(value) if isinstance(value := bound.arguments[name], list) else value
-        for name in names
-    ]
-    call = found.check(world, a, None, *options)
-    call.description = describe(call.name, a, found.check, (*options,))
     return call
 
 

@@ -6,14 +6,15 @@ Every module of this package with the name of an operator ends with its record, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from weft.ops.collective import CollectiveCall
+from weft.ops.arguments import as_key
+from weft.ops.collective import CollectiveCall, describe, options_of
 from weft.ops.fused import FusedCall
 from weft.ops.options import Operands, Options
 from weft.schedules.workload import Collective, Operator
@@ -85,6 +86,23 @@ class CollectiveOperator:
 
     schedule: Collective
     check: Callable[..., CollectiveCall]
+
+    def call(self, world: World, a: Tensor, options: Mapping[str, Any]) -> CollectiveCall:
+        """A checked call on `a` with a new result, and with these options among others. Raises the
+        errors of the operator, and `ValueError` for split sizes, which a call exchanges.
+        """
+        names = options_of(self.check)
+        if any(options[name] is not None for name in names if name.endswith("split_sizes")):
+            raise ValueError(
+                "split sizes are exchanged by the call itself, and explain sends nothing: leave "
+                "them out"
+            )
+        values = tuple(
+            as_key(value) if isinstance(value := options[name], list) else value for name in names
+        )
+        call = self.check(world, a, None, *values)
+        call.description = describe(call.name, a, self.check, values)
+        return call
 
 
 @dataclass(frozen=True)
