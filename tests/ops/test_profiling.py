@@ -18,9 +18,9 @@ FUSED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
 def ranges(events):
-    """The numbers of weft's ranges, without those of calls that agree on a choice of auto."""
+    """The numbers of weft's ranges, without those of ranks that agree on a choice."""
     names = Counter(event.name for event in events if event.name.startswith("weft:"))
-    return {name: names[name] for name in names if "::" not in name and name != "weft:auto"}
+    return {name: names[name] for name in names if not ("::" in name or ":choice of" in name)}
 
 
 def calls(world):

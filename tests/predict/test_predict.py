@@ -18,8 +18,9 @@ from weft import cache, predict
 from weft.cli import app
 from weft.engines import engine
 from weft.measure import calibrate, tune
+from weft.ops import stored
 from weft.predict import answers as answering
-from weft.predict import machine, tuned
+from weft.predict import machine
 from weft.predict.forecast import forecast
 from weft.predict.interpolation import Grid
 from weft.predict.machine import Link
@@ -30,18 +31,11 @@ from weft.schedules.workload import Variant
 @pytest.fixture(autouse=True)
 def uncalibrated(tmp_path, monkeypatch):
     monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
-    forget()
-
-
-def forget():
-    """Clear this process's copy of the cache."""
-    tuned._stored.cache_clear()
 
 
 def calibrated(**figures):
     """Make this a calibrated machine: the profile cpu, with other figures."""
     machine.remember({**asdict(replace(machine.load("cpu"), **figures)), "name": "this"})
-    forget()
 
 
 def command(*arguments, status=0):
@@ -328,12 +322,18 @@ def measured(world, directory):
     for variant in (None, Variant("ring", 3)):
         if variant:  # rank 0 alone needs it
             if world.rank == 0:
-                tuned.remember(cases[0], None, tuned.Measured(variant, 1.0))
+                name = stored.key(cases[0], engine(world).setting)
+                stored.remember(name, stored.Measured(variant, 1.0))
             engine(world).selections.clear()
             engine(world).calls.clear()
         assert torch.equal(weft.all_gather_matmul(a, b, world=world), torch.full((8, 8), 16.0))
         found += [each.variant.algorithm for each in engine(world).selections.values()]
-    return profile, [variants for _, variants, _ in questions], answers, found
+    return (
+        profile,
+        [variants for _, variants, _ in questions],
+        [each.answers for each in answers],
+        found,
+    )
 
 
 def test_this_machine_is_measured(tmp_path):
@@ -361,20 +361,19 @@ def test_this_machine_is_measured(tmp_path):
     assert all(0 < answer.least <= answer.median for found in answers for answer in found)
 
 
-def test_a_tuned_variant_is_found_for_its_link_and_machine_only(monkeypatch):
+def test_a_tuned_variant_is_found_for_its_setting_and_machine_only(monkeypatch):
     case = predict.workload("matmul_reduce_scatter", 2, (64, 64, 64), "float32")
-    measured, processor = tuned.Measured(Variant("ring", 4), 1.5), cache.processor()
-    assert tuned.find(case, None) is None
-    tuned.remember(case, None, measured)
-    assert tuned.find(case, None) == measured
-    assert tuned.find(case, (1.0, 0.0)) is None
+    measured, processor = stored.Measured(Variant("ring", 4), 1.5), cache.processor()
+    name = stored.key(case, "1 thread")
+    assert stored.find(name) is None
+    stored.remember(name, measured)
+    assert stored.find(name) == measured
+    assert stored.find(stored.key(case, "2 threads")) is None
     monkeypatch.setattr(cache, "processor", lambda: "another that shares the cache directory")
-    forget()
-    assert tuned.find(case, None) is None
+    assert stored.find(name) is None
     assert "this" not in machine.names()
     monkeypatch.setattr(cache, "processor", lambda: processor)
-    forget()
-    assert tuned.find(case, None) == measured
+    assert stored.find(name) == measured
 
 
 def test_the_link_between_hosts_is_an_option(tmp_path):

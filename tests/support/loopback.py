@@ -13,12 +13,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import torch
-
 import weft._native as _native
 from weft.world import World
+from weft.world.backend import Backend
 from weft.world.listener import Address
-from weft.world.peers import Backend
 from weft.world.relay import Relay
 from weft.world.rendezvous import RankInfo
 from weft.world.transport import Tag
@@ -91,7 +89,7 @@ def two_worlds() -> Iterator[list[World]]:
         relay = Relay(rank, {peer: control[rank]}, MemoryTransport(rank, wires), LIMIT)
         ends = {rank: -1, peer: relay.sockets()[peer].detach()}
         mesh = _native.Mesh([ends[each] for each in range(RANKS)])
-        return World(rank, infos, mesh, LIMIT, Backend(torch.device("cpu")), relay)
+        return World(rank, infos, mesh, LIMIT, Backend(), relay)
 
     made = each_rank(world)
     try:

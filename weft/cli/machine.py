@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -186,10 +186,10 @@ class Tune(Placed):
 
     operator: Annotated[str, typer.Argument(help="The operator to tune."), (*FUSED, *_COLLECTIVES)]
     shape: Annotated[
-        list[Shape],
+        list[Shape] | None,
         product("A shape as for weft bench, of a fused operator; repeat the option for more."),
         Unless(_has_sizes),
-    ] = field(default_factory=list)
+    ] = None
     sizes: Annotated[
         str | None,
         of_sizes("Bytes of a rank, of a collective."),
@@ -267,7 +267,7 @@ def tune(settings: Tune) -> None:
 
 def _cases(settings: Tune) -> list[Workload]:
     cases = []
-    for shape in settings.shape:
+    for shape in settings.shape or ():
         case = predict.workload(
             settings.operator.replace("-", "_"),
             settings.ranks,
@@ -348,7 +348,7 @@ def _show(
     """Print a table for each case, and write the JSON; `predicted` gives milliseconds."""
     console = Console(stderr=settings.json_file == "-")
     results = []
-    for shape, case, found in zip(settings.shape, cases, answers, strict=True):
+    for shape, case, found in zip(settings.shape or (), cases, answers, strict=True):
         heading = f"{settings.operator} {shape}"
         columns = "rows per piece", *(["predicted ms"] if predicted else []), "measured ms"
         shown = table((heading, *columns), left=(heading,))

@@ -55,8 +55,8 @@ def _by_notes(world: World, call: str, text: str, timeout: float | None) -> list
 
 
 def _operator(call: str) -> str:
-    """The operator of a call, which errors name as they wait for a peer."""
-    return call.partition("(")[0]
+    """The name of what belongs to the choice for a call, in errors of waits and in profiles."""
+    return f"choice of {call.partition('(')[0]}"
 
 
 @cache

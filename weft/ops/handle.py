@@ -68,6 +68,8 @@ def begin(call: CollectiveCall) -> Handle:
         # each of several concurrent calls needs a program of its own
         programs = (driver.prepare(call, variant, number) for number in count())
         program = next(program for program in programs if program.idle())
-        program.start(call.bind(program), call, call.timeout)
+        # not the call itself, whose world may be dropped meanwhile
+        retained = call.tensors, call.results
+        program.start(call.bind(program), retained, call.timeout)
         program.started += 1
     return Handle(program, call)
