@@ -13,7 +13,7 @@ import weft
 from weft import cache
 from weft.engines import engine
 from weft.errors import MismatchError
-from weft.ops import agreement, granularity, stored
+from weft.ops import granularity, stored
 from weft.ops.autotune import Trial
 from weft.ops.call import Selection
 from weft.ops.collective import class_bytes
@@ -223,10 +223,10 @@ def test_stored_values_of_another_form_count_as_missing(entries, tmp_path, monke
 def described_anew(world):
     """Peers compare the description of each exchange, not that of the first one."""
     for text in ("all_gather(…)\nfirst", "all_to_all(…)\nsecond"):
-        agreement.synchronize(world, text)
+        engine(world).meet(text)
         assert world.executor.peer_call(world.rank, world.executor.calls) == text
         own = f"from {world.rank}…" if world.rank else ""
-        assert agreement.exchange(world, text, own) == ["", "from 1…"]
+        assert engine(world).exchange(text, own) == ["", "from 1…"]
         assert world.executor.peer_call(world.rank, world.executor.calls) == text
 
 

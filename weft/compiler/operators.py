@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 
 from weft.compiler.custom import define
 from weft.errors import WeftError
-from weft.ops import fused, operator
+from weft.ops import driver, operator
 from weft.ops.operator import FusedOperator, Pattern, Recorded
 from weft.ops.options import Operands, Options
 from weft.process_group import worlds
@@ -74,7 +74,7 @@ def _run(
         )
 
     results: list[Tensor] = worlds.run_in_order(
-        group, partial(fused.call, fused_operator.check, world, operands, options)
+        group, partial(driver.call, fused_operator.check, world, operands, options)
     )
     return results
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +29,10 @@ from weft.plan import (
 )
 from weft.plan.language import LANES
 from weft.plan.proof import verify
+from weft.schedules import all_gather
+from weft.schedules.barrier import barrier
 from weft.schedules.device_options import DeviceOptions
+from weft.schedules.levels import Levels
 from weft.schedules.workload import Variant
 from weft.world import World, memory
 
@@ -39,6 +45,8 @@ _log = logging.getLogger("weft")
 OUTSTANDING = 16
 _STOP_SECONDS = 1.0  # enough for any instruction that does not wait
 _CACHED = 256  # compiled plans; a program is small, and its workspace is shared
+_LONGEST = 4 << 10
+"""Bytes of a text that ranks exchange: peers must know how many are sent."""
 _LEAST_WORKSPACE = 1 << 20
 """Bytes of the smallest workspace, so that calls of few rows never grow one, which all ranks do
 together and which takes as long as several such calls.
@@ -255,6 +263,33 @@ class Engine(ABC):
             part = self.parts[rank, dtype] = memory.numbers(self.segment, rank, dtype)
         return part
 
+    def meet(self, call: str, timeout: float | None = None) -> None:
+        """Wait until all ranks make a call; collective. `call` describes it as in `execute_as`."""
+        with self._unrecorded():
+            self.execute_as(call, _barrier(_choice(call), self.world.levels), {}, timeout=timeout)
+
+    def exchange(self, call: str, text: str, timeout: float | None = None) -> list[str]:
+        """The texts of all ranks, by rank, of up to 4 KiB each; collective. `call` describes the
+        call of which this is a part, as in `execute_as`.
+        """
+        world, padded = self.world, bytearray(text.encode().ljust(_LONGEST, b"\0"))
+        own = torch.frombuffer(padded, dtype=torch.uint8).view(1, -1)
+        every = own.new_empty(world.ranks, _LONGEST)
+        plan = _to_all(_choice(call), world.levels, world.hosts.if_several)
+        tensors = {"a": own, "gathered": every}
+        with self._unrecorded():
+            self.execute_as(call, plan, tensors, (1,) * world.ranks, timeout)
+        return [row.numpy().tobytes().rstrip(b"\0").decode() for row in every]
+
+    @contextmanager
+    def _unrecorded(self) -> Iterator[None]:
+        """Do not record the executions in this context, which are parts of another call."""
+        recorder, self.world.recorder = self.world.recorder, None
+        try:
+            yield
+        finally:
+            self.world.recorder = recorder
+
     @property
     def setting(self) -> str:
         """The properties of its world, besides its calls, on which the fastest variants depend."""
@@ -359,6 +394,25 @@ class Engine(ABC):
             late,
             f"has not made the call{', nor have others: ' if others else ''}{', '.join(others)}",
         )
+
+
+def _choice(call: str) -> str:
+    """The name of what belongs to the choice for a call, in errors of waits and in profiles."""
+    return f"choice of {call.partition('(')[0]}"
+
+
+@cache
+def _barrier(name: str, levels: Levels) -> Plan:
+    return replace(barrier(levels, "begin"), operator=name)
+
+
+@cache
+def _to_all(name: str, levels: Levels, hosts: tuple[int, ...] | None) -> Plan:
+    ranks = len(levels[-1])
+    plan = (
+        all_gather.all_gather(ranks, 1, "push", hosts=hosts) if hosts else all_gather.eager(levels)
+    )
+    return replace(plan, operator=name)
 
 
 def _workspace_size(size: int) -> int:

@@ -33,7 +33,7 @@ from weft.plan import Launch, Plan
 from weft.plan.language import LANES, is_lane
 from weft.schedules.device_options import DeviceOptions
 from weft.schedules.workload import Variant
-from weft.world import World
+from weft.world import World, memory
 
 
 class DeviceEngine(Engine):
@@ -101,6 +101,16 @@ class DeviceEngine(Engine):
                 f"streams have the lanes compute, comm, comm1, …; the plan has {', '.join(lanes)}"
             )
         return *LANES, *(name for name in lanes if name not in LANES)
+
+    def exchange(self, call: str, text: str, timeout: float | None = None) -> list[str]:
+        """As of any engine, by the hosts of ranks: the caller does not wait for the lanes."""
+        world, compiled = self.world, _native.Compiled(call, 0, [], self.world.ranks)
+        texts = [text] * world.ranks
+        with world.exclusive, world.fail_on_error:
+            world.executor.begin(compiled, timeout or world.timeout)
+            for peer, theirs, _ in memory.exchange(world, compiled, call, text):
+                texts[peer] = theirs
+        return texts
 
     @property
     def setting(self) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from weft.checks import check_timeout
 from weft.kernels.products import multiply
 from weft.kernels.weights import Weight
-from weft.ops import arguments, autograd, dims, float8, fused
+from weft.ops import arguments, autograd, dims, driver, float8
 from weft.ops.call import Key, Selection
 from weft.ops.fused import FusedCall
 from weft.ops.operator import Exchange, FusedOperator, Gradient, Gradients, Pattern, Recorded
@@ -118,7 +118,7 @@ def all_gather_matmul(
     if plain and (out is None or isinstance(out, Tensor)):
         choices = dim, out_dtype, shards, algorithm, chunk_rows, order
         key = check, choices, a, out, weights, biases
-        if (cached := fused.repeat(world, key, timeout)) is not None:
+        if (cached := driver.repeat(world, key, timeout)) is not None:
             return [cached] if several and isinstance(cached, Tensor) else cached
     outs = arguments.listed(out, weights, several, "out")
     rows, weights = float8.scaled(
@@ -142,7 +142,7 @@ def all_gather_matmul(
         operator = torch.ops.weft.all_gather_matmul.default
         made = autograd.call(operator, a, weights, biases, out, options, world)
     else:
-        made = fused.call(check, world, Operands(rows, weights, biases, outs), options, key)
+        made = driver.call(check, world, Operands(rows, weights, biases, outs), options, key)
     results, gathered = made[: len(weights)], made[-1]
     scales = rows.shape[-1] - a.shape[-1]  # columns of float8 rows that hold the scale
     if return_gathered and scales:

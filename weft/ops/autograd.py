@@ -22,7 +22,7 @@ from torch import Tensor
 from weft.errors import WeftError
 from weft.kernels.products import multiply
 from weft.kernels.weights import Weight, source, transposed
-from weft.ops import arguments, dims, fused
+from weft.ops import arguments, dims, driver
 from weft.ops.operator import FusedOperator, Recorded
 from weft.ops.options import Operands, Options
 from weft.world import World, by_number, current
@@ -45,7 +45,7 @@ def register(operator: FusedOperator) -> None:
         a, weights, biases, options, world = _recorded(inputs)
         none = [None] * len(weights)
         operands = Operands(a, weights, [x if x.numel() else None for x in biases] or none, none)
-        return fused.call(operator.check, _world(world), operands, options)
+        return driver.call(operator.check, _world(world), operands, options)
 
     made = torch.library.custom_op(f"weft::{operator.name}", run, mutates_args=(), schema=_SCHEMA)
     made.register_fake(lambda *inputs: fake(_recorded(inputs)))

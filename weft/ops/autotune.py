@@ -35,7 +35,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from weft._native import CallsLeft
-from weft.ops import agreement, stored
+from weft.ops import stored
 from weft.ops.call import Call, Selection
 from weft.ops.stored import Measured
 from weft.schedules.workload import Variant, Workload
@@ -125,14 +125,14 @@ def measure(call: Call, trial: Trial, execute: Callable[[], None]) -> None:
         execute()
         return
     world, key = call.world, trial.key
-    agreement.synchronize(world, f"{call.description}\n{key}", call.timeout)
+    call.engine.meet(f"{call.description}\n{key}", call.timeout)
     before, begin = waited_for_core(), time.monotonic_ns()
     execute()
     end = time.monotonic_ns()
     if not trial.record(begin, end, waited_for_core() - before, call.work):
         return
     name = f"{call.description}\n{key} took {len(trial.calls)} times"
-    times = agreement.exchange(world, name, json.dumps(trial.calls), call.timeout)
+    times = call.engine.exchange(name, json.dumps(trial.calls), call.timeout)
     fastest = trial.end_round([*map(json.loads, times)], world.hosts, world.oversubscribed)
     if fastest is None:
         return
@@ -195,7 +195,7 @@ def _agreed(call: Call, key: Class) -> Selection | Trial:
         variants = [each.to_json() for each in (first.variant, *others)]
         text = json.dumps([variants, record, first.reason])
     name = f"{call.description}\n{key}"
-    text, *_ = agreement.exchange(call.world, name, text, call.timeout)
+    text, *_ = call.engine.exchange(name, text, call.timeout)
     found, record, reason = json.loads(text)
     candidates = [*map(Variant.from_json, found)]
     if len(candidates) == 1:

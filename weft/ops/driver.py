@@ -4,13 +4,51 @@ variant, prepare a program, execute it, finish; `Engine.calls` repeats it withou
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
+from weft.checks import check_timeout
 from weft.engines.program import Program
 from weft.ops.autotune import measure, select
 from weft.ops.call import Call, Key, Selection
 from weft.schedules.workload import Variant
+from weft.world import World
+
+if TYPE_CHECKING:
+    from weft.ops.options import Operands, Options
+
+
+def repeat(world: World, key: Key, timeout: float | None) -> Any:
+    """The result (a list of several) of a call that has the key of an earlier one: one native call,
+    but for its products. None, with nothing done, if there was none or the call must be checked.
+    """
+    own = world.engine
+    if torch.compiler.is_compiling() or own is None or own.pending or world.recorder is not None:
+        return None
+    if timeout is None:
+        timeout = world.timeout
+    else:
+        check_timeout(timeout)
+    return own.calls.call(*key, timeout)
+
+
+def call(
+    check: Callable[..., Call],
+    world: World,
+    operands: Operands,
+    options: Options,
+    key: Key | None = None,
+) -> list[Tensor]:
+    """The results of a call that `check` accepts, without gradients, collectively; peers are told
+    if it is refused.
+    """
+    with torch.no_grad(), world.tell_refusal:  # autograd records by thread, and this may be another
+        made: list[Tensor] = run(check(world, operands, options), key)
+        return made
 
 
 def run(call: Call, key: Key | None = None) -> Any:

@@ -13,17 +13,16 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from weft._native import Binding
-from weft.checks import check_timeout, name
+from weft.checks import name
 from weft.engines.host import HostProgram
 from weft.engines.program import Program
 from weft.kernels.matmul import MATMUL, with_kernel
 from weft.kernels.weights import rows_multiple
-from weft.ops import arguments, driver
+from weft.ops import arguments
 from weft.ops.call import Call, Key, Selection
-from weft.ops.options import Operands, Options, kernel_of
+from weft.ops.options import Options, kernel_of
 from weft.plan import Kernel, Plan
 from weft.schedules.device_options import DEFAULT, DeviceOptions, honours
 from weft.schedules.operators import OPERATORS
@@ -334,35 +333,6 @@ class FusedCall(Call):
         """A variant and the size of its transfers, in words."""
         rows = self.operator.chunk_rows(self.workload.rows, variant)
         return f"{variant}, at most {rows} rows per transfer"
-
-
-def repeat(world: World, key: Key, timeout: float | None) -> Any:
-    """The result (a list of several) of a call that has the key of an earlier one: one native call,
-    but for its products. None, with nothing done, if there was none or the call must be checked.
-    """
-    own = world.engine
-    if torch.compiler.is_compiling() or own is None or own.pending or world.recorder is not None:
-        return None
-    if timeout is None:
-        timeout = world.timeout
-    else:
-        check_timeout(timeout)
-    return own.calls.call(*key, timeout)
-
-
-def call(
-    check: Callable[..., Call],
-    world: World,
-    operands: Operands,
-    options: Options,
-    key: Key | None = None,
-) -> list[Tensor]:
-    """The results of a call that `check` accepts, without gradients, collectively; peers are told
-    if it is refused.
-    """
-    with torch.no_grad(), world.tell_refusal:  # autograd records by thread, and this may be another
-        made: list[Tensor] = driver.run(check(world, operands, options), key)
-        return made
 
 
 @lru_cache(1024)

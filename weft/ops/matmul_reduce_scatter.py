@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels.weights import Weight, as_tensor
-from weft.ops import arguments, autograd, dims, float8, fused
+from weft.ops import arguments, autograd, dims, driver, float8
 from weft.ops.call import Key
 from weft.ops.fused import FusedCall
 from weft.ops.operator import FusedOperator, Gradient, Gradients, Pattern, Recorded
@@ -116,7 +116,7 @@ def matmul_reduce_scatter(
     if scale_a is None and scale_b is None:
         choices = op, dim, out_dtype, shards, algorithm, chunk_rows, order
         key = check, choices, a, out, (b,), (bias,)
-        cached: Tensor | None = fused.repeat(world, key, timeout)
+        cached: Tensor | None = driver.repeat(world, key, timeout)
         if cached is not None:
             return cached
     a, (b,) = float8.scaled(a, [b], scale_a, [scale_b], world)
@@ -133,7 +133,7 @@ def matmul_reduce_scatter(
     if arguments.recorded((a, b, bias, out)):
         operator = torch.ops.weft.matmul_reduce_scatter.default
         return autograd.call(operator, a, [b], [bias], out, options, world)[0]
-    return fused.call(check, world, Operands(a, [b], [bias], [out]), options, key)[0]
+    return driver.call(check, world, Operands(a, [b], [bias], [out]), options, key)[0]
 
 
 def check(world: World, operands: Operands, options: Options) -> FusedCall:
