@@ -44,7 +44,7 @@ def test_a_gather_of_uneven_and_empty_shards(hosts, algorithm):
             a = torch.full((rows[world.rank], 5), 1.0 + world.rank)
             own.execute(plan, {"a": a, "gathered": out}, rows=rows)
             assert torch.equal(out, gathered(rows)), rows
-        return len(own.programs)
+        return [program.original for program in own.programs.values()].count(plan)
 
     assert on(hosts, call) == [1] * ranks
 
