@@ -59,10 +59,10 @@ def test_products_are_sent_while_others_are_computed(hosts):
         world = weft.init()
         a, b = torch.ones(4 * ranks, 8), torch.full((8, 6), 1.0 + world.rank)
         out = torch.empty(4, 6)
+        weights = dict.fromkeys(("out", "partial"), b)
         for _ in range(3):
-            engine(world).execute(
-                plan, {"a": a, "out": out.fill_(7)}, {"out": b}, rows=(4,) * ranks
-            )
+            tensors = {"a": a, "out": out.fill_(7)}
+            engine(world).execute(plan, tensors, weights, rows=(4,) * ranks)
             assert torch.equal(out, torch.full((4, 6), 8.0 * sum(range(1, ranks + 1))))
 
     on(hosts, call)
