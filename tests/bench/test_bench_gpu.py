@@ -156,10 +156,10 @@ def test_kernels_are_swept_and_verified(tmp_path):
     swept = [row for row in result["rows"] if "comm_sms" in row]
     assert len(swept) == 2 * 2  # SMs, places
     assert {(row["tile_bytes"], row["warps"], row["gluon"]) for row in swept} == {(1024, 1, False)}
-    shown = StringIO()
-    sweep.print_tables(result, Console(file=shown, width=200))
-    assert kernel(2) in shown.getvalue()
-    assert "vs" not in shown.getvalue()  # a kernel is no baseline
+    printed = StringIO()
+    sweep.print_tables(result, Console(file=printed, width=200))
+    assert kernel(2) in printed.getvalue()
+    assert "vs" not in printed.getvalue()  # a kernel is no baseline
     assert shown(result).draw is plots.draw_sweep
     plots.draw_sweep(result, tmp_path / "sms.png")
     assert (tmp_path / "sms.png").stat().st_size > 1000
