@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from published import SYSTEMS, Parameters, Point, System
 
-from weft.predict.machine import Link, Machine
+from weft.predict.machine import LinkRate, Machine
 
 HERE = Path(__file__).parent
 PROFILES = HERE.parent / "weft" / "predict" / "machines"
@@ -204,7 +204,7 @@ def _toml(value: object) -> str:
             return f"{value:.5g}"
         case tuple():
             return f"[{', '.join(map(_toml, value))}]"
-        case Link():
+        case LinkRate():
             fields = {key: field for key, field in asdict(value).items() if field}
             return (
                 "{ " + ", ".join(f"{key} = {_toml(field)}" for key, field in fields.items()) + " }"

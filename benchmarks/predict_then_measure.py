@@ -88,7 +88,7 @@ def measure(rows: list[dict[str, Any]]) -> None:
             [Variant(*row["way"]), *(Variant(*entry["way"]) for entry in row["ways"])]
         )
         questions.append(
-            tune.Question(case, [*variants], tuple(row["link"]) if row["link"] else None)
+            tune.TuningCase(case, [*variants], tuple(row["link"]) if row["link"] else None)
         )
     passes = [launch(tune.measure, RANKS, questions, RUNS, 1, threads=1)[0] for _ in range(PASSES)]
     for row, *found in zip(rows, *passes, strict=True):

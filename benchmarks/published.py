@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from weft.plan import Plan
 from weft.plan.binding import bind, split
 from weft.predict import copies, overlap
-from weft.predict.machine import Link, Machine, Product
+from weft.predict.machine import LinkRate, Machine, ProductRate
 from weft.predict.simulator import Rows, seconds
 from weft.schedules.all_gather import all_gather
 from weft.schedules.all_gather_matmul import all_gather_matmul
@@ -99,8 +99,8 @@ def streaming() -> System:
     def machine(p: Parameters, _: str) -> Machine:
         return Machine(
             "ascend-910b1",
-            {"float16": Product(p["tflops"], fixed_us=p["fixed_us"])},
-            (Link(p["gbs"]),),
+            {"float16": ProductRate(p["tflops"], fixed_us=p["fixed_us"])},
+            (LinkRate(p["gbs"]),),
             **ASCEND,
             communicate_slowdown=p["communicate_slowdown"],
             lanes=15,
@@ -135,8 +135,8 @@ def steps(rows_of_each: bool = True) -> System:
     def machine(p: Parameters, _: str) -> Machine:
         return Machine(
             "ascend-950",
-            {"float16": Product(p["tflops"]), "bfloat16": Product(p["tflops"])},
-            (Link(p["gbs"]),),
+            {"float16": ProductRate(p["tflops"]), "bfloat16": ProductRate(p["tflops"])},
+            (LinkRate(p["gbs"]),),
             **{
                 **ASCEND,
                 "notify_source": f"assumed, that of Ascend A2/A3: {ASCEND['notify_source']}",
@@ -176,7 +176,7 @@ def transfers() -> System:
         )
 
     def machine(p: Parameters, variant: str) -> Machine:
-        link = Link(p[f"{variant}.gbs"], p.get(f"{variant}.latency_us", 0.0))
+        link = LinkRate(p[f"{variant}.gbs"], p.get(f"{variant}.latency_us", 0.0))
         return Machine(
             "ascend-910b1",
             {},
@@ -208,8 +208,8 @@ def streams() -> System:
         by_kernel = variant == overlap.KERNEL
         return Machine(
             "h100-nvlink-8",
-            {dtype: Product(p["tflops"]) for dtype in ("float16", "bfloat16")},
-            (Link(p["gbs"], reach=8, shared=True), Link(50, latency_us=5, shared=True)),
+            {dtype: ProductRate(p["tflops"]) for dtype in ("float16", "bfloat16")},
+            (LinkRate(p["gbs"], reach=8, shared=True), LinkRate(50, latency_us=5, shared=True)),
             memory_gbs=1300,
             reduce_gbs=2600,
             notify_us=0.6,
@@ -262,8 +262,8 @@ def tiles() -> System:
         variant = variant or "rccl"
         return Machine(
             "mi325x-8",
-            {dtype: Product(650.0) for dtype in ("float16", "bfloat16")},
-            (Link(p["gbs"]),),
+            {dtype: ProductRate(650.0) for dtype in ("float16", "bfloat16")},
+            (LinkRate(p["gbs"]),),
             memory_gbs=2000,
             reduce_gbs=4000,
             notify_us=0.8,

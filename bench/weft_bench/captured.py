@@ -23,7 +23,7 @@ class Words(NamedTuple):
     style: str = ""
 
 
-class Cell(NamedTuple):
+class TableCell(NamedTuple):
     """A cell of a table. `number` is the value by which it is sorted, None for words, and
     `repeated` tells that the terminal leaves it out since it equals the cell above.
     """
@@ -40,13 +40,13 @@ class Column(NamedTuple):
     numeric: bool
 
 
-class Grid(NamedTuple):
+class TableGrid(NamedTuple):
     """A table. `groups` are its rows in groups, between which the terminal leaves a line empty;
     a table without `header` is a list of figures, each with its name and its meaning.
     """
 
     columns: list[Column]
-    groups: list[list[list[Cell]]]
+    groups: list[list[list[TableCell]]]
     header: bool
 
 
@@ -55,7 +55,7 @@ class _Recorder(Console):
 
     def __init__(self) -> None:
         super().__init__(quiet=True)
-        self.found: list[Grid | Words] = []
+        self.found: list[TableGrid | Words] = []
 
     def print(self, *objects: Any, style: Any = "", **options: Any) -> None:
         for each in objects:
@@ -67,7 +67,7 @@ class _Recorder(Console):
 
 def captured(
     printer: Callable[[dict[str, Any], Console], None], result: dict[str, Any]
-) -> list[Grid | Words]:
+) -> list[TableGrid | Words]:
     """The tables and the lines that `printer` prints of a result, in order."""
     recorder = _Recorder()
     printer(result, recorder)
@@ -88,27 +88,27 @@ def _words(printed: Any, style: str = "") -> Words | None:
     return Words(text.plain.strip(), str(text.style) or style) if text.plain.strip() else None
 
 
-def _grid(table: Table) -> Grid:
+def _grid(table: Table) -> TableGrid:
     columns = [
         Column(" ".join(str(column.header).split()), column.justify == "right")
         for column in table.columns
     ]
     cells = [[_words(cell) or Words("") for cell in column.cells] for column in table.columns]
-    groups: list[list[list[Cell]]] = [[]]
+    groups: list[list[list[TableCell]]] = [[]]
     for row, texts in zip(table.rows, zip(*cells, strict=True), strict=True):
         above = groups[-1][-1] if groups[-1] else []
         groups[-1].append([*_row(texts, above)])
         if row.end_section:
             groups.append([])
-    return Grid(columns, [group for group in groups if group], table.show_header)
+    return TableGrid(columns, [group for group in groups if group], table.show_header)
 
 
-def _row(texts: Sequence[Words], above: Sequence[Cell]) -> Iterator[Cell]:
+def _row(texts: Sequence[Words], above: Sequence[TableCell]) -> Iterator[TableCell]:
     """The cells of a row; its first ones, if empty, repeat those `above`."""
     empty = len([*takewhile(lambda words: not words.text, texts)]) if above else 0
     for index, words in enumerate(texts):
         yield (
             above[index]._replace(repeated=True)
             if index < empty
-            else Cell(words, number(words.text))
+            else TableCell(words, number(words.text))
         )

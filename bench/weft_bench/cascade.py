@@ -31,7 +31,7 @@ class Agreement(NamedTuple):
         return self.output_wrong + self.gathered_wrong
 
 
-class Gathering(Protocol):
+class CascadeGathering(Protocol):
     """An operator that returns the gathered rows, which `gathered` has after each call."""
 
     problem: Problem
@@ -42,7 +42,7 @@ class Gathering(Protocol):
     def renew(self, run: int) -> None: ...
 
 
-def compare_with_cascade(subject: Gathering, world: World, run: int) -> list[Agreement]:
+def compare_with_cascade(subject: CascadeGathering, world: World, run: int) -> list[Agreement]:
     """The comparisons on all ranks, on the inputs of a new run; collective."""
     subject.renew(run)
     subject.views["sequential"].call()

@@ -9,7 +9,7 @@ from weft.predict import figures
 from weft_bench import noise, tables
 
 
-class Part(NamedTuple):
+class LimitPart(NamedTuple):
     """A part of a time in milliseconds, and its share of the longest time, in percent."""
 
     name: str
@@ -22,7 +22,7 @@ class Bar(NamedTuple):
 
     name: str
     milliseconds: float
-    parts: list[Part]
+    parts: list[LimitPart]
     text: str  # the time without digits that are noise
 
 
@@ -58,10 +58,10 @@ def limit_of(result: dict[str, Any]) -> Limit | None:
     limit, longest = max(views["compute"], views["communicate"]), max(times.values())
     lost = _lost(result, views["compute"], limit)
 
-    def parts(name: str, time: float) -> Iterator[Part]:
+    def parts(name: str, time: float) -> Iterator[LimitPart]:
         splits = name == own and lost and all(value >= 0 for value in lost.values())
         for part, value in ({"limit": limit} | lost if splits else {name: time}).items():
-            yield Part(part, value, 100 * value / longest)
+            yield LimitPart(part, value, 100 * value / longest)
 
     bars = [
         Bar(name, time, [*parts(name, time)], f"{time:.{noise.decimals(measured[name])}f} ms")

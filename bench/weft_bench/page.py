@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from weft.plan.trace import Trace
 from weft_bench import noise, repeat, tables
 from weft_bench.benchmarks import Result, Shown, shown
-from weft_bench.captured import Grid, Words, captured
+from weft_bench.captured import TableGrid, Words, captured
 from weft_bench.limit import Limit, limit_of, views_of
 from weft_bench.pictures.page.lanes import timeline
 from weft_bench.report import hidden, overlaps
@@ -44,7 +44,7 @@ class Section(NamedTuple):
     timeline: dict[str, Any] | None
     limit: Limit | None
     picture: str | None
-    grids: list[Grid]
+    grids: list[TableGrid]
     notes: list[Words]
     facts: list[tuple[str, str]]
     commands: list[str]
@@ -79,7 +79,7 @@ def section(result: Result, file: str, traces: Sequence[Trace] = ()) -> Section:
         timeline=timeline(traces) if traces else None,
         limit=limit,
         picture=None if limit else _picture(kind, result),
-        grids=[table for table in printed if isinstance(table, Grid)],
+        grids=[table for table in printed if isinstance(table, TableGrid)],
         notes=[line for line in lines if line is not verdict],
         facts=[*_facts(result)],
         commands=[*_commands(result, file, bool(traces))],

@@ -11,7 +11,7 @@ from weft.cli import app
 from weft.plan.trace import Span, Trace, from_perfetto, to_perfetto
 from weft_bench import page, repeat, saved, tables
 from weft_bench.benchmarks import shown
-from weft_bench.captured import Grid, Words, captured, number
+from weft_bench.captured import TableGrid, Words, captured, number
 from weft_bench.cli import running
 from weft_bench.harness import options_of
 from weft_bench.limit import limit_of
@@ -94,7 +94,7 @@ def test_rows_that_continue_others_repeat_their_first_cells():
 
     title, grid = captured(printed, {})
     assert title == Words("a title", "bold")
-    assert isinstance(grid, Grid)
+    assert isinstance(grid, TableGrid)
     assert texts(grid)[1] == ["4K", "gloo", "3.00", ""]
     first, second = grid.groups
     assert [cell.repeated for cell in first[1]] == [True, False, False, False]

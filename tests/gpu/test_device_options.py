@@ -109,13 +109,13 @@ def sweep() -> None:
 def programs_and_tiles() -> None:
     """The kernels are launched with the programs and the tiles that the options ask for."""
     from weft.gpu.kernels import copy_rows as copies
-    from weft.gpu.kernels.all_gather_matmul import Product
+    from weft.gpu.kernels.all_gather_matmul import ProductKernel
 
     world, grids, copied, own = current(), [], [], copies.copy_rows
     world.configure(DeviceOptions(tile=(64, 128), compute_sms=2, comm_sms=5))
-    call = Product.__call__
+    call = ProductKernel.__call__
 
-    def spy(product: Product, *args: object) -> None:
+    def spy(product: ProductKernel, *args: object) -> None:
         grids.append((product.grid, product.blocks[:2]))
         call(product, *args)  # type: ignore[arg-type]
 
@@ -124,13 +124,13 @@ def programs_and_tiles() -> None:
         own(*args)
 
     if world.rank == 0:
-        Product.__call__, copies.copy_rows = spy, copy  # type: ignore[method-assign, assignment]
+        ProductKernel.__call__, copies.copy_rows = spy, copy  # type: ignore[method-assign, assignment]
     weft.barrier()
     exact("all_gather_matmul", "auto")
     exact("matmul_all_reduce", "auto")
     weft.barrier()
     if world.rank == 0:
-        Product.__call__, copies.copy_rows = call, own  # type: ignore[method-assign]
+        ProductKernel.__call__, copies.copy_rows = call, own  # type: ignore[method-assign]
         assert {*grids} == {((2,), (64, 128))}
         assert {*copied} == {5}
     weft.barrier()

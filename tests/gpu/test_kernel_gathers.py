@@ -42,20 +42,20 @@ def poisoned(out: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def accesses() -> Iterator[list[Any]]:
     """The accesses of all launches of this thread's rank."""
-    from weft.gpu.kernels.all_gather import Gather
+    from weft.gpu.kernels.all_gather import GatherKernel
 
-    made, put, rank = list[Any](), Gather._put, current().rank
+    made, put, rank = list[Any](), GatherKernel._put, current().rank
 
-    def noted(self: Gather, access: Any, *arguments: Any) -> None:
+    def noted(self: GatherKernel, access: Any, *arguments: Any) -> None:
         if self.rank == rank:
             made.append((access.width, access.rows))
         put(self, access, *arguments)
 
-    Gather._put = noted  # type: ignore[method-assign]
+    GatherKernel._put = noted  # type: ignore[method-assign]
     try:
         yield made
     finally:
-        Gather._put = put  # type: ignore[method-assign]
+        GatherKernel._put = put  # type: ignore[method-assign]
 
 
 def interpreted() -> None:

@@ -27,7 +27,7 @@ from weft.gpu.kernels.all_gather import KERNELS
 from weft.gpu.kernels.all_gather_matmul import all_gather_matmul_kernel
 from weft.gpu.kernels.copy_rows import copy_vectors_kernel, copy_words_kernel
 from weft.gpu.kernels.sum_in_rank_order import sum_in_rank_order_kernel
-from weft.gpu.lanes import Operands
+from weft.gpu.lanes import LaneOperands
 
 
 class Driver:
@@ -97,7 +97,7 @@ def gathers_of_any_alignment(compiled):
     memory, out = torch.zeros(4096, dtype=torch.bfloat16), world.empty(16, 8, dtype=torch.bfloat16)
     weft.all_gather(memory[:64].view(8, 8), out=out, algorithm="kernel")
     program = [*engine(world).programs.values()][-1]
-    operands = Operands({"a": memory[:64].view(8, 8), "gathered": out}, {}, {}, 1.0)
+    operands = LaneOperands({"a": memory[:64].view(8, 8), "gathered": out}, {}, {}, 1.0)
     for launches in program.launches.values():
         for launch in launches:
             launch.step(operands, idle=True)()

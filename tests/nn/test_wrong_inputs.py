@@ -11,13 +11,13 @@ from torch.distributed.tensor import Shard
 
 import weft
 import weft.nn
-from weft.nn.layout import Layout
+from weft.nn.layout import TensorLayout
 
 
 def layer(sequence_dim):
     """A layer of 8 features whose inputs are sharded along a dimension."""
     made = weft.nn.ColumnParallelLinear(8, 4)
-    made._connect(made.world, Layout(Shard(sequence_dim), Shard(-1)))
+    made._connect(made.world, TensorLayout(Shard(sequence_dim), Shard(-1)))
     return made
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from weft import predict
 from weft.cli import app
 from weft.predict import machine
-from weft.predict.machine import Link
+from weft.predict.machine import LinkRate
 from weft.predict.simulator import seconds
 from weft.schedules.barrier import barrier
 from weft.schedules.levels import flat, nested
@@ -47,7 +47,7 @@ def test_figures_follow_from_ranks_and_threads():
 def test_a_notify_blocks_its_lane_until_it_owns_the_cache_line():
     on = replace(
         machine.load("cpu"),
-        links=(Link(8.0, reach=3, line_us=0.1), Link(8.0, line_us=0.4)),
+        links=(LinkRate(8.0, reach=3, line_us=0.1), LinkRate(8.0, line_us=0.4)),
         launch_us=1.0,
         notify_us=0.05,
     )

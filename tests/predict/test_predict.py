@@ -22,8 +22,8 @@ from weft.ops import stored
 from weft.predict import answers as answering
 from weft.predict import machine
 from weft.predict.forecast import forecast
-from weft.predict.interpolation import Grid
-from weft.predict.machine import Link
+from weft.predict.interpolation import RateGrid
+from weft.predict.machine import LinkRate
 from weft.schedules.thresholds import Thresholds
 from weft.schedules.workload import Variant
 
@@ -80,7 +80,7 @@ def test_free_communication_is_not_overlapped():
     on = machine.load("ascend-910b1")
     few = forecast(
         predict.workload("all_gather_matmul", 2, (2, 4096, 4096), "float16"),
-        replace(on, links=(Link(1e9),), notify_us=0.0),
+        replace(on, links=(LinkRate(1e9),), notify_us=0.0),
     )
     assert few.variants[0][0].algorithm == "sequential"
 
@@ -266,7 +266,7 @@ def test_products_are_fitted_without_negative_times():
 
 
 def test_interpolation_between_measurements():
-    grid = Grid(((1, 4), (10, 1000)), (1, 100, 2, 200))
+    grid = RateGrid(((1, 4), (10, 1000)), (1, 100, 2, 200))
     points = (1, 10), (4, 1000), (1, 100), (2, 100), (9, 5), (0.5, 5000)
     assert [grid.at(*point) for point in points] == pytest.approx([1, 200, 10, 10 * 2**0.5, 2, 100])
 
@@ -313,10 +313,10 @@ def measured(world, directory):
     profile = calibrate.measure(1)
     cases = [predict.workload(operator, 2, (8, 16, 8), "float32") for operator in predict.OPERATORS]
     questions = [
-        tune.Question(case, predict.candidates(case, machine.load("cpu")), None) for case in cases
+        tune.TuningCase(case, predict.candidates(case, machine.load("cpu")), None) for case in cases
     ]
     slow = machine.load("cpu").emulating(1.0, 20.0)
-    questions.append(tune.Question(cases[0], predict.candidates(cases[0], slow), (1.0, 20.0)))
+    questions.append(tune.TuningCase(cases[0], predict.candidates(cases[0], slow), (1.0, 20.0)))
     answers = tune.measure(questions, 1, 1)
     a, b, found = world.empty(4, 16).fill_(1), weft.pack(torch.ones(16, 8)), []
     for variant in (None, Variant("ring", 3)):

@@ -20,7 +20,7 @@ from weft.kernels.matmul import matmul
 from weft.plan import Buffer, Copy, Notify, Plan, Reduce, Region, Signal, Wait
 from weft.plan.binding import bind
 from weft.plan.trace import Trace
-from weft.predict.machine import Link, Machine, Product
+from weft.predict.machine import LinkRate, Machine, ProductRate
 from weft.predict.simulator import seconds, simulate
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Request, Rows, Variant, Workload
@@ -29,8 +29,8 @@ from weft.schedules.workload import Request, Rows, Variant, Workload
 # rows.
 SLOW = Machine(
     "slow",
-    {"float32": Product(2 * 16 * 16 / 1e12)},
-    (Link(64e-9),),
+    {"float32": ProductRate(2 * 16 * 16 / 1e12)},
+    (LinkRate(64e-9),),
     memory_gbs=8 * 64e-9,
     reduce_gbs=64e-9,
     compute_slowdown=10.0,
@@ -107,9 +107,9 @@ def test_the_check_of_the_order_detects_violations():
 @pytest.mark.parametrize(
     "links",
     [
-        (Link(64e-9),),
-        (Link(64e-9, shared=True),),
-        (Link(1e-6, reach=2), Link(64e-9, 1e5, shared=True)),
+        (LinkRate(64e-9),),
+        (LinkRate(64e-9, shared=True),),
+        (LinkRate(1e-6, reach=2), LinkRate(64e-9, 1e5, shared=True)),
         None,
     ],
 )
@@ -117,7 +117,7 @@ def test_the_check_of_the_order_detects_violations():
 def test_equal_ranks_are_simulated_once(operator, links, monkeypatch):
     machine = replace(SLOW, links=links or SLOW.links, lanes=2, notify_us=1e5)
     if links is None:  # three hosts
-        machine = replace(machine, network=Link(32e-9, 1e5, core_gbs=64e-9)).over(
+        machine = replace(machine, network=LinkRate(32e-9, 1e5, core_gbs=64e-9)).over(
             [rank // 2 for rank in range(6)]
         )
     case = Workload(operator, (4,) * 6, 16, 16, "float32", "float32")
@@ -193,11 +193,13 @@ def test_products_into_a_peers_memory_leave_while_they_are_made():
     into_peer = matmul(rows(0, 4), rows(1, 4, "b"))
     alone = replace(SLOW, compute_slowdown=1.0)
     assert seconds(lane(into_peer), replace(SLOW, in_place=True), ROWS) == pytest.approx(4)
-    slow = replace(alone, links=(Link(32e-9, latency_us=5e5),))  # 2 s a row, the last 0.5 s later
+    slow = replace(
+        alone, links=(LinkRate(32e-9, latency_us=5e5),)
+    )  # 2 s a row, the last 0.5 s later
     assert seconds(lane(into_peer), slow, ROWS) == pytest.approx(8.5)
     # Half of this link is enough for the product. It is demanded 1.5 times while the other rank gets
     # 4 rows, so for 3 s both take 1.5 times as long; then 2 rows remain to be made.
-    fast = replace(alone, links=(Link(128e-9),))
+    fast = replace(alone, links=(LinkRate(128e-9),))
     both = lane(into_peer, other=[PUT])
     assert seconds(both, fast, ROWS) == pytest.approx(3 + 2)
     [transfer] = [span for span in simulate(both, fast, ROWS).spans if span.rank == 1]
@@ -263,7 +265,7 @@ def test_a_deadlock_is_an_error():
 @pytest.mark.parametrize(("core_gbs", "rows", "took"), [(4 * 64e-9, 6, 7.0), (64e-9, 2, 7.0)])
 def test_a_transfer_between_hosts_takes_its_part_of_both_cores(core_gbs, rows, took):
     """Four rows in 4 s take a quarter of a core, or would take all of it; a signal takes 1 s more."""
-    machine = replace(SLOW, network=Link(64e-9, 1e6, core_gbs=core_gbs)).over((0, 1))
+    machine = replace(SLOW, network=LinkRate(64e-9, 1e6, core_gbs=core_gbs)).over((0, 1))
     everything, arrived = (8, 8), Signal("arrived", 0)
     buffers = {name: Buffer("workspace", everything) for name in ("a", "out", "inbox")}
     sender = (Copy(Region(0, "a", 0, 4), Region(1, "inbox", 0, 4)), Notify(1, arrived))
@@ -274,7 +276,7 @@ def test_a_transfer_between_hosts_takes_its_part_of_both_cores(core_gbs, rows, t
 
 def test_ranks_of_a_host_share_its_link():
     case = Workload("all_gather_matmul", (4,) * 4, 16, 16, "float32", "float32")
-    fast = replace(SLOW, links=(Link(1.0),), memory_gbs=1.0, network=Link(64e-9))
+    fast = replace(SLOW, links=(LinkRate(1.0),), memory_gbs=1.0, network=LinkRate(64e-9))
     took = {
         hosts: predict.time(case, Variant("push", 1), fast.over(hosts), communicate=True)
         for hosts in ((0, 0, 1, 1), (0, 1, 1, 1))
@@ -286,15 +288,18 @@ def test_ranks_of_a_host_share_its_link():
 def test_the_link_between_hosts_of_a_machine():
     with pytest.raises(ValueError, match="slow has no link to other hosts; weft calibrate"):
         SLOW.over((0, 1))
-    two = replace(SLOW, network=Link(1e-9, 7.0)).over((0, 0, 1, 1))
+    two = replace(SLOW, network=LinkRate(1e-9, 7.0)).over((0, 0, 1, 1))
     assert (two.link(0, 1).gbs, two.link(1, 2).gbs, two.signal_us(1, 2), two.group(4)) == (
         64e-9,
         1e-9,
         7.0,
         2,
     )
-    assert two.with_link(4, gbs=5.0).link(0, 3) == Link(5.0, 7.0)
+    assert two.with_link(4, gbs=5.0).link(0, 3) == LinkRate(5.0, 7.0)
     assert (
-        replace(SLOW, links=(Link(2.0, reach=2), Link(1.0))).over((0, 0, 1, 1)).link(0, 2).gbs
+        replace(SLOW, links=(LinkRate(2.0, reach=2), LinkRate(1.0)))
+        .over((0, 0, 1, 1))
+        .link(0, 2)
+        .gbs
         == 1.0
     )

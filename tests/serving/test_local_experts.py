@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.vllm.local_experts import Kernel, local_sums
+from weft.vllm.local_experts import ExpertKernel, local_sums
 
 HIDDEN = 32
 
@@ -84,7 +84,7 @@ def test_a_rank_without_a_token_computes_nothing() -> None:
     def never(**tensors: Tensor) -> None:
         raise AssertionError("the kernel ran without rows")
 
-    kernel: Kernel = never
+    kernel: ExpertKernel = never
     part = torch.full((3, HIDDEN), float("nan"))
     ids = torch.zeros(3, 1, dtype=torch.int32)
     nowhere = torch.tensor([-1, 0], dtype=torch.int32)

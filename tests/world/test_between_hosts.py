@@ -25,7 +25,7 @@ from support.loopback import LIMIT, each_rank, two_worlds
 import weft
 from weft.ops import between_hosts
 from weft.world.control import Control, Landing
-from weft.world.remote import PIECE, Answers, Layout
+from weft.world.remote import PIECE, Answers, StridedLayout
 from weft.world.tcp import shutdown
 from weft.world.world import default_here
 
@@ -224,7 +224,7 @@ def test_no_message_reads_or_writes_outside_symmetric_memory(worlds, kind, name)
     for part in both_parts:
         part.fill_(9)
     [number] = worlds[0].relay.remote._held
-    layout, data = Layout(*INVALID[name])._replace(memory=number), torch.ones(4).numpy()
+    layout, data = StridedLayout(*INVALID[name])._replace(memory=number), torch.ones(4).numpy()
     getattr(worlds[0].relay.remote, kind)(1, layout, data, Answers())
     reason = closed(worlds[1])
     assert reason.startswith("PeerLost: rank 0 sent an invalid message to rank 1"), reason

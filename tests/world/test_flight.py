@@ -24,7 +24,7 @@ import weft
 from weft.cli import app
 from weft.doctor import flight as doctor
 from weft.doctor.causes import difference, explanation
-from weft.doctor.recording import Call, Rank, Recording, read
+from weft.doctor.recording import FlightRecording, Rank, RecordedCall, read
 from weft.world import flight
 from weft.world.peers import Peers
 
@@ -212,7 +212,7 @@ def test_sigterm_writes_a_file_and_ends_the_rank(tmp_path, monkeypatch):
 
 
 def recording(*ranks):
-    return Recording("w", "", [*ranks])
+    return FlightRecording("w", "", [*ranks])
 
 
 def rank(number, calls, error="PeerTimeout: …", lost="", written=10_000_000_000):
@@ -221,7 +221,7 @@ def rank(number, calls, error="PeerTimeout: …", lost="", written=10_000_000_00
 
 
 def call(number, text="all_reduce((4,) float32)", ended=True):
-    return Call(number, text, "plan", number * 1_000_000, ended)
+    return RecordedCall(number, text, "plan", number * 1_000_000, ended)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import weft
 import weft.nn
 from weft.cli import app
-from weft.nn.layout import Layout
+from weft.nn.layout import TensorLayout
 from weft.world import hints
 
 
@@ -71,7 +71,7 @@ class Block(nn.Module):
         self.mlp = nn.ModuleDict(
             {"up": nn.Linear(4, 8), "down": weft.nn.ColumnParallelLinear(8, 4)}
         )
-        layout = Layout(torch.distributed.tensor.Shard(0), torch.distributed.tensor.Shard(-1))
+        layout = TensorLayout(torch.distributed.tensor.Shard(0), torch.distributed.tensor.Shard(-1))
         self.mlp["down"]._connect(self.mlp["down"].world, layout)
 
     def forward(self, x):

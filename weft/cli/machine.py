@@ -292,7 +292,7 @@ def _tune_host(settings: Tune) -> None:
     on = on.emulating(*link) if link else on
     cases = _cases(settings)
     questions = [
-        tuning.Question(case, [variant for variant, _ in predict.rank(case, on)], link)
+        tuning.TuningCase(case, [variant for variant, _ in predict.rank(case, on)], link)
         for case in cases
     ]
     with options.failing("weft tune", settings.json_file):
@@ -308,7 +308,7 @@ def _tune_collective(settings: Tune) -> None:
     operator, ranks = settings.operator.replace("-", "_"), settings.ranks
     sizes = parse_sizes(settings.sizes or "")
     questions = [
-        tuning.Question(
+        tuning.TuningCase(
             Workload(operator, (size,) * ranks, 1, 1, "uint8", "uint8", symmetric=False), []
         )
         for size in sizes

@@ -105,7 +105,7 @@ class AsyncTensorParallel(_Pass):  # type: ignore[misc]
                 continue
             if not _has_world(found.group):
                 self._warn(found.group)
-            elif isinstance(found, patterns.Gather):
+            elif isinstance(found, patterns.GatherPattern):
                 rewrite.insert_gather(graph, found)
             else:
                 rewrite.insert_sum(graph, found)

@@ -31,7 +31,7 @@ MOVES = (_WAIT, *_SPLITS, operator.getitem, _aten.slice.Tensor, _aten.cat.defaul
 """Nodes between an all-gather and its result, concatenated along any dimension."""
 
 
-class Product(NamedTuple):
+class ProductPattern(NamedTuple):
     """``a @ b (+ bias) (+ added)`` of matrices, with a bias for each column, or a summand `added`
     of any other shape.
     """
@@ -43,7 +43,7 @@ class Product(NamedTuple):
     added: Node | None
 
 
-class Gather(NamedTuple):
+class GatherPattern(NamedTuple):
     """An all-gather of `shard` along `dim`, whose result is `gathered`, and the `products` of its
     rows.
 
@@ -58,12 +58,12 @@ class Gather(NamedTuple):
     group: str
     nodes: Sequence[Node]
     gathered: Node
-    products: Sequence[Product]
+    products: Sequence[ProductPattern]
     sizes: Sequence[Node]
     kept: bool
 
 
-class Sum(NamedTuple):
+class SumPattern(NamedTuple):
     """A product, in the shape of `summed`, whose sum over ranks every rank keeps, all of it or a
     part along `dim`.
 
@@ -71,7 +71,7 @@ class Sum(NamedTuple):
     """
 
     operator: str
-    product: Product
+    product: ProductPattern
     summed: Node
     op: str
     dim: int
@@ -80,7 +80,7 @@ class Sum(NamedTuple):
     nodes: Sequence[Node]
 
 
-def found(node: Node) -> Gather | Sum | None:
+def found(node: Node) -> GatherPattern | SumPattern | None:
     """The pattern of this collective and its products, if a fused operator can replace them."""
     operators = COLLECTIVES.get(node.target, ())
     if not operators or group_of(node) is None or len(waits(node)) != 1:
@@ -94,11 +94,11 @@ def found(node: Node) -> Gather | Sum | None:
     return None
 
 
-def _supports(pattern: Pattern, fused: Gather | Sum) -> bool:
+def _supports(pattern: Pattern, fused: GatherPattern | SumPattern) -> bool:
     """Whether an operator has the options that a pattern needs."""
     if fused.dim and not pattern.any_dim:
         return False
-    if isinstance(fused, Sum):
+    if isinstance(fused, SumPattern):
         return True
     several = OPERATORS[fused.operator].several_weights
     return (pattern.keeps or not fused.kept) and (several or len(fused.products) == 1)
@@ -109,7 +109,7 @@ def is_gather(node: Node) -> bool:
     return any(pattern.product == "after" for _, pattern in COLLECTIVES.get(node.target, ()))
 
 
-def _gather(node: Node, name: str, exchange: Exchange) -> Gather | None:
+def _gather(node: Node, name: str, exchange: Exchange) -> GatherPattern | None:
     """The pattern of this all-gather, if its result is multiplied."""
     shard, group, ranks, _ = exchange
     if value(shard).dim() < 2:
@@ -130,13 +130,15 @@ def _gather(node: Node, name: str, exchange: Exchange) -> Gather | None:
     views, products, others = _uses(gathered, {*sizes}, _descendants(node))
     kept = others or len(node.users) > 1
     return (
-        Gather(name, shard, dim, ranks, group, [*nodes, *views], gathered, products, sizes, kept)
+        GatherPattern(
+            name, shard, dim, ranks, group, [*nodes, *views], gathered, products, sizes, kept
+        )
         if products
         else None
     )
 
 
-def _sum(node: Node, name: str, exchange: Exchange) -> Sum | None:
+def _sum(node: Node, name: str, exchange: Exchange) -> SumPattern | None:
     """The pattern of this reduce-scatter or all-reduce, if it sums a product that has no other
     use.
     """
@@ -159,7 +161,7 @@ def _sum(node: Node, name: str, exchange: Exchange) -> Sum | None:
         return None
     if product.bias is not None and scatters and dim == value(summed).dim() - 1:
         return None  # each rank would need its part of all ranks' biases
-    return Sum(name, product, summed, op, dim, ranks, group, nodes)
+    return SumPattern(name, product, summed, op, dim, ranks, group, nodes)
 
 
 def group_of(collective: Node) -> str | None:
@@ -197,7 +199,7 @@ def _same(one: Any, other: Any) -> bool:
 # Products
 
 
-def _product(node: Node) -> Product | None:
+def _product(node: Node) -> ProductPattern | None:
     """The operands of a product, None if the node is not a product that weft can compute."""
     if node.target not in (_aten.mm.default, _aten.addmm.default) or node.kwargs:
         return None
@@ -213,9 +215,9 @@ def _product(node: Node) -> Product | None:
     if not all(isinstance(size, int) for size in factors[1].shape):
         return None
     if not added:
-        return Product(node, a, b, None, None)
+        return ProductPattern(node, a, b, None, None)
     is_bias = factors[2].dim() == 1 and _same(factors[2].shape[0], factors[1].shape[1])
-    return Product(node, a, b, added[0] if is_bias else None, None if is_bias else added[0])
+    return ProductPattern(node, a, b, added[0] if is_bias else None, None if is_bias else added[0])
 
 
 def _keeps_rows(reshape: Node) -> bool:
@@ -227,7 +229,7 @@ def _keeps_rows(reshape: Node) -> bool:
 
 def _uses(
     gathered: Node, sizes: set[Node], descendants: set[Node]
-) -> tuple[list[Node], list[Product], bool]:
+) -> tuple[list[Node], list[ProductPattern], bool]:
     """Views of a tensor that keep its rows, products of the tensor or a view with operands that are
     not among the descendants, and whether there are other uses.
     """

@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
 from weft.compiler import operators, patterns
-from weft.compiler.patterns import Gather, Sum, value, waits
+from weft.compiler.patterns import GatherPattern, SumPattern, value, waits
 from weft.schedules.operators import OPERATORS
 
 _aten = torch.ops.aten
@@ -39,7 +39,7 @@ def share_gathers(graph: Graph, groups: Callable[[str], bool]) -> None:
                 graph.erase_node(node)
 
 
-def insert_gather(graph: Graph, found: Gather) -> None:
+def insert_gather(graph: Graph, found: GatherPattern) -> None:
     """Insert one operator that gathers and multiplies before the first of the products, and remove
     the nodes that it replaces.
     """
@@ -71,7 +71,7 @@ def insert_gather(graph: Graph, found: Gather) -> None:
     _erase(graph, {*found.nodes, *(product.node for product in products)})
 
 
-def insert_sum(graph: Graph, found: Sum) -> None:
+def insert_sum(graph: Graph, found: SumPattern) -> None:
     """Insert one operator that multiplies and sums before the collective, and remove the nodes that
     it replaces.
     """

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from weft.doctor.recording import Rank, Recording
+from weft.doctor.recording import FlightRecording, Rank
 from weft.world.flight import STOPPED
 
 _OF_PEERS = ("PeerLost", "PeerTimeout", "MismatchError", "WeftError")
@@ -47,7 +47,7 @@ class Difference(NamedTuple):
         return len(self.by_call) > 1 and not ended
 
 
-def difference(world: Recording) -> Difference:
+def difference(world: FlightRecording) -> Difference:
     """The first difference between the ranks of a world."""
     recorded = [rank for rank in world.ranks if rank.calls]
     first = max((min(rank.calls) for rank in recorded), default=1)
@@ -60,7 +60,7 @@ def difference(world: Recording) -> Difference:
     return Difference(0, [], [])
 
 
-def explanation(world: Recording, found: Difference) -> tuple[str, str]:
+def explanation(world: FlightRecording, found: Difference) -> tuple[str, str]:
     """The likely cause of a failure, and advice."""
     if found.mismatch:
         return _mismatch(found), (

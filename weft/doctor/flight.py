@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from weft.doctor.causes import Difference, difference, explanation, moment, ranks_of, waited
-from weft.doctor.recording import Call, Rank, Recording, read
+from weft.doctor.recording import FlightRecording, Rank, RecordedCall, read
 
 _BEFORE, _AFTER = 3, 2
 """Calls that are shown before and after the first difference."""
@@ -40,7 +40,7 @@ def diagnose(paths: Sequence[Path], console: Console) -> None:
         console.print(f"[bold]What to do:[/] {escape(advice)}\n", highlight=False, soft_wrap=True)
 
 
-def _table(world: Recording, found: Difference) -> Table:
+def _table(world: FlightRecording, found: Difference) -> Table:
     """The calls around the first difference, with a column for all ranks that are alike."""
     last = max(rank.last for rank in world.ranks)
     around = found.number or last
@@ -63,17 +63,17 @@ def _table(world: Recording, found: Difference) -> Table:
     return table
 
 
-def _made(world: Recording, number: int) -> list[Call]:
+def _made(world: FlightRecording, number: int) -> list[RecordedCall]:
     """The calls of all ranks with a number."""
     return [rank.calls[number] for rank in world.ranks if number in rank.calls]
 
 
-def _differ(made: Sequence[Call]) -> bool:
+def _differ(made: Sequence[RecordedCall]) -> bool:
     """Whether ranks have made different calls: then not all of them have ended theirs."""
     return len({call.call for call in made}) > 1 and not all(call.ended for call in made)
 
 
-def _cell(world: Recording, found: Difference, rank: Rank, number: int) -> str:
+def _cell(world: FlightRecording, found: Difference, rank: Rank, number: int) -> str:
     """The state of a rank's call; the call itself where ranks differ."""
     call = rank.calls.get(number)
     made = _made(world, number)
@@ -86,7 +86,7 @@ def _cell(world: Recording, found: Difference, rank: Rank, number: int) -> str:
     return f"{_state(found, rank, call)}{delay}"
 
 
-def _state(found: Difference, rank: Rank, call: Call) -> str:
+def _state(found: Difference, rank: Rank, call: RecordedCall) -> str:
     if call.ended:
         return "ended"
     if rank.lost or not rank.written:
@@ -97,7 +97,7 @@ def _state(found: Difference, rank: Rank, call: Call) -> str:
     return f"waited {waited(rank, call.number):.1f} s{whom}"
 
 
-def _errors(world: Recording) -> Iterator[str]:
+def _errors(world: FlightRecording) -> Iterator[str]:
     """The error of each rank; equal ones once."""
     by_error = dict[str, list[Rank]]()
     for rank in world.ranks:

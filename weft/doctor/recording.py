@@ -11,7 +11,7 @@ from weft.world import flight
 from weft.world.wire import convert
 
 
-class Call(NamedTuple):
+class RecordedCall(NamedTuple):
     """A call of a rank: the user's call and its plan, the date of its beginning in nanoseconds, and
     whether it has ended, None if that is unknown.
     """
@@ -34,7 +34,7 @@ class Rank(NamedTuple):
     global_rank: int
     pid: int
     host: str
-    calls: Mapping[int, Call]
+    calls: Mapping[int, RecordedCall]
     error: str
     written: int
     lost: str
@@ -45,7 +45,7 @@ class Rank(NamedTuple):
         return max(self.calls, default=0)
 
 
-class Recording(NamedTuple):
+class FlightRecording(NamedTuple):
     """A world that has failed: `name` in files, process `group` or "", and its ranks in order."""
 
     name: str
@@ -63,7 +63,7 @@ class Recording(NamedTuple):
         return {rank.pid for rank in self.ranks}
 
 
-def read(paths: Sequence[Path]) -> list[Recording]:
+def read(paths: Sequence[Path]) -> list[FlightRecording]:
     """The worlds recorded in files, the first that failed first. A file stands for those of all
     ranks of its world beside it; a folder, by default that of the flight recorder, for the newest
     world in it and others of the same processes.
@@ -88,7 +88,7 @@ def _files(path: Path) -> list[Path]:
     return [path, *sorted(path.parent.glob(f"{flight.world_of(path)}-rank*.json"))]
 
 
-def _worlds(files: Iterable[Path]) -> Iterator[Recording]:
+def _worlds(files: Iterable[Path]) -> Iterator[FlightRecording]:
     by_world = dict[str, dict[int, Any]]()
     for file in files:
         try:
@@ -105,7 +105,7 @@ def _worlds(files: Iterable[Path]) -> Iterator[Recording]:
         try:
             several = range(len(convert(list[Any], first["ranks"])))
             ranks = [_rank(number, records) for number in several]
-            found = Recording(name, convert(str, first["group"]), ranks)
+            found = FlightRecording(name, convert(str, first["group"]), ranks)
         except (LookupError, TypeError, ValueError) as error:
             missing = "it has no " * isinstance(error, LookupError)
             raise ValueError(
@@ -135,8 +135,8 @@ def _rank(number: int, records: Mapping[int, Any]) -> Rank:
     )
 
 
-def _call(record: Mapping[str, Any]) -> Call:
-    return Call(
+def _call(record: Mapping[str, Any]) -> RecordedCall:
+    return RecordedCall(
         convert(int, record["number"]),
         convert(str, record["call"]),
         convert(str, record["plan"]),

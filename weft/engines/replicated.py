@@ -54,7 +54,7 @@ class ReferenceEngine(Engine):
         return ReferenceProgram(self, plan, tensors, rows, dtypes)
 
 
-class Operands(NamedTuple):
+class RankOperands(NamedTuple):
     """A rank's part of a call, as its peers get it."""
 
     call: str
@@ -100,7 +100,7 @@ class ReferenceProgram(Program):
                 for name, buffer in self.whole.buffers.items()
                 if buffer.role == "output"
             }
-            call = reference.Call(
+            call = reference.ReferenceCall(
                 self.whole,
                 [each.inputs for each in calls],
                 [each.weights for each in calls],
@@ -111,7 +111,7 @@ class ReferenceProgram(Program):
             for name in outputs:
                 tensors[name].copy_(results[self.world.rank][name])
 
-    def _exchange(self, tensors: Tensors, weights: Weights, bias: Tensors) -> list[Operands]:
+    def _exchange(self, tensors: Tensors, weights: Weights, bias: Tensors) -> list[RankOperands]:
         """The operands of all ranks. Raises `MismatchError` if a rank makes another call."""
         world = self.world
         number = self.engine.executions
@@ -122,7 +122,7 @@ class ReferenceProgram(Program):
             if buffer.role == "input"
         }
         plain = {name: _exchanged(weight) for name, weight in weights.items()}
-        own = Operands(self._describe(tensors), inputs, plain, dict(bias))
+        own = RankOperands(self._describe(tensors), inputs, plain, dict(bias))
         if world.ranks == 1:
             return [own]
         found = [own] * world.ranks

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from weft.errors import PlanError
 from weft.gpu.counters import DeviceCounters
 from weft.gpu.kernels import symmetric
-from weft.gpu.kernels.all_gather import Distances, Gather, Signals
-from weft.gpu.lanes import Operands, Step
+from weft.gpu.kernels.all_gather import Distances, GatherKernel, SignalTables
+from weft.gpu.lanes import LaneOperands, Step
 from weft.plan import Copy, Instruction, Launch, Notify, Region, Signal, Wait
 
 if TYPE_CHECKING:
@@ -103,10 +103,10 @@ class GatherLaunch:
         def index(name: str) -> int:
             return engine.index(Signal(name, 0))
 
-        self.kernel = Gather(
+        self.kernel = GatherKernel(
             Distances(part.src.rows, row, shard.stride, gathered.stride, place),
             shard.dtype.itemsize,
-            Signals(
+            SignalTables(
                 -1 if part.opened is None else index(part.opened),
                 index(part.awaited),
                 part.least,
@@ -118,7 +118,7 @@ class GatherLaunch:
             world.device,
         )
 
-    def step(self, operands: Operands, idle: bool = False) -> Step:
+    def step(self, operands: LaneOperands, idle: bool = False) -> Step:
         """The launch with these operands; an `idle` launch only loads the kernel."""
         buffer, start, stop = self.source[1:]
         shard = operands.tensors[buffer][start:stop]

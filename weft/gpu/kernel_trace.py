@@ -11,8 +11,8 @@ import torch
 
 from weft.engines.program import Timed
 from weft.gpu.kernels.clock import CLOCK, TICK
-from weft.gpu.lanes import Operands, Step
-from weft.gpu.products import Launch
+from weft.gpu.lanes import LaneOperands, Step
+from weft.gpu.products import ProductLaunch
 from weft.plan import Instruction
 from weft.plan.trace import of_program
 
@@ -24,14 +24,16 @@ class KernelTrace:
     rows, began to multiply them, and had stored the tile.
     """
 
-    def __init__(self, launch: Launch, lane: Sequence[Instruction], device: torch.device) -> None:
+    def __init__(
+        self, launch: ProductLaunch, lane: Sequence[Instruction], device: torch.device
+    ) -> None:
         self.launch = launch
         self.product = launch.product
         self.places = [lane.index(instruction) for instruction in launch.part]
         tiles = len(self.product.owners)
         self.times = torch.zeros(tiles, 3, dtype=torch.int64, device=device)
 
-    def step(self, operands: Operands, idle: bool = False) -> Step:
+    def step(self, operands: LaneOperands, idle: bool = False) -> Step:
         """As that of the launch."""
         return self.launch.step(operands, idle, self.times)
 

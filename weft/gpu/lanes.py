@@ -19,7 +19,7 @@ from weft.engines.program import Tensors, Weights
 Step = Callable[[], object]
 
 
-class Operands(NamedTuple):
+class LaneOperands(NamedTuple):
     """The operands of one execution of a program: tensors by buffer, weights and biases by the
     name of the weight, and the timeout of each wait in seconds.
     """

@@ -118,7 +118,7 @@ class OneSided:
     def _kernel_copy(
         self, dst: Tensor, src: Tensor, dims: Sequence[Dimension], comm_sms: int | None
     ) -> Callable[[], object]:
-        from weft.gpu.kernels.copy_rows import SMS, Rows, copy_rows
+        from weft.gpu.kernels.copy_rows import SMS, RowsInMemory, copy_rows
 
         outer = list(dims)
         inner = 1
@@ -131,7 +131,7 @@ class OneSided:
                 f'{src.stride()} of src: use algorithm="auto", or contiguous tensors'
             )
         number, to, at = outer[0] if outer else (1, inner, inner)
-        rows = Rows(number, *(n * dst.itemsize for n in (inner, to, at)))
+        rows = RowsInMemory(number, *(n * dst.itemsize for n in (inner, to, at)))
         return partial(copy_rows, dst, src, rows, SMS if comm_sms is None else comm_sms)
 
     def run(self, copy: Callable[[], object]) -> None:

@@ -15,14 +15,14 @@ from torch import Tensor
 from weft.gpu.counters import DeviceCounters
 from weft.gpu.fixed import Geometry
 from weft.gpu.kernels import symmetric
-from weft.gpu.kernels.all_gather_matmul import Product, check
-from weft.gpu.lanes import Operands, Step
+from weft.gpu.kernels.all_gather_matmul import ProductKernel, check
+from weft.gpu.lanes import LaneOperands, Step
 from weft.kernels.weights import as_tensor
 from weft.plan import Compute, Instruction, Signal
 from weft.schedules.device_options import Tile
 
 
-class Launch:
+class ProductLaunch:
     """One launch of the product kernel in a program, for a `part` of its compute lane.
 
     `full_buffer` returns a rank's buffer, or its name if each call passes its tensor; `index`
@@ -56,7 +56,7 @@ class Launch:
             self.bases = symmetric.bases(world, self.out)
         source = geometry[sources[0][1]]
         output = geometry[self.output]
-        self.product = Product(
+        self.product = ProductKernel(
             part,
             output.columns,
             source.dtype,
@@ -68,7 +68,7 @@ class Launch:
             tile,
         )
 
-    def step(self, operands: Operands, idle: bool = False, times: Tensor | None = None) -> Step:
+    def step(self, operands: LaneOperands, idle: bool = False, times: Tensor | None = None) -> Step:
         """The launch with these operands, whose kernel writes the `times` of its tiles, if any; an
         `idle` launch only loads the kernel. Raises `ValueError` for operands that the kernel cannot
         multiply.

@@ -18,7 +18,7 @@ from weft.engines.ranges import in_range
 from weft.errors import PeerTimeout, WeftError
 from weft.gpu.counters import DeviceCounters, WaitFailed
 from weft.gpu.fixed import FixedProgram
-from weft.gpu.lanes import Completion, Operands, Step
+from weft.gpu.lanes import Completion, LaneOperands, Step
 from weft.gpu.memory import drain
 from weft.gpu.options import programs
 from weft.gpu.spans import Span, timed
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from weft.gpu.engine import DeviceEngine
     from weft.gpu.gathers import GatherLaunch
     from weft.gpu.kernel_trace import KernelTrace
-    from weft.gpu.kernels.sum_in_rank_order import Sum
-    from weft.gpu.products import Launch as ProductLaunch
+    from weft.gpu.kernels.sum_in_rank_order import SumKernel
+    from weft.gpu.products import ProductLaunch
 
 
 class DeviceProgram(FixedProgram):
@@ -66,7 +66,7 @@ class DeviceProgram(FixedProgram):
         self.completion: Completion | None = None
         # by the part of the compute lane that they execute
         self.launches: dict[range, list[ProductLaunch | GatherLaunch]] = {}
-        self.sums: dict[tuple[Region, ...], Sum] = {}
+        self.sums: dict[tuple[Region, ...], SumKernel] = {}
         engine.counters.prepare(self.promised)
         if engine.kernels:
             self._use_kernels()
@@ -85,9 +85,9 @@ class DeviceProgram(FixedProgram):
 
     def _use_kernels(self) -> None:
         """Use kernels for products, and for sums of rows with fixed addresses."""
-        from weft.gpu.kernels.sum_in_rank_order import Sum
+        from weft.gpu.kernels.sum_in_rank_order import SumKernel
         from weft.gpu.kernels.tiles import launches, runs
-        from weft.gpu.products import Launch as ProductLaunch
+        from weft.gpu.products import ProductLaunch
 
         lane = self.lanes[0]
         index = self.engine.index
@@ -115,8 +115,10 @@ class DeviceProgram(FixedProgram):
         for i in lane:
             if isinstance(i, Reduce) and i.op in ("sum", "avg"):
                 parts = [part for src in i.srcs if isinstance(part := self.rows[src], Tensor)]
-                if len(parts) == len(i.srcs) and Sum.fits(parts, self.geometry[i.dst.buffer].dtype):
-                    self.sums[i.srcs] = Sum(parts, i.op == "avg", self.programs)
+                if len(parts) == len(i.srcs) and SumKernel.fits(
+                    parts, self.geometry[i.dst.buffer].dtype
+                ):
+                    self.sums[i.srcs] = SumKernel(parts, i.op == "avg", self.programs)
 
     def full_buffer(self, rank: int, buffer: str) -> Tensor | str:
         """A rank's buffer, or its name if it is this rank's own input or output. A workspace has
@@ -143,7 +145,7 @@ class DeviceProgram(FixedProgram):
         engine.drain()
         engine.begin()
         seconds = world.timeout if timeout is None else timeout
-        operands = Operands(tensors, weights, bias or {}, seconds)
+        operands = LaneOperands(tensors, weights, bias or {}, seconds)
         spans = list[Span]()
         traces = self._kernel_traces() if world.recorder else {}
         launched = self._launched(operands, traces)
@@ -170,7 +172,7 @@ class DeviceProgram(FixedProgram):
         if self.world.device.type == "cuda" and self.world.backend.ranks_per_device > 1:
             return {}
         from weft.gpu.kernel_trace import KernelTrace
-        from weft.gpu.products import Launch as ProductLaunch
+        from weft.gpu.products import ProductLaunch
 
         found = {
             part: [
@@ -184,7 +186,7 @@ class DeviceProgram(FixedProgram):
 
     def _launched(
         self,
-        operands: Operands,
+        operands: LaneOperands,
         traces: Mapping[range, Sequence[KernelTrace]] = MappingProxyType({}),
     ) -> dict[range, Step]:
         """Steps for the parts that kernels execute, by `traces` if there are any. Operands are
@@ -199,7 +201,7 @@ class DeviceProgram(FixedProgram):
 
     def _load(
         self,
-        operands: Operands,
+        operands: LaneOperands,
         every: Mapping[range, Sequence[ProductLaunch | GatherLaunch | KernelTrace]],
         call: str,
     ) -> None:
@@ -257,7 +259,7 @@ class DeviceProgram(FixedProgram):
         there.
         """
         self.engine.begin()
-        operands = Operands(binding, {}, {}, self.world.timeout if timeout is None else timeout)
+        operands = LaneOperands(binding, {}, {}, self.world.timeout if timeout is None else timeout)
         self.spans: list[Span] = []
         launched = self._launched(operands)
         self._begin(operands.timeout)
@@ -309,7 +311,7 @@ class DeviceProgram(FixedProgram):
     def _steps(
         self,
         name: str,
-        operands: Operands,
+        operands: LaneOperands,
         spans: list[Span],
         launched: Mapping[range, Step],
         traces: Mapping[range, Sequence[KernelTrace]] = MappingProxyType({}),
@@ -344,20 +346,24 @@ class DeviceProgram(FixedProgram):
             return rows
         return tensors[region.buffer][region.start : region.stop]
 
-    def _step(self, lane: int, at: int, operands: Operands) -> Step:
+    def _step(self, lane: int, at: int, operands: LaneOperands) -> Step:
         """The step for instruction number `at` of a lane."""
         engine = self.engine
         call = self.compiled.call
         rows = partial(self._find, tensors=operands.tensors)
         match self.lanes[lane][at]:
             case Copy(src, dst) if self.options.comm_sms and src.rank != dst.rank:
-                from weft.gpu.kernels.copy_rows import Rows, copy_rows
+                from weft.gpu.kernels.copy_rows import RowsInMemory, copy_rows
 
                 to, source = rows(dst), rows(src)
                 size = source.shape[1] * source.itemsize
                 steps = (t.stride(0) * t.itemsize for t in (to, source))
                 return partial(
-                    copy_rows, to, source, Rows(len(source), size, *steps), self.options.comm_sms
+                    copy_rows,
+                    to,
+                    source,
+                    RowsInMemory(len(source), size, *steps),
+                    self.options.comm_sms,
                 )
             case Copy(src, dst):
                 return partial(rows(dst).copy_, rows(src), non_blocking=True)

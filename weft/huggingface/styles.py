@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from weft.huggingface import embedding
 from weft.nn.layers import ColumnParallelLinear, RowParallelLinear, ShardedLinear, note
-from weft.nn.layout import Layout
+from weft.nn.layout import TensorLayout
 from weft.nn.styles import convert, obstacle
 
 
@@ -50,7 +50,7 @@ class Style:
         return note(installed, f"transformers: {reason}")
 
 
-def _layer(style: Any, mesh: DeviceMesh) -> tuple[type[ShardedLinear], Layout] | None:
+def _layer(style: Any, mesh: DeviceMesh) -> tuple[type[ShardedLinear], TensorLayout] | None:
     """The layer of weft that computes what a style of transformers does, and its layout."""
     match type(style).__name__:
         case "ColwiseParallel":
@@ -58,10 +58,12 @@ def _layer(style: Any, mesh: DeviceMesh) -> tuple[type[ShardedLinear], Layout] |
         case "RowwiseParallel":
             kind = RowParallelLinear
         case "PackedColwiseParallel" if style.use_local_output:
-            return ColumnParallelLinear, Layout(Replicate(), Shard(-1), mesh)
+            return ColumnParallelLinear, TensorLayout(Replicate(), Shard(-1), mesh)
         case _:
             return None
-    return kind, Layout(style.input_layouts, style.output_layouts, mesh, style.use_local_output)
+    return kind, TensorLayout(
+        style.input_layouts, style.output_layouts, mesh, style.use_local_output
+    )
 
 
 class _Quantizable(nn.Linear):

@@ -43,8 +43,8 @@ from weft.plan import (
     Wait,
     writes,
 )
-from weft.predict.interpolation import Grid
-from weft.predict.machine import Link, Machine, Product
+from weft.predict.interpolation import RateGrid
+from weft.predict.machine import LinkRate, Machine, ProductRate
 from weft.predict.rates import ITEMSIZE
 from weft.schedules.lanes import enter, leave, notify_all, wait_all
 from weft.schedules.peers import after, before, members
@@ -176,7 +176,7 @@ def measure(threads: int) -> dict[str, Any]:
         machine = Machine(
             "this",
             {kind: _product(found, kind, ITEMSIZE[name]) for kind, (name, _) in kinds.items()},
-            (Link(link[0], factors=link[1]),),
+            (LinkRate(link[0], factors=link[1]),),
             memory_gbs=memory[0],
             memory_factors=memory[1],
             reduce_gbs=reduce[0],
@@ -198,7 +198,7 @@ def measure(threads: int) -> dict[str, Any]:
         }
 
 
-def measure_network(threads: int) -> Link:
+def measure_network(threads: int) -> LinkRate:
     """The link between the hosts of this rank's world, equal on all ranks; collective. Takes some
     seconds.
 
@@ -227,7 +227,7 @@ def measure_network(threads: int) -> Link:
         {_ROW * n: max(found[f"sent {n}"] - signal, 1e-9) / _MESSAGES for n in _SENT}
     )
     busy = min(1.0, max(0.01, (found["both"] - found["products"]) / found[f"sent {rows}"]))
-    return Link(gbs, 1e6 * signal, shared=True, factors=factors, core_gbs=2 * gbs / busy)
+    return LinkRate(gbs, 1e6 * signal, shared=True, factors=factors, core_gbs=2 * gbs / busy)
 
 
 def _send(bench: _Timings, name: str, rows: int, products: int) -> None:
@@ -281,7 +281,7 @@ def _products(bench: _Timings, kind: str, dtype: torch.dtype, packed: bool) -> N
             )
 
 
-def _product(found: dict[str, float], kind: str, itemsize: int) -> Product:
+def _product(found: dict[str, float], kind: str, itemsize: int) -> ProductRate:
     """The model of products of one kind: a fit of all sizes by relative errors, and for each size
     the factor by which its time differs from the fit.
     """
@@ -295,12 +295,12 @@ def _product(found: dict[str, float], kind: str, itemsize: int) -> Product:
             for (m, width), seconds in timed.items()
         ]
     )
-    fit = Product(1e-12 / operation, 1e-9 / max(weight, 1e-15), 1e6 * fixed)
+    fit = ProductRate(1e-12 / operation, 1e-9 / max(weight, 1e-15), 1e6 * fixed)
     factors = [
         seconds / fit.seconds(m, width, width, itemsize) for (m, width), seconds in timed.items()
     ]
     return replace(
-        fit, factors=Grid((_ROWS, tuple(width * width for width in _WIDTHS)), tuple(factors))
+        fit, factors=RateGrid((_ROWS, tuple(width * width for width in _WIDTHS)), tuple(factors))
     )
 
 
@@ -347,12 +347,14 @@ def _copies(bench: _Timings) -> None:
             bench.times[f"{kind} {rows}"].append(1e-9 * max(stop - start, 1))
 
 
-def _rate(times: Mapping[int, float]) -> tuple[float, Grid]:
+def _rate(times: Mapping[int, float]) -> tuple[float, RateGrid]:
     """The GB/s of the largest size, and for each size the factor by which its time differs from
     that rate; `times` are seconds by bytes.
     """
     rate = max(times) / times[max(times)]
-    return rate / 1e9, Grid(([*times],), [seconds * rate / size for size, seconds in times.items()])
+    return rate / 1e9, RateGrid(
+        ([*times],), [seconds * rate / size for size, seconds in times.items()]
+    )
 
 
 def _time_signals(bench: _Timings) -> None:

@@ -31,7 +31,7 @@ _PIECES = (1, 2, 4, 8, 16)
 """Pieces of a rank's rows that are tried on streams."""
 
 
-class Question(NamedTuple):
+class TuningCase(NamedTuple):
     """A case, the variants to measure, and the Gbit/s and latency in microseconds of an emulated
     link, if any.
     """
@@ -49,7 +49,7 @@ class Answer(NamedTuple):
     least: float
 
 
-class Measured(NamedTuple):
+class CaseTimes(NamedTuple):
     """The answers to a question, the name of the class of calls that they are true for, and the
     work of the call (`Call.work`).
     """
@@ -59,11 +59,11 @@ class Measured(NamedTuple):
     work: int
 
 
-def measure(questions: list[Question], iterations: int, threads: int) -> list[Measured]:
+def measure(questions: list[TuningCase], iterations: int, threads: int) -> list[CaseTimes]:
     """Measure the variants of all questions, and the one that the rule of `auto` selects;
     collective. The variants of a question are interleaved.
     """
-    found = list[Measured]()
+    found = list[CaseTimes]()
     steps = len(questions) * iterations
     with (
         session(threads) as world,
@@ -85,13 +85,13 @@ def measure(questions: list[Question], iterations: int, threads: int) -> list[Me
                 for variant, time in zip(variants, times, strict=True)
             ]
             found.append(
-                Measured(answers, stored.key(call.own_class, engine(world).setting), call.work)
+                CaseTimes(answers, stored.key(call.own_class, engine(world).setting), call.work)
             )
             engine(world).programs.clear()
     return found
 
 
-def tune(questions: list[Question], iterations: int, threads: int) -> list[list[Answer]]:
+def tune(questions: list[TuningCase], iterations: int, threads: int) -> list[list[Answer]]:
     """Measure, and store the fastest variant of every case. Answers are sorted, fastest first."""
     ranks = questions[0].case.ranks
     found = on_ranks(measure, ranks, questions, iterations, threads, threads=threads)
@@ -100,11 +100,11 @@ def tune(questions: list[Question], iterations: int, threads: int) -> list[list[
 
 def measure_streams(
     cases: list[Workload], iterations: int, place: dict[str, Any]
-) -> list[Measured]:
+) -> list[CaseTimes]:
     """Measure cases in a world whose lanes are streams, at the `place` of a `session`;
     collective.
     """
-    found = list[Measured]()
+    found = list[CaseTimes]()
     with (
         session(None, **place) as world,
         progress("tuning", len(cases), shown=world.rank == 0) as advance,
@@ -113,7 +113,7 @@ def measure_streams(
             call = _fused(case, world)
             times = _by_groups(call, iterations)
             answers = [Answer(variant, time.median, time.min) for variant, time in times]
-            found.append(Measured(answers, stored.key(case, engine(world).setting), call.work))
+            found.append(CaseTimes(answers, stored.key(case, engine(world).setting), call.work))
             advance()
     return found
 
@@ -180,7 +180,7 @@ def tune_streams(
     return _remembered(found)
 
 
-def _remembered(found: list[Measured]) -> list[list[Answer]]:
+def _remembered(found: list[CaseTimes]) -> list[list[Answer]]:
     """The answers, each sorted, with the fastest stored."""
     for answers, name, work in found:
         answers.sort(key=lambda answer: answer.median)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from weft.checks import check_module, check_untransformed, in_modes, waited
 from weft.kernels.weights import DTYPES, Weight
 from weft.nn.frozen import FrozenWeight
-from weft.nn.layout import Layout, as_dtensor, chunk_sizes, local, normal, part
+from weft.nn.layout import TensorLayout, as_dtensor, chunk_sizes, local, normal, part
 from weft.nn.products import all_columns, column_product
 from weft.ops import arguments
 from weft.ops.all_gather_matmul import all_gather_matmul
@@ -34,7 +34,7 @@ class ShardedLinear(nn.Linear):
     """
 
     world: World
-    layout: Layout
+    layout: TensorLayout
     _fallback: Placement
     """The placement to which inputs of unsupported placements are redistributed."""
     _made_by: ClassVar[str]
@@ -79,11 +79,11 @@ class ShardedLinear(nn.Linear):
             world, self._layout(Replicate() if sequence_dim is None else Shard(sequence_dim))
         )
 
-    def _layout(self, sequence: Placement) -> Layout:
+    def _layout(self, sequence: Placement) -> TensorLayout:
         """The layout of inputs and outputs whose sequence has this placement."""
         raise NotImplementedError
 
-    def _connect(self, world: World, layout: Layout) -> None:
+    def _connect(self, world: World, layout: TensorLayout) -> None:
         """Set the world and the layout of this rank's parameters."""
         self.world = world
         self.layout = layout
@@ -239,17 +239,17 @@ class ColumnParallelLinear(ShardedLinear):
     sequence.
     """
 
-    gather: Gather
+    gather: SharedGather
     _fallback = Replicate()
     _made_by = "ColwiseParallel"
     _sharded: ClassVar = {"weight": 0, "bias": 0}
 
-    def _connect(self, world: World, layout: Layout) -> None:
-        self.gather = Gather([self])
+    def _connect(self, world: World, layout: TensorLayout) -> None:
+        self.gather = SharedGather([self])
         super()._connect(world, layout)
 
-    def _layout(self, sequence: Placement) -> Layout:
-        return Layout(sequence, _LAST)
+    def _layout(self, sequence: Placement) -> TensorLayout:
+        return TensorLayout(sequence, _LAST)
 
     def forward(self, input: Tensor) -> Tensor:
         x, placement = self._input(input)
@@ -312,7 +312,7 @@ class ColumnParallelLinear(ShardedLinear):
         )
 
 
-class Gather:
+class SharedGather:
     """The gather of a sharded input for all column-parallel layers that take the input.
 
     The layer that is called first computes the products of all layers; the other layers, called
@@ -330,8 +330,8 @@ class Gather:
         self.source: tuple[Tensor, bool] | None = None  # input; whether gradients were recorded
         self.results: dict[int, Tensor] = {}  # by id of the layer
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Gather:
-        memo[id(self)] = twin = Gather([])
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedGather:
+        memo[id(self)] = twin = SharedGather([])
         twin.layers = copy.deepcopy(self.layers, memo)
         return twin
 
@@ -392,8 +392,8 @@ class RowParallelLinear(ShardedLinear):
     _made_by = "RowwiseParallel"
     _sharded: ClassVar = {"weight": 1}
 
-    def _layout(self, sequence: Placement) -> Layout:
-        return Layout(Shard(-1), sequence)
+    def _layout(self, sequence: Placement) -> TensorLayout:
+        return TensorLayout(Shard(-1), sequence)
 
     def forward(self, x: Tensor) -> Tensor:
         x, _ = self._input(x)

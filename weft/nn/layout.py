@@ -13,7 +13,7 @@ from weft.checks import waited
 from weft.world import World
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """The placements of a layer's inputs and outputs. On a mesh inputs may be DTensors, and outputs
     are DTensors unless `local`.
     """

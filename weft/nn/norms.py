@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from weft.checks import check_tensor, waited
-from weft.nn.layout import Layout, as_dtensor, normal, summed
+from weft.nn.layout import TensorLayout, as_dtensor, normal, summed
 
 
 class ShardedNorm(nn.Module):
     """A norm over the last dimension of tensors that are sharded along another."""
 
-    layout: Layout
+    layout: TensorLayout
     normalized_shape: tuple[int, ...]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -15,8 +15,14 @@ from torch.distributed.tensor.parallel import style as torch_styles
 
 from weft.checks import name
 from weft.kernels.weights import DTYPES
-from weft.nn.layers import ColumnParallelLinear, Gather, RowParallelLinear, ShardedLinear, note
-from weft.nn.layout import Layout
+from weft.nn.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    ShardedLinear,
+    SharedGather,
+    note,
+)
+from weft.nn.layout import TensorLayout
 from weft.nn.norms import NORMS, ShardedNorm
 from weft.process_group import worlds
 
@@ -67,7 +73,7 @@ class SharedColwiseParallel(torch_styles.ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layers = [self.style._apply(module.get_submodule(name), device_mesh) for name in self.names]
         sharing = [layer for layer in layers if isinstance(layer, ColumnParallelLinear)]
-        Gather(sharing)
+        SharedGather(sharing)
         for layer in sharing:
             note(layer, layer._describe())
         return module
@@ -94,14 +100,14 @@ class SequenceParallel(torch_styles.SequenceParallel):
         distribute_module(module, device_mesh, self._replicate_module_fn)
         module.__class__ = NORMS[type(module)]
         assert isinstance(module, ShardedNorm)
-        module.layout = Layout(
+        module.layout = TensorLayout(
             self.sequence_sharding[0], self.sequence_sharding[0], device_mesh, self.use_local_output
         )
         return note(module, "weft: on plain tensors")
 
 
 def obstacle(
-    module: nn.Module, mesh: DeviceMesh, kind: type[ShardedLinear], layout: Layout
+    module: nn.Module, mesh: DeviceMesh, kind: type[ShardedLinear], layout: TensorLayout
 ) -> str | None:
     """The reason why `module` cannot be made a layer of this kind with this layout, or None."""
     placement = layout.input if kind is ColumnParallelLinear else layout.output
@@ -115,7 +121,7 @@ def obstacle(
 
 
 def convert(
-    module: nn.Module, mesh: DeviceMesh, kind: type[ShardedLinear], layout: Layout
+    module: nn.Module, mesh: DeviceMesh, kind: type[ShardedLinear], layout: TensorLayout
 ) -> nn.Module:
     """Make an `nn.Linear` whose parameters are sharded a layer of weft; hooks, name and state dict
     remain. Collective, as `worlds.make`.
@@ -143,7 +149,7 @@ def _shard(
                 "input_layouts and output_layouts must be placements of torch.distributed.tensor, "
                 f"such as Shard(1) or Replicate(); got {placement!r}"
             )
-    layout = Layout(*placements, mesh, style.use_local_output)
+    layout = TensorLayout(*placements, mesh, style.use_local_output)
     if reason := obstacle(module, mesh, kind, layout):
         return note(by_torch(module, mesh), f"torch: {reason}")
     distribute_module(module, mesh, style._partition_linear_fn)

@@ -21,7 +21,7 @@ from weft.engines.ranges import in_range
 from weft.errors import PeerTimeout
 from weft.world.memory import find
 from weft.world.peers import Peers
-from weft.world.remote import PIECE, Answers, Array, Layout
+from weft.world.remote import PIECE, Answers, Array, StridedLayout
 
 if TYPE_CHECKING:
     from weft.world.signals import Signals
@@ -47,7 +47,7 @@ class RemoteCopy:
             if after is not None:
                 call.change(after)
 
-    def _pieces(self, rank: int) -> Iterator[tuple[Layout, Array]]:
+    def _pieces(self, rank: int) -> Iterator[tuple[StridedLayout, Array]]:
         if not self._local.numel():
             return
         segment = find(self._remote)
@@ -56,7 +56,7 @@ class RemoteCopy:
         for remote, local in _cut(_elements(self._remote), _elements(self._local)):
             place = remote.__array_interface__["data"][0] - base
             yield (
-                Layout(segment.number, place, remote.itemsize, remote.shape, remote.strides),
+                StridedLayout(segment.number, place, remote.itemsize, remote.shape, remote.strides),
                 local,
             )
 
@@ -102,11 +102,11 @@ class _Call:
         finally:
             self._remote.forget(self._requests)
 
-    def put(self, target: Layout, source: Array) -> None:
+    def put(self, target: StridedLayout, source: Array) -> None:
         self._admit()
         self._requests.append(self._remote.put(self._peer, target, source, self._answers))
 
-    def get(self, source: Layout, place: Array) -> None:
+    def get(self, source: StridedLayout, place: Array) -> None:
         self._admit()
         self._requests.append(self._remote.get(self._peer, source, place, self._answers))
 

@@ -16,7 +16,7 @@ from itertools import permutations
 from weft.plan import Compute, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Term, Wait
 from weft.plan.language import ANY_BLOCK, accumulates, aligned
 from weft.plan.messages import at_the_end, ending, is_channel
-from weft.plan.symbols import Cell, Pieces, Rows, every, joined
+from weft.plan.symbols import Cell, Pieces, RowsOfValue, every, joined
 from weft.plan.values import ordered, reduced, shifted, text
 
 Clock = list[int]
@@ -59,7 +59,7 @@ class Run:
         self.rank_of = [r for r, _ in every]
         self.names = [f"rank {r} {name}" for r, name in every]
         self.clocks: list[Clock] = [[0] * len(every) for _ in every]
-        self.rows: dict[tuple[int, int, str], Rows] = {}
+        self.rows: dict[tuple[int, int, str], RowsOfValue] = {}
         # the numbers of the blocks in the slots of a buffer, by slot
         self.held: dict[tuple[int, int, str], dict[int, int]] = {}
         self.slots = [
@@ -179,10 +179,10 @@ class Run:
                 self.order(lane, "the caller's use", (rank, name, start, stop), cell, write=True)
                 cell.value = (Term(rank, name, 0),) if buffer.role == "input" else None
 
-    def buffer(self, execution: int, rank: int, name: str) -> Rows:
+    def buffer(self, execution: int, rank: int, name: str) -> RowsOfValue:
         key = execution, rank, name
         if key not in self.rows:
-            self.rows[key] = Rows(self.plans[execution].buffers[name].rows[rank])
+            self.rows[key] = RowsOfValue(self.plans[execution].buffers[name].rows[rank])
         return self.rows[key]
 
     def step(self, execution: int, lane: int, instruction: Instruction) -> bool:

@@ -27,7 +27,7 @@ class Cell:
     readers: dict[int, int] = field(default_factory=dict)
 
 
-class Rows:
+class RowsOfValue:
     """A buffer cut into cells at the boundaries of the accesses made so far."""
 
     def __init__(self, rows: int) -> None:

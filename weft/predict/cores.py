@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from weft.predict.rates import Link, Product
+from weft.predict.rates import LinkRate, ProductRate
 
 
 class CoreGroup(NamedTuple):
@@ -37,14 +37,14 @@ class Cores:
     package: int
     package_gbs: float
     core_gbs: float
-    products: Mapping[str, Product]
+    products: Mapping[str, ProductRate]
 
     @property
     def total(self) -> int:
         """The number of all cores."""
         return self.levels[-1].cores
 
-    def links(self, ranks: int, threads: int) -> tuple[Link, ...]:
+    def links(self, ranks: int, threads: int) -> tuple[LinkRate, ...]:
         """The links between ranks with `threads` threads each, spread evenly over the cores."""
         links = []
         for inner, level in zip((None, *self.levels), self.levels, strict=False):
@@ -57,7 +57,7 @@ class Cores:
                 )
                 gbs = min(threads * level.gbs, out)
                 links.append(
-                    Link(
+                    LinkRate(
                         gbs,
                         reach=None if level is self.levels[-1] else reach,
                         line_us=level.line_us,

@@ -17,7 +17,7 @@ from weft.plan import Plan
 from weft.plan.binding import bind, split
 from weft.plan.messages import lower_to_messages
 from weft.plan.trace import Trace
-from weft.predict.machine import Link, Machine
+from weft.predict.machine import LinkRate, Machine
 from weft.predict.simulator import seconds, simulate
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import ORDERS, PIECES, Operator, Request, Variant, Workload
@@ -252,7 +252,7 @@ def changes(machine: Machine) -> dict[str, Machine]:
     }
 
 
-def _linked(machine: Machine, changed: Callable[[Link], Link]) -> Machine:
+def _linked(machine: Machine, changed: Callable[[LinkRate], LinkRate]) -> Machine:
     """The machine with all links changed, including the one between hosts."""
     network = changed(machine.network) if machine.network else None
     return replace(machine, links=tuple(map(changed, machine.links)), network=network)

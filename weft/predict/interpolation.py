@@ -11,7 +11,7 @@ from math import exp, log
 
 
 @dataclass(frozen=True)
-class Grid:
+class RateGrid:
     """Positive `values` at all points of the product of ascending `axes`, in row-major order."""
 
     axes: Sequence[Sequence[float]]

@@ -22,10 +22,10 @@ else:
 
 import weft.cache as cache
 from weft.predict.cores import CoreGroup, Cores
-from weft.predict.interpolation import Grid
+from weft.predict.interpolation import RateGrid
 from weft.predict.rates import ITEMSIZE, passing
-from weft.predict.rates import Link as Link
-from weft.predict.rates import Product as Product
+from weft.predict.rates import LinkRate as LinkRate
+from weft.predict.rates import ProductRate as ProductRate
 from weft.schedules.thresholds import Thresholds
 
 _DIRECTORY = Path(__file__).parent / "machines"
@@ -66,8 +66,8 @@ class Machine:
     """
 
     name: str
-    products: Mapping[str, Product]
-    links: tuple[Link, ...]
+    products: Mapping[str, ProductRate]
+    links: tuple[LinkRate, ...]
     memory_gbs: float
     reduce_gbs: float
     notify_us: float = 0.0
@@ -80,9 +80,9 @@ class Machine:
     communicate_slowdown: float = 1.0
     lanes: int = 1
     in_place: bool = False
-    memory_factors: Grid | None = None
-    reduce_factors: Grid | None = None
-    network: Link | None = None
+    memory_factors: RateGrid | None = None
+    reduce_factors: RateGrid | None = None
+    network: LinkRate | None = None
     hosts: tuple[int, ...] | None = None
     fetches: int = 1
     cores: Cores | None = None
@@ -115,7 +115,7 @@ class Machine:
         """Seconds of a sum that reads `size` bytes."""
         return passing(size, self.reduce_gbs, self.reduce_factors)
 
-    def link(self, one: int, other: int) -> Link:
+    def link(self, one: int, other: int) -> LinkRate:
         """The nearest link that joins two ranks."""
         if self.network and self.on_other_hosts(one, other):
             return self.network
@@ -212,7 +212,7 @@ class Machine:
         ranks.
         """
 
-        def changed(link: Link) -> Link:
+        def changed(link: LinkRate) -> LinkRate:
             return replace(
                 link,
                 gbs=gbs or link.gbs,
@@ -228,7 +228,7 @@ class Machine:
 
     def emulating(self, gbps: float, latency_us: float) -> Machine:
         """This machine with the link of `World.emulate_link`; `gbps` is in 1e9 bits per second."""
-        return replace(self, links=(Link(gbps / 8, latency_us, idle=True),))
+        return replace(self, links=(LinkRate(gbps / 8, latency_us, idle=True),))
 
 
 def here() -> Machine:
@@ -297,16 +297,16 @@ def from_dict(profile: Mapping[str, Any]) -> Machine:
     fields |= {key: _grid(fields.get(key)) for key in ("memory_factors", "reduce_factors")}
     if cores := fields.get("cores"):
         levels = tuple(CoreGroup(**level) for level in cores["levels"])
-        products = {name: Product(**product) for name, product in cores["products"].items()}
+        products = {name: ProductRate(**product) for name, product in cores["products"].items()}
         fields["cores"] = Cores(**{**cores, "levels": levels, "products": products})
         return Machine(
             **{"products": {}, "links": (), "memory_gbs": 0.0, "reduce_gbs": 0.0, **fields}
         ).of_ranks(2)
     fields["products"] = {
-        name: Product(**_with_grid(product)) for name, product in profile["products"].items()
+        name: ProductRate(**_with_grid(product)) for name, product in profile["products"].items()
     }
-    fields["links"] = tuple(Link(**_with_grid(link)) for link in profile["links"])
-    fields["network"] = Link(**_with_grid(fields["network"])) if fields.get("network") else None
+    fields["links"] = tuple(LinkRate(**_with_grid(link)) for link in profile["links"])
+    fields["network"] = LinkRate(**_with_grid(fields["network"])) if fields.get("network") else None
     return Machine(**fields)
 
 
@@ -314,8 +314,8 @@ def _with_grid(figures: Mapping[str, Any]) -> dict[str, Any]:
     return {**figures, "factors": _grid(figures.get("factors"))}
 
 
-def _grid(figures: Mapping[str, Any] | None) -> Grid | None:
-    return Grid(**figures) if figures else None
+def _grid(figures: Mapping[str, Any] | None) -> RateGrid | None:
+    return RateGrid(**figures) if figures else None
 
 
 def _read(path: Path) -> dict[str, Any]:

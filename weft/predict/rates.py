@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.predict.interpolation import Grid
+from weft.predict.interpolation import RateGrid
 
 ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of an element, by dtype."""
 
 
 @dataclass(frozen=True)
-class Product:
+class ProductRate:
     """The local product ``(rows, K) @ (K, N)``: ``fixed + K·N·itemsize / weight_gbs + 2·rows·K·N /
     tflops``.
 
@@ -25,7 +25,7 @@ class Product:
     tflops: float
     weight_gbs: float = 1e6
     fixed_us: float = 0.0
-    factors: Grid | None = None
+    factors: RateGrid | None = None
 
     def seconds(self, rows: int, k: int, n: int, itemsize: int) -> float:
         """The time of one product."""
@@ -38,7 +38,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkRate:
     """A link between two ranks: ``latency + bytes / gbs`` for each transfer.
 
     Attributes:
@@ -58,7 +58,7 @@ class Link:
     reach: int | None = None
     shared: bool = False
     idle: bool = False
-    factors: Grid | None = None
+    factors: RateGrid | None = None
     core_gbs: float | None = None
     line_us: float = 0.0
 
@@ -78,6 +78,6 @@ class Link:
         return passing(size, self.gbs, self.factors)
 
 
-def passing(size: int, gbs: float, factors: Grid | None) -> float:
+def passing(size: int, gbs: float, factors: RateGrid | None) -> float:
     """Seconds of `size` bytes at a bandwidth, times the measured factor for this size."""
     return size / (gbs * 1e9) * (factors.at(size) if factors and size else 1.0)

@@ -25,7 +25,7 @@ from weft.plan import Compute, Copy, Instruction, Notify, Plan, Reduce, Region, 
 from weft.plan.kernel import Load
 from weft.plan.messages import is_receive_gate
 from weft.plan.trace import Span, Trace
-from weft.predict.machine import Link, Machine
+from weft.predict.machine import LinkRate, Machine
 from weft.predict.rates import ITEMSIZE
 from weft.schedules.workload import Rows
 
@@ -388,7 +388,7 @@ class _Run:
         longest = max(*passing, sum(passing) / self.machine.lanes) if passing else 0.0
         return longest + sum(link.line_us for link, _ in links) * 1e-6 / self.machine.fetches
 
-    def resources(self, link: Link, src: int, dst: int) -> tuple[Resource, ...]:
+    def resources(self, link: LinkRate, src: int, dst: int) -> tuple[Resource, ...]:
         """The links that a transfer shares with others; an unplanned rank uses the links of its
         counterpart.
         """

@@ -21,7 +21,7 @@ from weft.schedules.host_sums import HostSums, spaces
 from weft.schedules.lanes import Lanes, by_rank, over_hosts, publish, wait_all
 from weft.schedules.levels import Levels, send_eagerly
 from weft.schedules.peers import Hosts, Layout, after, before, layout, one_rank_per_host
-from weft.schedules.staging import Arrival, Stream, one_for_each, pipeline
+from weft.schedules.staging import SlotArrival, Stream, one_for_each, pipeline
 from weft.schedules.workload import Collective, Request
 
 ALGORITHMS = ("direct", "push", "ring")
@@ -162,7 +162,7 @@ def _through_slots(rank: int, op: str, stream: Stream) -> list[Instruction]:
 
 
 def sum_of(
-    rank: int, own: Region, arrivals: Sequence[Arrival], into: Region, op: str, *copies: Copy
+    rank: int, own: Region, arrivals: Sequence[SlotArrival], into: Region, op: str, *copies: Copy
 ) -> list[Instruction]:
     """Reduce a rank's own rows and the rows that its peers have staged for it, in rank order, copy
     the sum, and acknowledge the arrivals.

@@ -41,7 +41,7 @@ class Part(NamedTuple):
     start: int
 
 
-class Arrival(NamedTuple):
+class SlotArrival(NamedTuple):
     """After `wait` a block of `peer` is in `region`; after its use `acknowledge` must follow."""
 
     peer: int
@@ -126,7 +126,7 @@ class Stream:
             rank, step, lambda number, slot: [Copy(block(rank, "a", number), slot)]
         )
 
-    def arrivals(self, rank: int, step: int) -> list[Arrival]:
+    def arrivals(self, rank: int, step: int) -> list[SlotArrival]:
         """The blocks that a rank's peers send to it in a step."""
         found = []
         for peer in after(rank, self.ranks):
@@ -136,7 +136,9 @@ class Stream:
             for number, part in enumerate(self.parts[peer]) if step < self.steps(peer) else ():
                 if rank in part.readers:
                     wait = Wait(Signal(self.ready, peer), step + 1)
-                    found.append(Arrival(peer, wait, self._slot(peer, number, step), acknowledge))
+                    found.append(
+                        SlotArrival(peer, wait, self._slot(peer, number, step), acknowledge)
+                    )
         return found
 
     def fetch(

@@ -23,7 +23,7 @@ from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from weft.plan.binding import split
 from weft.vllm.communicator import Communicator
-from weft.vllm.products import Rows, is_row_wise, kernel_name, sent_rows
+from weft.vllm.products import RowProduct, is_row_wise, kernel_name, sent_rows
 from weft.vllm.row_shard import RowShard, shard_among
 
 ROWS_SHARDED = 256
@@ -51,7 +51,7 @@ class RowParallelLinear(linear.RowParallelLinear):  # type: ignore[misc]
     Attributes: `reason`, why the sum follows the product, or "".
     """
 
-    _rows: Rows | None = None
+    _rows: RowProduct | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -77,7 +77,7 @@ class RowParallelLinear(linear.RowParallelLinear):  # type: ignore[misc]
         """
         if self._rows is None:
             bias = None if self.tp_rank > 0 or self.skip_bias_add else self.bias
-            self._rows = Rows(self, self.input_size_per_partition, x.dtype, bias)
+            self._rows = RowProduct(self, self.input_size_per_partition, x.dtype, bias)
         communicator = _communicator()
         sizes = split(len(x), communicator.world_size)
         weight = self._rows.weight
@@ -91,7 +91,7 @@ class _ColumnParallel(linear.ColumnParallelLinear):  # type: ignore[misc]
     Attributes: `reason`, why it gathers rows before the product, or "".
     """
 
-    _rows: Rows | None = None
+    _rows: RowProduct | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

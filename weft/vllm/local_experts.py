@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 
-class Kernel(Protocol):
+class ExpertKernel(Protocol):
     """Writes each row's weighted sum of its experts, numbered from 0 on this rank."""
 
     def __call__(
@@ -18,7 +18,7 @@ class Kernel(Protocol):
 
 
 def local_sums(
-    kernel: Kernel,
+    kernel: ExpertKernel,
     output: Tensor,
     hidden_states: Tensor,
     topk_weights: Tensor,

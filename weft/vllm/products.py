@@ -38,7 +38,7 @@ def is_row_wise(layer: nn.Module) -> bool:
     return kernel_name(layer).startswith(_ROW_WISE)
 
 
-class Rows:
+class RowProduct:
     """Rows (n, K) of activations as they are sent, and multiplied by a layer's weight."""
 
     words = "rows"
@@ -61,7 +61,7 @@ class Rows:
         out.copy_(self.layer.quant_method.apply(self.layer, rows, self.bias))
 
 
-class Int8Rows(Rows):
+class Int8Rows(RowProduct):
     """Rows that are quantised before they are sent, each with its scale: half the bytes, and the
     bits of rows that are quantised afterwards, since each row has a scale of its own.
 
@@ -96,9 +96,9 @@ class Int8Rows(Rows):
         out.copy_(product)
 
 
-def sent_rows(layer: Any, columns: int, dtype: torch.dtype) -> type[Rows]:
+def sent_rows(layer: Any, columns: int, dtype: torch.dtype) -> type[RowProduct]:
     """How the rows of a column-parallel layer are sent."""
-    return Int8Rows if _takes_int8_rows(layer) and columns % dtype.itemsize == 0 else Rows
+    return Int8Rows if _takes_int8_rows(layer) and columns % dtype.itemsize == 0 else RowProduct
 
 
 def _takes_int8_rows(layer: nn.Module) -> bool:

@@ -53,7 +53,7 @@ _SIZES = "<%dQ"  # the size of each and its stride in bytes
 _CHANGE = struct.Struct("<QQQQ")  # the first counter, their number, their step, and the value
 
 
-class Layout(NamedTuple):
+class StridedLayout(NamedTuple):
     """Elements in the part that a rank has of symmetric memory; offset and strides are in bytes."""
 
     memory: int  # the number of the call that made it
@@ -146,13 +146,13 @@ class Remote:
             if not held.peers:
                 del self._held[number]
 
-    def put(self, peer: int, target: Layout, source: Array, answers: Answers) -> int:
+    def put(self, peer: int, target: StridedLayout, source: Array, answers: Answers) -> int:
         """Request that a peer fills `target` with `source`, which must not change before the
         answer; the number of the request.
         """
         return self._request(peer, _PUT, target.memory, _packed(target), answers, source=source)
 
-    def get(self, peer: int, source: Layout, place: Array, answers: Answers) -> int:
+    def get(self, peer: int, source: StridedLayout, place: Array, answers: Answers) -> int:
         """Request a peer's `source`; when it is answered `place` has it."""
         return self._request(peer, _GET, source.memory, _packed(source), answers, place=place)
 
@@ -261,7 +261,7 @@ class Remote:
         array = _native.SignalArray(self._mesh, segment, 0)
         (array.add if kind == _ADD else array.set)(self.rank, start, count, step, value)
 
-    def _move(self, peer: int, kind: bytes, number: int, layout: Layout) -> Landing | None:
+    def _move(self, peer: int, kind: bytes, number: int, layout: StridedLayout) -> Landing | None:
         """Carry out a put, as far as its bytes have arrived, or a get."""
         size = math.prod(layout.shape) * layout.item
         if not 0 < size <= PIECE:
@@ -278,20 +278,20 @@ def _drop(remote: weakref.ref[Remote], number: int) -> None:
         found.drop(number)
 
 
-def _packed(layout: Layout) -> bytes:
+def _packed(layout: StridedLayout) -> bytes:
     sizes = (*layout.shape, *layout.strides)
     return _LAYOUT.pack(layout.offset, layout.item, len(layout.shape)) + struct.pack(
         _SIZES % len(sizes), *sizes
     )
 
 
-def _unpacked(memory: int, details: bytes) -> Layout:
+def _unpacked(memory: int, details: bytes) -> StridedLayout:
     offset, item, dimensions = _LAYOUT.unpack_from(details)
     sizes = struct.unpack(_SIZES % (2 * dimensions), details[_LAYOUT.size :])
-    return Layout(memory, offset, item, sizes[:dimensions], sizes[dimensions:])
+    return StridedLayout(memory, offset, item, sizes[:dimensions], sizes[dimensions:])
 
 
-def _elements(segment: _native.Segment, rank: int, layout: Layout) -> Array:
+def _elements(segment: _native.Segment, rank: int, layout: StridedLayout) -> Array:
     """The elements of a layout in a rank's part of a segment. Raises `ValueError` if they are not
     within it.
     """

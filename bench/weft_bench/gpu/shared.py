@@ -172,7 +172,7 @@ class Product(Views):
         weight = self.problem.weight
         self.x, out = (torch.empty(m, c, dtype=dtype, device=device) for c in (k, n))
         lane = [matmul(Region(0, "x", 0, m), Region(0, "out", 0, m))]
-        product = kernels.Product(lane, n, dtype, dtype, lambda _: 0, 0, sms, device)
+        product = kernels.ProductKernel(lane, n, dtype, dtype, lambda _: 0, 0, sms, device)
         counters = torch.zeros(1, symmetric.COUNTER, dtype=torch.int64, device=device)
         bases = counters[:, 0].contiguous()
         record = symmetric.timeout_record(device)

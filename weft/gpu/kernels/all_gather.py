@@ -138,7 +138,7 @@ class Distances(NamedTuple):
         return math.gcd(address, self.shard) % access.width == 0
 
 
-class Signals(NamedTuple):
+class SignalTables(NamedTuple):
     """The indices of the counters that rank 0 raises, in a table of all ranks' counters: `opened`
     by a rank before it waits for `count` notifies of `awaited`, and `arrived` after its stores.
     Without `opened` it is -1.
@@ -150,7 +150,7 @@ class Signals(NamedTuple):
     arrived: int
 
 
-class Gather:
+class GatherKernel:
     """Launches that put a rank's shard to all ranks of a world.
 
     `itemsize` is that of the shard's elements. The launch is as `check` accepts it.
@@ -160,7 +160,7 @@ class Gather:
         self,
         distances: Distances,
         itemsize: int,
-        signals: Signals,
+        signals: SignalTables,
         launch: Launch,
         rank: int,
         ranks: int,
@@ -256,7 +256,7 @@ def _put_to_all(
     row,  # the size of a row
     shard_stride,  # from a row to the next
     gathered_stride,
-    opened,  # counters, as in `Signals`
+    opened,  # counters, as in `SignalTables`
     awaited,
     count,
     arrived,

@@ -113,7 +113,7 @@ def _rows(weight: Tensor) -> Tensor:
     return weight if weight.stride(1) == 1 else weight.t()
 
 
-class Product:
+class ProductKernel:
     """``out = x @ weight (+ bias)`` for the rows and in the order of a launch (`kernels.tiles`) of
     a compute lane.
 

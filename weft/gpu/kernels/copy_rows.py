@@ -27,7 +27,7 @@ _WORDS = {16: tl.int32, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 """The types of the words of units of these bytes; a unit of 16 bytes is four words."""
 
 
-class Rows(NamedTuple):
+class RowsInMemory(NamedTuple):
     """`number` rows of `size` bytes, and the bytes from the beginning of one to that of the next,
     in the target and in the source.
     """
@@ -38,7 +38,7 @@ class Rows(NamedTuple):
     src_stride: int
 
 
-def copy_rows(dst: Tensor, src: Tensor, rows: Rows, sms: int) -> None:
+def copy_rows(dst: Tensor, src: Tensor, rows: RowsInMemory, sms: int) -> None:
     """Copy the rows that begin at the first elements of these tensors, on the current stream, by at
     most `sms` programs.
     """
@@ -46,17 +46,17 @@ def copy_rows(dst: Tensor, src: Tensor, rows: Rows, sms: int) -> None:
     unit = math.gcd(16, addresses, rows.size, rows.dst_stride, rows.src_stride)
     units = rows.number * rows.size // unit
     grid = max(1, min(sms, triton.cdiv(units, _TILE)))
-    _launch(dst, src, unit, units, Rows(*rows[:1], *(n // unit for n in rows[1:])), grid)
+    _launch(dst, src, unit, units, RowsInMemory(*rows[:1], *(n // unit for n in rows[1:])), grid)
 
 
 def load(device: torch.device) -> None:
     """Compile and load the kernel for every unit, which may wait for all work of the device."""
     nothing = torch.empty(16, dtype=torch.uint8, device=device)
     for unit in _WORDS:
-        _launch(nothing, nothing, unit, 0, Rows(1, 1, 1, 1), 1)
+        _launch(nothing, nothing, unit, 0, RowsInMemory(1, 1, 1, 1), 1)
 
 
-def _launch(dst: Tensor, src: Tensor, unit: int, units: int, rows: Rows, grid: int) -> None:
+def _launch(dst: Tensor, src: Tensor, unit: int, units: int, rows: RowsInMemory, grid: int) -> None:
     kernel: Any = copy_vectors_kernel if unit == 16 else copy_words_kernel
     target, source = (triton.reinterpret(tensor, _WORDS[unit]) for tensor in (dst, src))
     options = {"WORDS": 4 if unit == 16 else 1, "TILE": _TILE, "num_warps": 8}

@@ -17,7 +17,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _BLOCK = 2048  # elements of the result that a program computes at once; measured by no GPU
 
 
-class Sum:
+class SumKernel:
     """``out = parts[0] + parts[1] + …``, or their average, for parts with fixed addresses; created
     once, called for every sum.
     """
