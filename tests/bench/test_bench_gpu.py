@@ -18,7 +18,7 @@ from weft.cli import app
 from weft.cli.values import Shape
 from weft.engines import engine
 from weft.plan.launch import Launch
-from weft_bench import plots, saved, sweep
+from weft_bench import benchmarks, plots, saved, sweep
 from weft_bench.gpu import products, shared, slowest
 from weft_bench.gpu.matmul_from_host import matmul_from_host
 from weft_bench.settings.fused import AllGatherMatmul
@@ -160,7 +160,7 @@ def test_kernels_are_swept_and_verified(tmp_path):
     sweep.print_tables(result, Console(file=printed, width=200))
     assert kernel(2) in printed.getvalue()
     assert "vs" not in printed.getvalue()  # a kernel is no baseline
-    assert shown(result).draw is plots.draw_sweep
+    assert benchmarks.shown(result).draw is plots.draw_sweep
     plots.draw_sweep(result, tmp_path / "sms.png")
     assert (tmp_path / "sms.png").stat().st_size > 1000
     [header, *lines] = saved.to_csv(result).splitlines()
