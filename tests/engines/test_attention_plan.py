@@ -75,7 +75,7 @@ def attend(ranks, rows, dtype, world=None):
         state, out = torch.empty(own, HEADS * (WIDE + 2)), torch.empty(own, HEADS * WIDE)
         tensors = {**inputs[world.rank], "state": state, "out": out.to(dtype)}
         engine(world).execute(plan, tensors, rows=shards)
-        call = reference.ReferenceCall(bind(plan, shards), inputs, dtypes={"out": dtype})
+        call = reference.Call(bind(plan, shards), inputs, dtypes={"out": dtype})
         wanted = reference.run(call)[0][world.rank]
         assert torch.equal(tensors["state"], wanted["state"])
         assert torch.equal(tensors["out"], wanted["out"])

@@ -93,7 +93,7 @@ def test_writes_that_overlap_by_a_shift_keep_the_order_of_the_lane(plan, columns
     weft.verify(plan)
     a, out = torch.randn(2, columns), torch.full((2, columns), torch.nan)
     executed(plan, {"a": a, "out": out}, **options)
-    [[wanted]] = reference.run(reference.ReferenceCall(plan, [{"a": a}]))
+    [[wanted]] = reference.run(reference.Call(plan, [{"a": a}]))
     assert torch.equal(out, wanted["out"])
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from weft.engines import reference
-from weft.engines.reference import ReferenceCall, run
+from weft.engines.reference import Call, run
 from weft.errors import PlanError
 from weft.kernels.matmul import matmul
 from weft.plan import (
@@ -48,7 +48,7 @@ def numbers(*values: float, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype)[:, None]
 
 
-def outcomes(*calls: ReferenceCall) -> set[tuple[float, ...]]:
+def outcomes(*calls: Call) -> set[tuple[float, ...]]:
     """The values that `out` of rank 0 may have after the last call, over many interleavings; -1
     stands for NaN.
     """
@@ -73,9 +73,7 @@ def test_each_instruction_has_its_effect():
         torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
         torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, 3.0]]),
     )
-    ((found,),) = run(
-        ReferenceCall(plan({"compute": moves}, **buffers), [{"a": a}], [{"product": weight}])
-    )
+    ((found,),) = run(Call(plan({"compute": moves}, **buffers), [{"a": a}], [{"product": weight}]))
     assert found["out"].equal((a @ weight).flip(0))
     assert found["sum"].equal(a @ weight + 2 * (a @ weight).flip(0))
 
@@ -94,7 +92,7 @@ def test_sums_are_taken_in_order_in_the_accumulation_type(dtype, values, total):
     srcs = tuple(Region(0, "a", i, i + 1) for i in range(3))
     buffers = {"a": Buffer("input", (3,)), "out": Buffer("output", (1,))}
     sums = Plan("sum", "made up", buffers, ({"compute": (Reduce(srcs, Region(0, "out", 0, 1)),)},))
-    ((found,),) = run(ReferenceCall(sums, [{"a": numbers(*values, dtype=dtype)}]))
+    ((found,),) = run(Call(sums, [{"a": numbers(*values, dtype=dtype)}]))
     assert found["out"].dtype == dtype
     assert found["out"].item() == total
 
@@ -102,7 +100,7 @@ def test_sums_are_taken_in_order_in_the_accumulation_type(dtype, values, total):
 def test_products_have_the_type_of_the_weight():
     product = plan({"compute": [matmul(rows(0, "a"), rows(0, "out"))]}, a="input", out="output")
     a = numbers(1, 2, dtype=torch.float16)
-    ((found,),) = run(ReferenceCall(product, [{"a": a}], [{"out": torch.full((1, 5), 0.1)}]))
+    ((found,),) = run(Call(product, [{"a": a}], [{"out": torch.full((1, 5), 0.1)}]))
     assert found["out"].equal(a.float() @ torch.full((1, 5), 0.1))
 
 
@@ -114,11 +112,8 @@ def exchange(*, ready: bool = True, done: bool = True) -> Plan:
     return plan({"compute": first}, {"compute": second}, a="input", out="output")
 
 
-def calls(exchanged: Plan, many: int = 3) -> list[ReferenceCall]:
-    return [
-        ReferenceCall(exchanged, [{"a": numbers(0, 0)}, {"a": numbers(i, i + 1)}])
-        for i in range(many)
-    ]
+def calls(exchanged: Plan, many: int = 3) -> list[Call]:
+    return [Call(exchanged, [{"a": numbers(0, 0)}, {"a": numbers(i, i + 1)}]) for i in range(many)]
 
 
 def test_lanes_interleave_arbitrarily():
@@ -154,7 +149,7 @@ def test_signals_of_different_calls_are_distinguished():
         a="input",
         out="output",
     )
-    several = [ReferenceCall(put, [{"a": numbers(i, i)}] * 2) for i in range(4)]
+    several = [Call(put, [{"a": numbers(i, i)}] * 2) for i in range(4)]
     for seed in range(20):
         assert [
             outputs[0]["out"][0].item() for outputs in run(*several, order=random.Random(seed))
@@ -177,7 +172,7 @@ def test_a_wait_without_new_notifies_waits_for_earlier_calls():
         out="output",
     )
     inputs = [{"a": numbers(1, 2)}, {"a": numbers(3, 4)}]
-    assert outcomes(ReferenceCall(late, inputs), ReferenceCall(keep, inputs)) == {(3, 4)}
+    assert outcomes(Call(late, inputs), Call(keep, inputs)) == {(3, 4)}
 
 
 def test_calls_share_the_workspace_without_clearing_it():
@@ -193,15 +188,15 @@ def test_calls_share_the_workspace_without_clearing_it():
         other="workspace",
         out="output",
     )
-    assert outcomes(
-        ReferenceCall(leave, [{"a": numbers(1, 2)}]), ReferenceCall(find, [{"a": numbers(3, 4)}])
-    ) == {(1, 2)}
+    assert outcomes(Call(leave, [{"a": numbers(1, 2)}]), Call(find, [{"a": numbers(3, 4)}])) == {
+        (1, 2)
+    }
 
 
-def broadcasts(many: int) -> list[ReferenceCall]:
+def broadcasts(many: int) -> list[Call]:
     """Broadcasts of the calls' numbers through eager buffers."""
     return [
-        ReferenceCall(
+        Call(
             eager(0, flat(3)),
             [{"a": numbers(i)} if r == 0 else {"a": numbers()} for r in range(3)],
         )
@@ -222,9 +217,7 @@ def test_eager_buffers_are_reused_after_all_ranks_have_read_them(enough, monkeyp
 
 
 def test_unwritten_rows_are_nan():
-    ((found,),) = run(
-        ReferenceCall(plan({"compute": []}, a="input", out="output"), [{"a": numbers(1, 2)}])
-    )
+    ((found,),) = run(Call(plan({"compute": []}, a="input", out="output"), [{"a": numbers(1, 2)}]))
     assert found["out"].isnan().all()
 
 
@@ -239,4 +232,4 @@ def test_a_deadlock_names_the_lanes_that_are_stuck():
         PlanError,
         match=r"deadlock: rank 0 comm in call 0: wait   go<1 >= 2; rank 1 compute in call 0: wait   done<0 >= 1",
     ):
-        run(ReferenceCall(stuck, inputs), ReferenceCall(stuck, inputs))
+        run(Call(stuck, inputs), Call(stuck, inputs))

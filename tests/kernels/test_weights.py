@@ -5,7 +5,7 @@ import torch
 from support.ranks import on_ranks
 
 import weft
-from weft.engines.reference import ReferenceCall, run
+from weft.engines.reference import Call, run
 from weft.kernels.int8 import INT8_PRODUCT, Int8Weight, quantized
 from weft.plan import Buffer, Compute, Copy, Notify, Plan, Region, Signal, Wait
 from weft.plan.values import Applied, Term
@@ -157,7 +157,7 @@ def test_a_kernel_of_its_own_in_a_schedule():
     random = torch.Generator().manual_seed(3)
     a = torch.randn(1, K, generator=random)
     b = weft.quantize(torch.randn(K, N, generator=random))
-    ((_, outputs),) = run(ReferenceCall(plan, [{"a": a}, {"a": a[:0]}], [{}, {"w": b}]))
+    ((_, outputs),) = run(Call(plan, [{"a": a}, {"a": a[:0]}], [{}, {"w": b}]))
     wanted = torch.empty(1, N)
     b.multiply(a, wanted, None, 1)
     assert torch.allclose(outputs["out"], wanted, rtol=1e-6, atol=1e-6)

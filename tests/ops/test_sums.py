@@ -7,7 +7,7 @@ import torch
 from support import sums
 
 from weft.checks import name
-from weft.engines.reference import ReferenceCall, run
+from weft.engines.reference import Call, run
 from weft.plan import accesses
 from weft.plan.binding import bind, split
 from weft.schedules import all_reduce, matmul_all_reduce, matmul_reduce_scatter, reduce_scatter
@@ -82,7 +82,7 @@ def test_fused_sums_are_rounded_once_by_every_algorithm(schedule, hosts):
                 {product_buffer(plan.algorithm, len(hosts)): weight.to(products[0].dtype)}
                 for weight in b
             ]
-            (found,) = run(ReferenceCall(plan, [{"a": rows} for rows in a], weights, dtypes))
+            (found,) = run(Call(plan, [{"a": rows} for rows in a], weights, dtypes))
             for rank, (one, other) in enumerate(zip(found, wanted, strict=True)):
                 assert one["out"].dtype == out_dtype
                 assert torch.equal(one["out"], other), (plan.algorithm, dtype, out_dtype, rank)
@@ -127,7 +127,7 @@ def test_sums_of_collectives_are_rounded_as_documented(hosts):
         parts = [sums.numbers(rank, ROWS, COLUMNS, dtype=dtype) for rank in ranks]
         for plan, order, how, everywhere in collectives(hosts, uneven):
             wanted = sums.blocks(how, parts, order, even if everywhere else uneven, dtype)
-            (found,) = run(ReferenceCall(plan, [{"a": part} for part in parts]))
+            (found,) = run(Call(plan, [{"a": part} for part in parts]))
             for rank in ranks:
                 whole = torch.cat(wanted) if everywhere else wanted[rank]
                 assert torch.equal(found[rank]["out"], whole), (

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import weft
-from weft.engines.reference import ReferenceCall, run
+from weft.engines.reference import Call, run
 from weft.kernels.matmul import MATMUL
 from weft.measure.accumulation import FOLD, gathered, in_turn
 from weft.measure.mutation import score
@@ -297,7 +297,7 @@ def test_a_value_that_was_made_of_all_rows_may_be_needed_whole():
     for size in (0, 1, 5):
         weft.verify(bind(blocks, [size]))
     x = torch.tensor([[1.0], [2.0], [4.0]], dtype=torch.float64)
-    [[outputs]] = run(ReferenceCall(bind(blocks, [3]), [{"x": x}]))
+    [[outputs]] = run(Call(bind(blocks, [3]), [{"x": x}]))
     assert outputs["out"].tolist() == [[36.0], [37.0], [39.0]]
 
 

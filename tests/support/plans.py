@@ -13,7 +13,7 @@ from torch import Tensor
 
 import weft
 from weft.engines import engine
-from weft.engines.reference import ReferenceCall
+from weft.engines.reference import Call
 from weft.ops.operator import find
 from weft.plan import Plan
 from weft.plan.binding import bind
@@ -181,7 +181,7 @@ def _odd(rank: int, ranks: int) -> list[int]:
     return [(rank + other) % 2 for other in range(ranks)]
 
 
-def call(plan: Plan, seed: int) -> ReferenceCall:
+def call(plan: Plan, seed: int) -> Call:
     """A call with random whole numbers, whose products and sums float64 holds exactly."""
     numbers = torch.Generator().manual_seed(seed)
 
@@ -189,12 +189,12 @@ def call(plan: Plan, seed: int) -> ReferenceCall:
         return torch.randint(-(2**20), 2**20, (rows, COLUMNS), generator=numbers).double()
 
     inputs = [{"a": matrix(rows)} for rows in plan.buffers["a"].rows]
-    return ReferenceCall(
+    return Call(
         plan, inputs, [dict.fromkeys(["out", *plan.buffers], matrix(COLUMNS)) for _ in inputs]
     )
 
 
-def expected(call: ReferenceCall) -> list[dict[str, Tensor]]:
+def expected(call: Call) -> list[dict[str, Tensor]]:
     """The results of a call's operator, computed without a plan."""
     plan, inputs = call.plan, [inputs["a"] for inputs in call.inputs]
     gathered = torch.cat(inputs)

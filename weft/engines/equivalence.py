@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from weft.engines.reference import Buffers, ReferenceCall, run
+from weft.engines.reference import Buffers, Call, run
 from weft.engines.witnesses import release_witness, synchronization_witness
 from weft.errors import PlanError
 from weft.plan import Compute, Plan
@@ -109,19 +109,17 @@ class Equivalence:
 
     def calls(
         self, plans: Sequence[Plan], settings: Sequence[Setting], witness: Sequence[Plan] = ()
-    ) -> list[ReferenceCall]:
+    ) -> list[Call]:
         """Calls of the plans in successive settings, between calls of the witness."""
         found = []
         for i in range(len(plans) + 1):
             if witness:
                 plan = witness[i % len(witness)]
                 space = self.space[i % SETTINGS]
-                found.append(
-                    ReferenceCall(plan, [{"a": space[: plan.buffers["a"].rows[0]]}] * plan.ranks)
-                )
+                found.append(Call(plan, [{"a": space[: plan.buffers["a"].rows[0]]}] * plan.ranks))
             if i < len(plans):
                 sizes, inputs = settings[i % SETTINGS]
-                found.append(ReferenceCall(bind(plans[i], sizes), inputs, self.weights))
+                found.append(Call(bind(plans[i], sizes), inputs, self.weights))
         return found
 
     def setting(self, least: int, most: int) -> Setting:

@@ -42,7 +42,7 @@ NAN = 0xFF
 """Bytes of this value are NaN in every floating-point format, and -1 in integers."""
 
 
-class ReferenceCall(NamedTuple):
+class Call(NamedTuple):
     """One execution of a plan: each rank's inputs, and its weights by name.
 
     `dtypes` has the buffers whose dtypes differ from the rows that are first written to them,
@@ -57,7 +57,7 @@ class ReferenceCall(NamedTuple):
 
 
 def run(
-    *calls: ReferenceCall, order: random.Random | None = None, last: Step | None = None
+    *calls: Call, order: random.Random | None = None, last: Step | None = None
 ) -> list[list[Buffers]]:
     """The outputs of each call on each rank; every rank makes the calls one after the other, and
     does not wait for other ranks between them.
@@ -106,7 +106,7 @@ class _Rank:
     """A rank's counters, and the remaining instructions of its lanes in its current call."""
 
     def __init__(
-        self, rank: int, calls: Sequence[ReferenceCall], memory: Sequence[Sequence[Buffers]]
+        self, rank: int, calls: Sequence[Call], memory: Sequence[Sequence[Buffers]]
     ) -> None:
         self.rank, self.calls, self.memory, self.number = rank, calls, memory, -1
         self.lanes: dict[str, list[Instruction]] = {}
@@ -226,7 +226,7 @@ def _effect(ranks: Sequence[_Rank], rank: int, instruction: Instruction) -> Call
     return lambda: None
 
 
-def _result(move: Move, sources: Sequence[Tensor], call: ReferenceCall, rank: int) -> Tensor:
+def _result(move: Move, sources: Sequence[Tensor], call: Call, rank: int) -> Tensor:
     """The rows that `move` writes, before they are rounded to the dtype of the destination."""
     match move:
         case Copy():
@@ -247,7 +247,7 @@ def _result(move: Move, sources: Sequence[Tensor], call: ReferenceCall, rank: in
             return total / call.plan.ranks if op == "avg" else total
 
 
-def _memory(calls: Sequence[ReferenceCall]) -> list[list[Buffers]]:
+def _memory(calls: Sequence[Call]) -> list[list[Buffers]]:
     """The buffers of each call on each rank.
 
     In every call a rank's workspaces begin at the start of one pool, and its eager buffers at the
@@ -303,7 +303,7 @@ def _bytes(like: Tensor, rows: int) -> int:
     return -(-rows * like.shape[1:].numel() * like.itemsize // 8) * 8
 
 
-def _like(call: ReferenceCall, rank: int) -> Buffers:
+def _like(call: Call, rank: int) -> Buffers:
     """For each buffer of a rank a tensor of no rows with its columns and dtype.
 
     The instructions determine them from the inputs and weights, which may have another number of

@@ -100,7 +100,7 @@ class ReferenceProgram(Program):
                 for name, buffer in self.whole.buffers.items()
                 if buffer.role == "output"
             }
-            call = reference.ReferenceCall(
+            call = reference.Call(
                 self.whole,
                 [each.inputs for each in calls],
                 [each.weights for each in calls],

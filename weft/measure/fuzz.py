@@ -263,9 +263,7 @@ def _reference(one: Case) -> list[list[Any]]:
     plan = one.bound
     if one.setting.several:  # the plan that was proved: as messages it may be right, and else not
         plan = lower_to_messages(plan, one.setting.hosts)
-    return reference.run(
-        *[reference.ReferenceCall(plan, inputs, one.weights) for inputs in one.inputs]
-    )
+    return reference.run(*[reference.Call(plan, inputs, one.weights) for inputs in one.inputs])
 
 
 def _execute(cases: Sequence[Case]) -> list[list[Tensor]]:
