@@ -31,7 +31,6 @@ from weft.plan.language import LANES
 from weft.plan.proof import verify
 from weft.schedules import all_gather
 from weft.schedules.barrier import barrier
-from weft.schedules.device_options import DeviceOptions
 from weft.schedules.levels import Levels
 from weft.schedules.workload import Variant
 from weft.world import World, memory
@@ -145,15 +144,14 @@ class Engine(ABC):
         rows: Sequence[int] = (),
         dtypes: Dtypes = MappingProxyType({}),
         number: int = 0,
-        options: DeviceOptions | None = None,
+        options: Any = None,
     ) -> Program:
         """The compiled plan for tensors and sizes of this kind; concurrent calls of one plan have
         different `number` each.
 
         `dtypes` has the workspaces whose dtypes differ from the buffers they exchange rows with;
-        `options` are by default the world's.
+        `options` are those of a variant, if this engine has any.
         """
-        options = options or self.world.device_options
         key = id(plan), number, options, self.kind(tensors, rows), *dtypes.values()
         program = self.programs.get(key)
         if program is None:
@@ -181,10 +179,10 @@ class Engine(ABC):
         tensors: Tensors,
         rows: Sequence[int],
         dtypes: Dtypes,
-        options: DeviceOptions,
+        options: Any,
     ) -> Program:
-        """Compile the plan for this rank and for tensors and sizes of this kind; `options` are
-        those of streams.
+        """Compile the plan for this rank, for tensors and sizes of this kind, and with `options` as
+        in `program`.
         """
 
     def lane_names(self, lanes: Collection[str]) -> tuple[str, ...]:
@@ -298,7 +296,7 @@ class Engine(ABC):
         over = f"over {link[0]:g} Gbit/s {link[1]:g} us" if link else "in shared memory"
         return f"{world.threads} threads, {pages} pages, {over}"
 
-    def check_options(self, options: DeviceOptions) -> None:  # noqa: B027, of streams only
+    def check_options(self, options: Any) -> None:  # noqa: B027, of streams only
         """Raise `ValueError` for options that this rank's device cannot honour."""
 
     def groups(self) -> Sequence[Callable[[Any, Sequence[Variant]], Iterable[Variant]]]:

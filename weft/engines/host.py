@@ -45,7 +45,6 @@ from weft.plan import (
     reads,
 )
 from weft.plan.language import LANES
-from weft.schedules.device_options import DeviceOptions
 from weft.world import memory
 
 Place = tuple[int, int, int]
@@ -66,7 +65,7 @@ class HostEngine(Engine):
         tensors: Tensors,
         rows: Sequence[int],
         dtypes: Dtypes,
-        options: DeviceOptions,
+        options: Any,
     ) -> HostProgram:
         return HostProgram(self, plan, tensors, dtypes)
 

@@ -43,7 +43,6 @@ from weft.plan.messages import (
     target,
 )
 from weft.schedules.barrier import barrier
-from weft.schedules.device_options import DeviceOptions
 from weft.schedules.peers import examples
 from weft.world import World
 from weft.world.transport import Tag
@@ -75,7 +74,7 @@ class NetworkEngine(HostEngine):
         tensors: Tensors,
         rows: Sequence[int],
         dtypes: Dtypes,
-        options: DeviceOptions,
+        options: Any,
     ) -> NetworkProgram:
         return NetworkProgram(self, plan, tensors, dtypes)
 

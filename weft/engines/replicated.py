@@ -25,7 +25,6 @@ from weft.kernels.packed import PackedWeight
 from weft.kernels.weights import Weight
 from weft.plan import Plan, Region
 from weft.plan.binding import bind
-from weft.schedules.device_options import DeviceOptions
 from weft.world import World
 
 
@@ -49,7 +48,7 @@ class ReferenceEngine(Engine):
         tensors: Tensors,
         rows: Sequence[int],
         dtypes: Dtypes,
-        options: DeviceOptions,
+        options: Any,
     ) -> ReferenceProgram:
         return ReferenceProgram(self, plan, tensors, rows, dtypes)
 

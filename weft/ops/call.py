@@ -124,6 +124,10 @@ class Call(ABC):
         """The dtypes of workspaces that differ from the buffers they exchange rows with."""
         return _SAME_DTYPES
 
+    def engine_options(self, variant: Variant) -> Any:
+        """The options of the engine for a variant; None for the world's."""
+        return None
+
     def comparable(self, variants: Sequence[Variant]) -> bool:
         """Whether these variants give it the same bits."""
         return True

@@ -118,11 +118,12 @@ class CollectiveCall(Call):
         return self.size
 
     def rule(self) -> Selection:
-        first = Variant(next(iter(self.plans)), device=self.world.device_options)
-        return Selection(first, _AS_ASKED if self.algorithm != "auto" else _BY_RULE)
+        return Selection(
+            Variant(next(iter(self.plans))), _AS_ASKED if self.algorithm != "auto" else _BY_RULE
+        )
 
     def candidates(self, first: Variant) -> list[Variant]:
-        return [Variant(name, device=self.world.device_options) for name in self.plans]
+        return [*map(Variant, self.plans)]
 
     def possible(self, algorithm: str) -> bool:
         return algorithm in self.plans

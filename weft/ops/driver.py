@@ -74,9 +74,8 @@ def execute(call: Call, variant: Variant) -> Any:
 
 def prepare(call: Call, variant: Variant, number: int = 0) -> Program:
     """The program of a call in a variant; concurrent calls have different `number` each."""
-    return call.engine.program(
-        call.plan(variant), call.tensors, call.rows, call.dtypes, number, variant.device
-    )
+    plan, options = call.plan(variant), call.engine_options(variant)
+    return call.engine.program(plan, call.tensors, call.rows, call.dtypes, number, options)
 
 
 def _execute_and_cache(call: Call, program: Any, key: Key, selection: Selection) -> None:

@@ -255,6 +255,9 @@ class FusedCall(Call):
         # they depend on the operator and dtypes, not on sizes
         return _dtypes(self.workload._replace(rows=(), k=1, n=1, packed=True))
 
+    def engine_options(self, variant: Variant) -> DeviceOptions:
+        return variant.device
+
     def candidates(self, first: Variant) -> list[Variant]:
         operator, workload, world = self.operator, self.workload, self.world
         if (
