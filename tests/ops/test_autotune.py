@@ -233,8 +233,11 @@ def learned(world, directory):
         weft.all_gather_matmul(a, b)
     weft.barrier()
     chosen = selected(world)[0].variant.algorithm
+    (path,) = Path(directory).glob("variants-*.json")
+    (entry,) = json.loads(path.read_text()).values()
+    weft.barrier()  # before it may be measured again, if other programs are busy meanwhile
     engine(world).selections.clear()
-    return chosen, again(world)
+    return chosen, entry, again(world)
 
 
 def again(world):
@@ -249,12 +252,9 @@ def again(world):
 
 
 def test_selections_are_cached_on_disk(tmp_path):
-    ((chosen, taken), *_) = on_ranks(learned, 2, str(tmp_path))
-    (path,) = Path(tmp_path).glob("variants-*.json")
-    (entry,) = json.loads(path.read_text()).values()
+    ((chosen, entry, taken), *_) = on_ranks(learned, 2, str(tmp_path))
     assert entry["algorithm"] == chosen
-    checks = taken[:3]  # of the four calls that check it, all but the first, which made the trial
-    assert entry["busy"] or checks == [chosen] * 3, "it is checked before others are tried again"
+    assert entry["busy"] or taken[:2] == [chosen] * 2, "it is checked before others are tried"
 
 
 def candidates_of_measured_classes(world, directory):
