@@ -81,3 +81,12 @@ def refused(world):
 
 def test_invalid_scales_are_refused():
     on_ranks(refused, 2)
+
+
+def explained(world):
+    a, b = torch.randn(4, 8).to(torch.float8_e4m3fn), torch.randn(8, 6).to(torch.float8_e4m3fn)
+    return weft.explain(a, b, scale_a=torch.tensor(1.0), scale_b=torch.tensor(1.0))
+
+
+def test_an_explanation_names_the_scales():
+    assert all("b is float8 with scales" in text for text in on_ranks(explained, 2))

@@ -56,16 +56,16 @@ def explain(
     if operator not in names:
         raise ValueError(f"there is no operator {operator!r}; choose one of {', '.join(names)}")
     found = find_any(operator)
-    operands = (a,) if b is None and operator in COLLECTIVES else (a, b)
-    bound = inspect.signature(getattr(weft, operator)).bind(*operands, **options, world=world)
+    given = (a,) if b is None and operator in COLLECTIVES else (a, b)
+    bound = inspect.signature(getattr(weft, operator)).bind(*given, **options, world=world)
     call: Call
     notes, predicted = "", list[tuple[Variant, float]]()
     with torch.no_grad():
         if isinstance(found, FusedOperator):
-            weights: list[Weight] = [*b] if isinstance(b, list | tuple) else [b]  # type: ignore[list-item]
-            several = isinstance(b, list | tuple)
-            call = fused = _fused_call(found, world, a, weights, several, options)
-            notes, predicted = f"{_of_products(fused)}{words(weights)}", _predicted(fused)
+            operands, choices = _operands(found, world, a, b, options)
+            call = fused = found.check(world, operands, choices)
+            _check_products(fused)
+            notes, predicted = _of_products(world, operands.weights), _predicted(fused)
         else:
             bound.apply_defaults()
             call = found.call(world, a, bound.arguments)
@@ -78,14 +78,15 @@ def explain(
     return "\n".join(lines)
 
 
-def _fused_call(
+def _operands(
     found: FusedOperator,
     world: World,
     a: Tensor,
-    weights: list[Weight],
-    several: bool,
+    b: Weight | Sequence[Weight] | None,
     options: Mapping[str, Any],
-) -> FusedCall:
+) -> tuple[Operands, Options]:
+    several = isinstance(b, list | tuple)
+    weights: list[Weight] = [*b] if several else [b]  # type: ignore[list-item, misc]
     if not weights or (len(weights) > 1 and not found.schedule.several_weights):
         names = ", ".join(name for name, each in OPERATORS.items() if each.several_weights)
         raise ValueError(
@@ -95,20 +96,21 @@ def _fused_call(
     biases = listed(given.pop("bias", None), weights, several, "bias")
     scales = listed(given.pop("scale_b", None), weights, several, "scale_b")
     rows, weights = float8.scaled(a, weights, given.pop("scale_a", None), scales, world)
-    operands = Operands(rows, weights, biases, [None] * len(weights))
-    call = found.check(world, operands, Options(**given))
-    own = engine(world)
+    return Operands(rows, weights, biases, [None] * len(weights)), Options(**given)
+
+
+def _check_products(call: FusedCall) -> None:
+    own, out_dtype = engine(call.world), getattr(torch, call.workload.out_dtype)
     for weight in call.weights:
-        own.check_product(call.tensors["a"], weight, getattr(torch, call.workload.out_dtype))
-    return call
+        own.check_product(call.tensors["a"], weight, out_dtype)
 
 
-def _of_products(call: FusedCall) -> str:
-    """Words on how the products of a call are computed, up to those on its weights."""
-    world, own = call.world, engine(call.world)
+def _of_products(world: World, weights: Sequence[Weight]) -> str:
+    """Words on how products by these weights are computed."""
+    own = engine(world)
     notes = f"{own.products}; " if own.products else ""
     notes += f"the comm lane has {world.comm_threads} threads; " if world.comm_threads > 1 else ""
-    return f"; {notes}b is "
+    return f"; {notes}b is {words(weights)}"
 
 
 def _predicted(call: FusedCall) -> list[tuple[Variant, float]]:
