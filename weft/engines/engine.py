@@ -150,8 +150,9 @@ class Engine(ABC):
         different `number` each.
 
         `dtypes` has the workspaces whose dtypes differ from the buffers they exchange rows with;
-        `options` are those of a variant, if this engine has any.
+        `options` are those of a variant, if this engine has any; by default `default_options`.
         """
+        options = options or self.default_options
         key = id(plan), number, options, self.kind(tensors, rows), *dtypes.values()
         program = self.programs.get(key)
         if program is None:
@@ -165,6 +166,11 @@ class Engine(ABC):
             if len(self.programs) > _CACHED:
                 self.programs.popitem(last=False)
         return program
+
+    @property
+    def default_options(self) -> Any:
+        """The options of a program for which none are given."""
+        return None
 
     @abstractmethod
     def kind(self, tensors: Tensors, rows: Sequence[int]) -> Hashable:

@@ -12,7 +12,6 @@ that tests do not need one.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 
 import weft._native as _native
 from weft.engines.engine import Engine
-from weft.engines.program import Dtypes, Program, Tensors
+from weft.engines.program import Dtypes, Tensors
 from weft.errors import PeerTimeout, PlanError, WeftError
 from weft.gpu import tuning
 from weft.gpu.counters import Counters, counters
@@ -151,18 +150,9 @@ class DeviceEngine(Engine):
     def workspace_replaced(self) -> None:
         self.programs.clear()
 
-    def program(
-        self,
-        plan: Plan,
-        tensors: Tensors,
-        rows: Sequence[int] = (),
-        dtypes: Dtypes = MappingProxyType({}),
-        number: int = 0,
-        options: DeviceOptions | None = None,
-    ) -> Program:
-        """As of any engine; `options` are by default the world's."""
-        chosen = options or self.world.device_options
-        return super().program(plan, tensors, rows, dtypes, number, chosen)
+    @property
+    def default_options(self) -> DeviceOptions:
+        return self.world.device_options
 
     def compile(
         self,
