@@ -59,16 +59,14 @@ class Selection(NamedTuple):
 class Call(ABC):
     """A call that was checked on this rank.
 
-    `tensors` are the matrices of the plan's buffers: ``a``, then those
-    that `results` are made of, in order; `rows` are the rows of the plan's shards. `row_limit` is
-    the caller's limit of the rows of a transfer.
+    `tensors` are the matrices of the plan's buffers: ``a``, then those that `results` are made of,
+    in order; `rows` are the rows of the plan's shards. `row_limit` is the caller's limit of the
+    rows of a transfer.
     """
 
     tensors: dict[str, Tensor]
     results: list[Tensor]
     rows: Sequence[int]
-    weights: Sequence[Weight] = ()
-    biases: Sequence[Tensor | None] = ()
     row_limit: int | None = None
     exact = False
     """Whether all variants give the same bits, so that its class is measured again from time to

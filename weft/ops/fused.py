@@ -13,13 +13,14 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from weft._native import Binding
 from weft.checks import name
 from weft.engines.host import HostProgram
 from weft.engines.program import Program
 from weft.kernels.matmul import MATMUL, with_kernel
-from weft.kernels.weights import rows_multiple
+from weft.kernels.weights import Weight, rows_multiple
 from weft.ops import arguments
 from weft.ops.call import Call, Key, Selection
 from weft.ops.options import Options, kernel_of
@@ -69,10 +70,12 @@ _DTYPES = ("float32", "bfloat16", "float16")
 class FusedCall(Call):
     """A checked call of a fused operator, and the operator's rules.
 
-    `weights` and `biases` are the operands of its products in order. `request_fields` are the
-    fields of its `Request` that no other operator has.
+    `weights` and `biases` are the operands of its plan's products, in order. `request_fields` are
+    the fields of its `Request` that no other operator has.
     """
 
+    weights: Sequence[Weight] = ()
+    biases: Sequence[Tensor | None] = ()
     request_fields: Mapping[str, object] = MappingProxyType({})
 
     def __init__(self, world: World, options: Options, workload: Workload) -> None:
