@@ -312,12 +312,12 @@ def measured(world, directory):
     calibrate.ITEMSIZE = {"float32": 4}
     profile = calibrate.measure(1)
     cases = [predict.workload(operator, 2, (8, 16, 8), "float32") for operator in predict.OPERATORS]
-    questions = [
+    requests = [
         tune.TuningCase(case, predict.candidates(case, machine.load("cpu")), None) for case in cases
     ]
     slow = machine.load("cpu").emulating(1.0, 20.0)
-    questions.append(tune.TuningCase(cases[0], predict.candidates(cases[0], slow), (1.0, 20.0)))
-    answers = tune.measure(questions, 1, 1)
+    requests.append(tune.TuningCase(cases[0], predict.candidates(cases[0], slow), (1.0, 20.0)))
+    times = tune.measure(requests, 1, 1)
     a, b, found = world.empty(4, 16).fill_(1), weft.pack(torch.ones(16, 8)), []
     for variant in (None, Variant("ring", 3)):
         if variant:  # rank 0 alone needs it
@@ -330,8 +330,8 @@ def measured(world, directory):
         found += [each.variant.algorithm for each in engine(world).selections.values()]
     return (
         profile,
-        [variants for _, variants, _ in questions],
-        [each.answers for each in answers],
+        [variants for _, variants, _ in requests],
+        [each.times for each in times],
         found,
     )
 

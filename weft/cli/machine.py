@@ -36,7 +36,7 @@ from weft.schedules.operators import COLLECTIVES
 from weft.schedules.workload import Variant, Workload
 
 if TYPE_CHECKING:
-    from weft.measure.tune import Answer
+    from weft.measure.tune import VariantTime
 
 
 def calibrate(
@@ -265,7 +265,7 @@ def tune(settings: Tune) -> None:
         _tune_streams(settings)
 
 
-def _cases(settings: Tune) -> list[Workload]:
+def _workloads(settings: Tune) -> list[Workload]:
     cases = []
     for shape in settings.shape or ():
         case = predict.workload(
@@ -290,16 +290,16 @@ def _tune_host(settings: Tune) -> None:
     link = (settings.link_gbps, settings.link_latency_us) if settings.link_gbps else None
     on = options.load_machine("")
     on = on.emulating(*link) if link else on
-    cases = _cases(settings)
-    questions = [
-        tuning.TuningCase(case, [variant for variant, _ in predict.rank(case, on)], link)
-        for case in cases
+    workloads = _workloads(settings)
+    cases = [
+        tuning.TuningCase(each, [variant for variant, _ in predict.rank(each, on)], link)
+        for each in workloads
     ]
     with options.failing("weft tune", settings.json_file):
-        answers = tuning.tune(
-            questions, settings.iterations, options.threads_for(settings.threads, settings.ranks)
+        times = tuning.tune(
+            cases, settings.iterations, options.threads_for(settings.threads, settings.ranks)
         )
-    _show(settings, cases, answers, lambda case, variant: 1e3 * predict.time(case, variant, on))
+    _show(settings, workloads, times, lambda each, variant: 1e3 * predict.time(each, variant, on))
 
 
 def _tune_collective(settings: Tune) -> None:
@@ -307,20 +307,20 @@ def _tune_collective(settings: Tune) -> None:
 
     operator, ranks = settings.operator.replace("-", "_"), settings.ranks
     sizes = parse_sizes(settings.sizes or "")
-    questions = [
+    cases = [
         tuning.TuningCase(
             Workload(operator, (size,) * ranks, 1, 1, "uint8", "uint8", symmetric=False), []
         )
         for size in sizes
     ]
     with options.failing("weft tune", settings.json_file):
-        answers = tuning.tune(
-            questions, settings.iterations, options.threads_for(settings.threads, ranks)
+        times = tuning.tune(
+            cases, settings.iterations, options.threads_for(settings.threads, ranks)
         )
     console = Console(stderr=settings.json_file == "-")
     shown = table((settings.operator, "path", "measured ms"), left=(settings.operator, "path"))
     results = []
-    for size, found in zip(sizes, answers, strict=True):
+    for size, found in zip(sizes, times, strict=True):
         rows = [{**variant.to_json(), "measured_ms": median} for variant, median, _ in found]
         results.append({"operator": settings.operator, "bytes": size, "ways": rows})
         for variant, median, _ in found:
@@ -333,32 +333,32 @@ def _tune_collective(settings: Tune) -> None:
 def _tune_streams(settings: Tune) -> None:
     from weft.measure import tune as tuning
 
-    cases = _cases(settings)
+    workloads = _workloads(settings)
     with options.failing("weft tune", settings.json_file):
-        answers = tuning.tune_streams(cases, settings.iterations, settings.place)
-    _show(settings, cases, answers)
+        times = tuning.tune_streams(workloads, settings.iterations, settings.place)
+    _show(settings, workloads, times)
 
 
 def _show(
     settings: Tune,
-    cases: list[Workload],
-    answers: list[list[Answer]],
+    workloads: list[Workload],
+    times: list[list[VariantTime]],
     predicted: Callable[[Workload, Variant], float] | None = None,
 ) -> None:
-    """Print a table for each case, and write the JSON; `predicted` gives milliseconds."""
+    """Print a table for each workload, and write the JSON; `predicted` gives milliseconds."""
     console = Console(stderr=settings.json_file == "-")
     results = []
-    for shape, case, found in zip(settings.shape or (), cases, answers, strict=True):
+    for shape, workload, found in zip(settings.shape or (), workloads, times, strict=True):
         heading = f"{settings.operator} {shape}"
         columns = "rows per piece", *(["predicted ms"] if predicted else []), "measured ms"
         shown = table((heading, *columns), left=(heading,))
         rows = []
         for variant, median, _ in found:
-            chunk_rows = predict.OPERATORS[case.operator].chunk_rows(case.rows, variant)
-            times = {"predicted_ms": predicted(case, variant)} if predicted else {}
-            times["measured_ms"] = median
-            rows.append({**variant.to_json(), "chunk_rows": chunk_rows, **times})
-            shown.add_row(str(variant), str(chunk_rows), *(f"{ms:.3f}" for ms in times.values()))
+            chunk_rows = predict.OPERATORS[workload.operator].chunk_rows(workload.rows, variant)
+            both = {"predicted_ms": predicted(workload, variant)} if predicted else {}
+            both["measured_ms"] = median
+            rows.append({**variant.to_json(), "chunk_rows": chunk_rows, **both})
+            shown.add_row(str(variant), str(chunk_rows), *(f"{ms:.3f}" for ms in both.values()))
         results.append({"operator": settings.operator, "shape": str(shape), "ways": rows})
         console.print(shown)
         console.print(

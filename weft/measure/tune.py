@@ -32,16 +32,16 @@ _PIECES = (1, 2, 4, 8, 16)
 
 
 class TuningCase(NamedTuple):
-    """A case, the variants to measure, and the Gbit/s and latency in microseconds of an emulated
-    link, if any.
+    """A workload, its variants to measure (if none, those that `auto` measures), and the Gbit/s and
+    latency in microseconds of an emulated link, if any.
     """
 
-    case: Workload
+    workload: Workload
     variants: list[Variant]
     link: tuple[float, float] | None = None
 
 
-class Answer(NamedTuple):
+class VariantTime(NamedTuple):
     """Milliseconds of one variant on the slowest rank: the median and the least of all runs."""
 
     variant: Variant
@@ -50,51 +50,51 @@ class Answer(NamedTuple):
 
 
 class CaseTimes(NamedTuple):
-    """The answers to a question, the name of the class of calls that they are true for, and the
-    work of the call (`Call.work`).
+    """The times of the variants of a case, the name of the class of calls that they are true for,
+    and the work of the call (`Call.work`).
     """
 
-    answers: list[Answer]
+    times: list[VariantTime]
     name: str
     work: int
 
 
-def measure(questions: list[TuningCase], iterations: int, threads: int) -> list[CaseTimes]:
-    """Measure the variants of all questions, and the one that the rule of `auto` selects;
-    collective. The variants of a question are interleaved.
+def measure(cases: list[TuningCase], iterations: int, threads: int) -> list[CaseTimes]:
+    """Measure the variants of all cases, and the one that the rule of `auto` selects; collective.
+    The variants of a case are interleaved.
     """
     found = list[CaseTimes]()
-    steps = len(questions) * iterations
+    steps = len(cases) * iterations
     with (
         session(threads) as world,
         progress("tuning", steps, shown=world.rank == 0) as advance,
     ):
         stopwatch = Stopwatch(world)
-        for case, requested, link in questions:
+        for workload, requested, link in cases:
             world.emulate_link(*link or (0.0, 0.0))
-            call = _prepare(case, world)
+            call = _prepare(workload, world)
             first = call.rule().variant
             variants = dict.fromkeys([*(requested or call.candidates(first)), first])
             views = {
                 str(number): partial(driver.execute, call, variant)
                 for number, variant in enumerate(variants)
             }
-            times = stopwatch.interleave(views, 1, iterations, advance).values()
-            answers = [
-                Answer(variant, time.median, time.min)
-                for variant, time in zip(variants, times, strict=True)
+            measured = stopwatch.interleave(views, 1, iterations, advance).values()
+            times = [
+                VariantTime(variant, time.median, time.min)
+                for variant, time in zip(variants, measured, strict=True)
             ]
             found.append(
-                CaseTimes(answers, stored.key(call.own_class, engine(world).setting), call.work)
+                CaseTimes(times, stored.key(call.own_class, engine(world).setting), call.work)
             )
             engine(world).programs.clear()
     return found
 
 
-def tune(questions: list[TuningCase], iterations: int, threads: int) -> list[list[Answer]]:
-    """Measure, and store the fastest variant of every case. Answers are sorted, fastest first."""
-    ranks = questions[0].case.ranks
-    found = on_ranks(measure, ranks, questions, iterations, threads, threads=threads)
+def tune(cases: list[TuningCase], iterations: int, threads: int) -> list[list[VariantTime]]:
+    """Measure, and store the fastest variant of every case. Times are sorted, fastest first."""
+    ranks = cases[0].workload.ranks
+    found = on_ranks(measure, ranks, cases, iterations, threads, threads=threads)
     return _remembered(found)
 
 
@@ -111,9 +111,9 @@ def measure_streams(
     ):
         for case in cases:
             call = _fused(case, world)
-            times = _by_groups(call, iterations)
-            answers = [Answer(variant, time.median, time.min) for variant, time in times]
-            found.append(CaseTimes(answers, stored.key(case, engine(world).setting), call.work))
+            measured = _by_groups(call, iterations)
+            times = [VariantTime(variant, time.median, time.min) for variant, time in measured]
+            found.append(CaseTimes(times, stored.key(case, engine(world).setting), call.work))
             advance()
     return found
 
@@ -174,19 +174,19 @@ def _algorithms(call: FusedCall, _: Sequence[Variant]) -> Iterator[Variant]:
 
 def tune_streams(
     cases: list[Workload], iterations: int, place: dict[str, Any]
-) -> list[list[Answer]]:
+) -> list[list[VariantTime]]:
     """`tune` on the device and by the engine of a `place`."""
     found = on_ranks(measure_streams, cases[0].ranks, cases, iterations, place)
     return _remembered(found)
 
 
-def _remembered(found: list[CaseTimes]) -> list[list[Answer]]:
-    """The answers, each sorted, with the fastest stored."""
-    for answers, name, work in found:
-        answers.sort(key=lambda answer: answer.median)
-        ns = 1e6 * answers[0].median / work
-        stored.remember(name, stored.Measured(answers[0].variant, ns))
-    return [each.answers for each in found]
+def _remembered(found: list[CaseTimes]) -> list[list[VariantTime]]:
+    """The times of each case, sorted, with the fastest variant stored."""
+    for times, name, work in found:
+        times.sort(key=lambda time: time.median)
+        ns = 1e6 * times[0].median / work
+        stored.remember(name, stored.Measured(times[0].variant, ns))
+    return [each.times for each in found]
 
 
 def _prepare(workload: Workload, world: World) -> Call:
