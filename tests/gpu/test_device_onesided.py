@@ -2,15 +2,12 @@
 under Triton's interpreter, for ranks that are threads and for real processes.
 """
 
-import contextlib
-import os
 import re
-import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
 from support.checks import onesided
+from support.interpreter import interpreted, triton_world
 from support.ranks import die, on_ranks, start, stream_world
 
 import weft
@@ -224,11 +221,6 @@ def a_timeout_is_raised_by_a_collective() -> None:
             weft.barrier()
 
 
-def interpreted() -> None:
-    os.environ["TRITON_INTERPRET"] = "1"
-    sys.setswitchinterval(1e-4)
-
-
 def in_local_worlds(_: World) -> None:
     interpreted()
     for check in (every_call, a_timeout_is_raised_by_a_collective):
@@ -239,13 +231,6 @@ def in_local_worlds(_: World) -> None:
 @pytest.mark.data
 def test_kernels_in_local_worlds() -> None:
     on_ranks(in_local_worlds, 1)
-
-
-@contextlib.contextmanager
-def triton_world() -> Iterator[World]:
-    interpreted()
-    with weft.init(timeout=20, products="triton") as world:
-        yield world
 
 
 def between_processes(world: World) -> None:

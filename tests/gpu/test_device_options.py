@@ -2,15 +2,14 @@
 processes under Triton's interpreter, and their refusals.
 """
 
-import contextlib
-import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.interpreter import interpreted, triton_world
 from support.ranks import on_ranks
 
 import weft
@@ -92,11 +91,6 @@ LINKED = {
     "matmul_reduce_scatter": ["push"],
     "matmul_all_reduce": [],
 }
-
-
-def interpreted() -> None:
-    os.environ["TRITON_INTERPRET"] = "1"
-    sys.setswitchinterval(1e-4)
 
 
 def sweep() -> None:
@@ -210,14 +204,6 @@ def test_links_of_streams():
         local.run(links_by_torch)
 
 
-@contextlib.contextmanager
-def triton_world() -> Iterator[World]:
-    interpreted()
-    options = DeviceOptions(tile=(64, 64), comm_sms=2)
-    with weft.init(timeout=20, products="triton", device_options=options) as world:
-        yield world
-
-
 def between_processes(world: World) -> None:
     global ROWS
     ROWS = (70, 130)
@@ -229,7 +215,8 @@ def between_processes(world: World) -> None:
 
 
 def test_processes():
-    on_ranks(between_processes, 2, context=triton_world)
+    options = DeviceOptions(tile=(64, 64), comm_sms=2)
+    on_ranks(between_processes, 2, context=partial(triton_world, device_options=options))
 
 
 @pytest.mark.parametrize(

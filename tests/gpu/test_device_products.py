@@ -1,15 +1,12 @@
 """Operators of device worlds that multiply by weft's persistent kernel, under Triton's interpreter."""
 
-import contextlib
 import itertools
-import os
-import sys
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from support.interpreter import interpreted, triton_world
 from support.ranks import on_ranks
 
 import weft
@@ -32,11 +29,8 @@ def whole(seed: int, *shape: int, dtype: torch.dtype = torch.float16) -> torch.T
     return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def interpreted() -> None:
-    """Use Triton's interpreter from here on, and forbid all other products."""
-    os.environ["TRITON_INTERPRET"] = "1"
-    sys.setswitchinterval(1e-4)
-
+def forbid_other_products() -> None:
+    """Let no product be made without the kernel from here on."""
     right = products.prepare
 
     def forbidden(x: torch.Tensor, weight: Weight, *rest: Any) -> Any:
@@ -163,6 +157,7 @@ def late() -> None:
 
 def in_local_worlds(_: World) -> None:
     interpreted()
+    forbid_other_products()
     with weft.local_world(3, products="triton", timeout=10) as local:
         local.run(every_operator, (0, 9, 18))
     with weft.local_world(2, products="triton", timeout=10) as local:
@@ -174,14 +169,8 @@ def test_local_worlds():
     on_ranks(in_local_worlds, 1)
 
 
-@contextlib.contextmanager
-def triton_world() -> Iterator[World]:
-    interpreted()
-    with weft.init(timeout=20, products="triton") as world:
-        yield world
-
-
 def between_processes(world: World) -> None:
+    forbid_other_products()
     for call in range(3):
         gathers((20, 33), ("push", "pull", "direct")[call], torch.float16, call)
         sums((24, 8), "put", bool(call % 2), torch.float16, call)

@@ -4,14 +4,13 @@ Functions that run on a rank import kernels only after they have selected the in
 """
 
 import contextlib
-import os
 import re
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from support.interpreter import interpreted, triton_world
 from support.ranks import on_ranks
 
 import weft
@@ -56,11 +55,6 @@ def accesses() -> Iterator[list[Any]]:
         yield made
     finally:
         GatherKernel._put = put  # type: ignore[method-assign]
-
-
-def interpreted() -> None:
-    os.environ["TRITON_INTERPRET"] = "1"
-    sys.setswitchinterval(1e-4)
 
 
 def every_layout(rows: tuple[int, ...], dtype: torch.dtype, columns: int) -> None:
@@ -221,13 +215,6 @@ def in_local_worlds(_: World) -> None:
 
 def test_local_worlds() -> None:
     on_ranks(in_local_worlds, 1)
-
-
-@contextlib.contextmanager
-def triton_world() -> Iterator[World]:
-    interpreted()
-    with weft.init(timeout=20, products="triton") as world:
-        yield world
 
 
 def between_processes(world: World) -> None:

@@ -4,11 +4,11 @@ peers are real.
 Functions that run on a rank import the kernels only after they have selected the interpreter.
 """
 
-import os
 import threading
 
 import pytest
 import torch
+from support.interpreter import interpreted
 from support.ranks import on_ranks
 
 import weft
@@ -18,10 +18,6 @@ from weft.world import World
 pytest.importorskip("triton", "3.6")
 
 
-def interpret() -> None:
-    os.environ["TRITON_INTERPRET"] = "1"
-
-
 def data(rank: int, *shape: int, dtype: torch.dtype = torch.float32, call: int = 0) -> torch.Tensor:
     return torch.randn(
         *shape, generator=torch.Generator().manual_seed(100 * call + rank), dtype=torch.float32
@@ -29,7 +25,7 @@ def data(rank: int, *shape: int, dtype: torch.dtype = torch.float32, call: int =
 
 
 def primitives(world: World) -> None:
-    interpret()
+    interpreted()
     from support import primitive_kernels as kernels
 
     from weft.gpu.kernels import symmetric
