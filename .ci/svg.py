@@ -33,18 +33,20 @@ def text(
     )
 
 
-def box(at: Point, size: Point, fill: str, edge: str = LINE, title: str = "") -> str:
+def box(at: Point, size: Point, fill: str, title: str = "") -> str:
     hint = f"<title>{escape(title)}</title>" if title else ""
     return (
         f"<rect x='{number(at[0])}' y='{number(at[1])}' width='{number(size[0])}' "
-        f"height='{number(size[1])}' rx='6' fill='{fill}' stroke='{edge}'>{hint}</rect>"
+        f"height='{number(size[1])}' rx='6' fill='{fill}' stroke='{LINE}'>{hint}</rect>"
     )
 
 
-def line(path: str, color: str = LINE, dashed: bool = False, arrow: bool = True) -> str:
+def line(path: str, dashed: bool = False) -> str:
     dashes = " stroke-dasharray='5 4'" if dashed else ""
-    head = " marker-end='url(#arrow)'" if arrow else ""
-    return f"<path d='{path}' fill='none' stroke='{color}' stroke-width='1.4'{dashes}{head}/>"
+    return (
+        f"<path d='{path}' fill='none' stroke='{LINE}' stroke-width='1.4'{dashes} "
+        "marker-end='url(#arrow)'/>"
+    )
 
 
 def write(path: Path, width: float, height: float, label: str, parts: Iterable[str]) -> None:
