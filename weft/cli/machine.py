@@ -266,22 +266,22 @@ def tune(settings: Tune) -> None:
 
 
 def _workloads(settings: Tune) -> list[Workload]:
-    cases = []
+    found = []
     for shape in settings.shape or ():
-        case = predict.workload(
+        workload = predict.workload(
             settings.operator.replace("-", "_"),
             settings.ranks,
             (shape.m, shape.k, shape.n),
             settings.dtype,
         )
-        cases.append(
-            case._replace(
+        found.append(
+            workload._replace(
                 out_dtype=settings.out_dtype or settings.dtype,
                 packed=settings.on_host and not settings.plain,
                 symmetric=not settings.staged,
             )
         )
-    return cases
+    return found
 
 
 def _tune_host(settings: Tune) -> None:

@@ -88,10 +88,10 @@ class Peers:
     Attributes: those of `World` that describe its ranks, `others` (all ranks but this one),
     `threads` (the smallest number of compute threads of a rank when the world was made),
     `oversubscribed` (whether ranks of a host share cores), `staging_reason` (why this rank cannot
-    read ordinary tensors in its peers' memory, or ""), `reads_memory` (whether all
-    ranks can), `huge_pages` (whether large tensors of all ranks are in huge pages), `global_ranks`
-    (the number of each rank in a larger job, for errors), `number` (of this world in this process),
-    `identity` (its name in files, equal on all ranks), `group_name` (of the process group of
+    read ordinary tensors in its peers' memory, or ""), `reads_memory` (whether all ranks can),
+    `huge_pages` (whether large tensors of all ranks are in huge pages), `global_ranks` (the number
+    of each rank in a larger job, for errors), `number` (of this world in this process), `identity`
+    (its name in files, equal on all ranks), `group_name` (of the process group of
     torch.distributed whose world it is, or ""), `recorded` (the file of its flight recorder),
     `closed` (the reason, or None), `failed_at` (the time of the error that closed it, by the
     monotonic clock), `places` (of peers in the user's program, after a mismatch), `unreported`

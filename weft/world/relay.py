@@ -223,7 +223,7 @@ class Relay:
         with outbox.changed:
             begins = few and not outbox.queued and outbox.is_turn(tag.call)
             outbox.sending = outbox.sending or begins
-            outbox.queued = outbox.queued + 1
+            outbox.queued += 1
         rest: Sequence[Buffer] = ()
         if begins:
             with self._tolerates_hang_up(peer):
