@@ -23,10 +23,11 @@ def selected(world):
     return [choice for choice in engine(world).selections.values() if isinstance(choice, Selection)]
 
 
-def first_calls(world, operator, link):
+def first_calls(world, operator, link, directory):
     """The variants of the calls of a class until the selection is final, the selected one, and its
     explanation.
     """
+    os.environ["WEFT_CACHE"] = directory
     if link:
         world.emulate_link(0.2, 5.0)
     a, b, taken = torch.randn(400, 64), torch.randn(64, 32), []
@@ -48,8 +49,8 @@ def first_calls(world, operator, link):
 
 @pytest.mark.parametrize("link", [False, True])
 @pytest.mark.parametrize("operator", sorted(OPERATORS))
-def test_the_first_calls_measure_until_a_variant_is_selected(operator, link):
-    (taken, variant, text), *others = on_ranks(first_calls, 2, operator, link)
+def test_the_first_calls_measure_until_a_variant_is_selected(operator, link, tmp_path):
+    (taken, variant, text), *others = on_ranks(first_calls, 2, operator, link, str(tmp_path))
     variants = {*taken}
     assert len(variants) > 1
     assert {each.algorithm for each in variants} <= {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -124,8 +125,9 @@ def test_every_call_is_right(ranks, tmp_path):
     assert [*tmp_path.glob("variants-*.json")]
 
 
-def explained(world):
+def explained(world, folder):
     """The first calls of a class alternate, which `weft.explain` tells, and the times it chose by."""
+    os.environ["WEFT_CACHE"] = str(folder)  # other tests may have stored the class
     mine, texts = torch.ones(50_000), []
     while not selected(world):
         texts.append(weft.explain(mine, operator="all_gather"))
@@ -133,8 +135,8 @@ def explained(world):
     return {*texts}, weft.explain(mine, operator="all_gather"), selected(world)
 
 
-def test_an_explanation_of_a_collective():
-    for first, text, chosen in on_ranks(explained, 2):
+def test_an_explanation_of_a_collective(tmp_path):
+    for first, text, chosen in on_ranks(explained, 2, tmp_path):
         assert len(first) > 1
         assert all("ranks: " in each for each in first)
         ((_, algorithm),) = chosen.items()
