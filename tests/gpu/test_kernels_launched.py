@@ -28,6 +28,7 @@ from weft.gpu.kernels.all_gather_matmul import all_gather_matmul_kernel
 from weft.gpu.kernels.copy_rows import copy_vectors_kernel, copy_words_kernel
 from weft.gpu.kernels.sum_in_rank_order import sum_in_rank_order_kernel
 from weft.gpu.lanes import LaneOperands
+from weft.gpu.program import DeviceProgram
 
 
 class Driver:
@@ -150,7 +151,7 @@ def test_tiles_and_copies_of_options_compile_once_for_all_ranks(monkeypatch):
 def one_sided():
     world = weft.init()
     peer, memory, signals = 1 - world.rank, world.empty(4, 96), world.signals(3)
-    engine(world).one_sided._load()  # before anything waits: it has to leave nothing to compile
+    engine(world).one_sided.load()  # before anything waits: it has to leave nothing to compile
     made = [variants(kernel) for kernel in ONE_SIDED]
     for view in (memory, memory[:, 1:], memory[:2, ::3], memory.view(torch.int16)[:, 1:]):
         weft.put(view, view.clone(), peer, algorithm="kernel", comm_sms=1 + world.rank)
@@ -175,3 +176,48 @@ def test_kernels_of_one_sided_calls_are_all_loaded_before_the_first(monkeypatch)
     with weft.local_world(2, products="triton") as local:
         local.run(one_sided)
     assert [variants(kernel) for kernel in ONE_SIDED] == [1, 4, 1, 1]
+
+
+PLANS = (
+    stream_signals.notify_kernel,
+    stream_signals.wait_kernel,
+    all_gather_matmul_kernel,
+    sum_in_rank_order_kernel,
+)
+
+
+def layouts_of_operands(compiled):
+    """Calls of one program with operands of other layouts."""
+    a, b = torch.ones(32, 64, dtype=torch.float16), torch.ones(64, 32, dtype=torch.float16)
+    memory, bias = torch.empty(64 * 32 + 1, dtype=a.dtype), torch.ones(33, dtype=a.dtype)
+    for other in (
+        {},
+        {"b": b.t().contiguous().t()},
+        {"bias": bias[:32]},
+        {"bias": bias[1:]},
+        {"out": memory[1:].view(64, 32)},
+    ):
+        weft.all_gather_matmul(**{"a": a, "b": b, "algorithm": "push"} | other)
+        compiled.append(sum(map(variants, PLANS)))
+
+
+def test_nothing_is_compiled_after_a_call_is_loaded(monkeypatch):
+    """On any rank, whatever the layouts of its operands: else a kernel might wait meanwhile."""
+    monkeypatch.setattr(gpu_backend, "check_products", lambda *_: None)
+    begin, compiled = DeviceProgram._begin, []
+
+    def begun(self, *args):
+        compiled.append(sum(map(variants, PLANS)))
+        begin(self, *args)
+
+    with weft.local_world(2, products="triton") as local:
+        for world in local.worlds:
+            world.backend.loads_kernels = True
+        local.run(lambda: engine(weft.init()).load())
+        monkeypatch.setattr(DeviceProgram, "_begin", begun)
+        local.run(layouts_of_operands, compiled)
+    # on both ranks, at the begin and at the end of each call
+    calls = [{*compiled[at : at + 4]} for at in range(0, len(compiled), 4)]
+    assert len(compiled) == 5 * 4
+    assert all(len(kernels) == 1 for kernels in calls)
+    assert min(calls[0]) < min(calls[1])  # a transposed weight is another kernel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
@@ -14,7 +15,7 @@ from torch.torch_version import TorchVersion
 
 from weft import installation
 from weft.errors import WeftError
-from weft.gpu import memory
+from weft.gpu import driver, memory
 from weft.gpu.options import check_queues
 from weft.gpu.signals import DeviceSignals
 from weft.schedules.device_options import DEFAULT, DeviceOptions
@@ -36,6 +37,7 @@ class StreamBackend(Backend):
         self.products = products
         self.on_gpu = device.type == "cuda"
         self.runs_kernels = self.on_gpu or products == "triton"
+        self.loads_kernels = self.on_gpu
 
     def check_options(self, options: DeviceOptions, ranks: int) -> None:
         if options == DEFAULT:
@@ -63,7 +65,21 @@ class StreamBackend(Backend):
     def share(self, ranks: int, options: DeviceOptions) -> None:
         if self.on_gpu:
             check_queues(ranks, options.links)
+            driver.check_loading()
         self.ranks_per_device = ranks
+
+    def prepare(self, world: Any) -> None:
+        if self.on_gpu:
+            world.engine = self.engine(world)
+            world.engine.load()
+
+    @property
+    def device_id(self) -> str:
+        return str(torch.cuda.get_device_properties(self.device).uuid) if self.on_gpu else ""
+
+    def meet(self, devices: Sequence[str]) -> None:
+        if self.on_gpu and len({*devices}) < len(devices):
+            os.environ.setdefault(_OVERLAPPING, "1")
 
     def on_thread(self) -> AbstractContextManager[Any]:
         return _Stream(self.device) if self.on_gpu else nullcontext()
@@ -87,10 +103,13 @@ class StreamBackend(Backend):
 
 
 class _Stream:
-    """The stream of a rank that is a thread, complete at the end of the context."""
+    """The stream of a rank that is a thread, complete at the end of the context, after an error
+    too: its waits have time limits.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
+        self.stream = driver.take_stream(device, urgent=False)
+        weakref.finalize(self, driver.give_back, self.stream, urgent=False)
 
     def __enter__(self) -> None:
         # each rank computes gradients on its own thread; on a shared one ranks would wait for each
@@ -101,16 +120,17 @@ class _Stream:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
-            if error is None:
-                torch.cuda.current_stream().synchronize()
+            self.stream.synchronize()
         finally:
             self.context.__exit__(kind, error, trace)
 
 
 def backend_of(
-    device: torch.device | str, products: str, streams: bool, comm_threads: int
+    device: torch.device | str, products: str, streams: bool, comm_threads: int, shared: bool
 ) -> Backend:
     """As `weft.world.backend.backend_of`; a GPU becomes the current one."""
+    if str(device).startswith("cuda"):
+        driver.set_variables(shared)
     place = check_device(device)
     check_products(products, place)
     if place.type == "cuda":
@@ -145,12 +165,11 @@ def device_of_rank() -> torch.device:
 
     Raises `WeftError` without a GPU.
     """
+    driver.set_variables(shared=False)
     if not torch.cuda.is_available():
         raise WeftError('no GPU that torch can use was found; use device="cpu"')
-    number, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > count:
-        os.environ.setdefault(_OVERLAPPING, "1")
-    return torch.device("cuda", number % count)
+    number = int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.device("cuda", number % torch.cuda.device_count())
 
 
 def check_products(products: str, device: torch.device) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import weft._native as _native
+from weft.gpu.loading import LOADING
 from weft.gpu.memory import drain
 from weft.world import World
 from weft.world.signals import Signals
@@ -105,12 +106,16 @@ class DeviceCounters:
             self.counters, self.bases, self.base, self.timeout_record
         )
         self.increments: dict[tuple[tuple[int, int], ...], torch.Tensor] = {}
-        # Loading a kernel may wait for the device. So both are loaded before any kernel on it waits
-        # for this rank.
-        with symmetric.LOADING:
-            self.notify(world.rank, count)
-            self.wait(count, world.rank, 1, None, world.timeout)
-            drain(world.device)
+
+    def load(self) -> None:
+        """Load the kernels of notifies and waits, and torch's of `advance`, by those of a counter
+        that no plan has.
+        """
+        with LOADING:
+            self.notify(self.world.rank, len(self.base) - 1)
+            self.wait(len(self.base) - 1, self.world.rank, 1, None, self.world.timeout)
+            self.advance({len(self.base) - 1: 1})
+            drain(self.world.device)
 
     def notify(self, peer: int, index: int) -> None:
         kernel: Any = self.kernels.notify_kernel

@@ -22,9 +22,10 @@ from weft.engines.engine import Engine
 from weft.engines.program import Dtypes, Tensors
 from weft.errors import PeerTimeout, PlanError, WeftError
 from weft.gpu import tuning
-from weft.gpu.counters import Counters, counters
+from weft.gpu.counters import Counters, DeviceCounters, counters
 from weft.gpu.fixed import Geometry
 from weft.gpu.lanes import Lane, lane
+from weft.gpu.memory import drain
 from weft.gpu.onesided import OneSided
 from weft.gpu.options import check_options, hardware
 from weft.gpu.program import DeviceProgram
@@ -63,19 +64,20 @@ class DeviceEngine(Engine):
         self._one_sided: OneSided | None = None
         self.last: DeviceProgram | None = None
         self.stream: torch.cuda.Stream | None = None  # the caller's stream in the last call
-        # calls whose kernels are loaded, on this rank and the ranks that share its GPU
-        self.loaded: set[str] = set()
+
+    def load(self) -> None:
+        """Load the kernels of signals and of one-sided calls; collective. A world of GPUs does so
+        when it is made: later, one of them may wait for this rank.
+        """
+        self.one_sided.load()
+        assert isinstance(self.counters, DeviceCounters)
+        self.counters.load()
 
     @property
     def counters(self) -> Counters:
         """The counters of all signals; created by the first call, collectively."""
         if self._counters is None:
-            # its kernels, too, are loaded before any waits for this rank
-            assert self.one_sided
             self._counters = counters(self.world, _native.Executor.max_names * self.world.ranks)
-            if self.world.backend.ranks_per_device > 1:
-                # a kernel may wait for other ranks only after all have loaded it
-                self.agree("the first call on a device")
         return self._counters
 
     @property
@@ -85,8 +87,19 @@ class DeviceEngine(Engine):
         return self._one_sided
 
     def finish_transfers(self) -> None:
+        """Also wait for the lanes, whose memory is freed next: a wait ends at its time limit."""
         if self._one_sided is not None:
             self._one_sided.finish()
+        for each in self.lanes.values():
+            each.finish()
+        drain(self.world.device)
+
+    def release(self) -> None:
+        for each in self.lanes.values():
+            each.close()
+        self.lanes.clear()
+        if self._one_sided is not None:
+            self._one_sided.close()
 
     def lane(self, name: str) -> Lane:
         """The lane of this name."""
@@ -104,12 +117,16 @@ class DeviceEngine(Engine):
 
     def exchange(self, call: str, text: str, timeout: float | None = None) -> list[str]:
         """As of any engine, by the hosts of ranks: the caller does not wait for the lanes."""
+        with self.world.exclusive, self.world.fail_on_error:
+            return self.exchange_locked(call, text, timeout)
+
+    def exchange_locked(self, call: str, text: str, timeout: float | None = None) -> list[str]:
+        """`exchange` within a call."""
         world, compiled = self.world, _native.Compiled(call, 0, [], self.world.ranks)
         texts = [text] * world.ranks
-        with world.exclusive, world.fail_on_error:
-            world.executor.begin(compiled, timeout or world.timeout)
-            for peer, theirs, _ in memory.exchange(world, compiled, call, text):
-                texts[peer] = theirs
+        world.executor.begin(compiled, timeout or world.timeout)
+        for peer, theirs, _ in memory.exchange(world, compiled, call, text):
+            texts[peer] = theirs
         return texts
 
     @property

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from weft.engines.program import Tensors, Weights
+from weft.gpu import driver
 
 Step = Callable[[], object]
 
@@ -58,6 +59,13 @@ class ThreadLane:
         threads = torch.get_num_threads()
         self.thread = ThreadPoolExecutor(1, name, torch.set_num_threads, (threads,))
 
+    def finish(self) -> None:
+        """Nothing: what uses memory of the world keeps it."""
+
+    def close(self) -> None:
+        """Start nothing any more."""
+        self.thread.shutdown(wait=False)
+
     def start(self, step: Step) -> ThreadCompletion:
         """Run a step after the earlier steps of this lane, concurrently with the caller and other
         lanes.
@@ -86,10 +94,19 @@ class StreamCompletion:
 
 
 class StreamLane:
-    """A lane of a GPU: one stream."""
+    """A lane of a GPU: one stream, `urgent` or not."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
+    def __init__(self, device: torch.device, urgent: bool) -> None:
+        self.urgent = urgent
+        self.stream = driver.take_stream(device, urgent)
+
+    def finish(self) -> None:
+        """Make the host wait for all steps."""
+        self.stream.synchronize()
+
+    def close(self) -> None:
+        """Let another world have the stream; `finish` was called."""
+        driver.give_back(self.stream, self.urgent)
 
     def start(self, step: Step) -> StreamCompletion:
         """Run a step after the earlier steps of this lane and the work on the caller's current
@@ -108,5 +125,7 @@ Completion = ThreadCompletion | StreamCompletion
 
 
 def lane(device: torch.device, name: str) -> Lane:
-    """A lane of this device."""
-    return StreamLane(device) if device.type == "cuda" else ThreadLane(name)
+    """A lane of this device; the kernels of all but the compute lane are small and urgent."""
+    if device.type == "cuda":
+        return StreamLane(device, urgent=not name.startswith("compute"))
+    return ThreadLane(name)

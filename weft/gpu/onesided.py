@@ -17,6 +17,7 @@ from torch import Tensor
 
 from weft.errors import PeerTimeout
 from weft.gpu.lanes import Completion, Lane, lane
+from weft.gpu.loading import LOADING
 from weft.gpu.memory import drain
 from weft.gpu.signals import DeviceSignals
 from weft.world import World
@@ -86,8 +87,6 @@ class OneSided:
             self.timeout_record = torch.zeros(
                 4, dtype=torch.int64, pin_memory=world.device.type == "cuda", device="cpu"
             )
-        if world.device.type == "cuda" and world.backend.ranks_per_device > 1:
-            self._load()
 
     def copy(
         self, dst: Tensor, src: Tensor, algorithm: str, comm_sms: int | None
@@ -154,6 +153,12 @@ class OneSided:
         """Wait until all asynchronous copies are complete."""
         if self.last is not None:
             self.last.finish()
+
+    def close(self) -> None:
+        """Let another world have the lane; `finish` was called."""
+        if self._lane is not None:
+            self._lane.close()
+            self._lane = None
 
     def notify(
         self,
@@ -241,17 +246,18 @@ class OneSided:
             self.signals[signals] = used
         return used
 
-    def _load(self) -> None:
-        """Load all kernels of one-sided calls: loading one may wait for the device, and so for the
-        kernels of other ranks that wait for this one.
-        """
-        from weft.gpu.kernels import copy_rows, signals, symmetric
+    def load(self) -> None:
+        """Load all kernels of one-sided calls."""
+        from weft.gpu.kernels import copy_rows, signals
 
         zeros = torch.zeros(
             1, COUNTER_BYTES // torch.int64.itemsize, dtype=torch.int64, device=self.world.device
         )
-        with symmetric.LOADING:
+        with LOADING:
             copy_rows.load(self.world.device)
+            for bits in _BITS.values():  # torch's copy of rows with gaps
+                gaps = torch.zeros(2, 2, dtype=bits, device=self.world.device)[:, :1]
+                gaps.copy_(gaps.clone())
             # of no counters
             signals.raise_kernel[(1,)](zeros, zeros, 0, 0, 0, 0, 1, 0, 0, num_warps=1)
             signals.compare_kernel[(1,)](

@@ -6,10 +6,10 @@ import os
 
 import torch
 
+from weft.gpu.driver import QUEUES
 from weft.schedules.device_options import DeviceOptions
 from weft.world import World
 
-_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 # of a rank on a GPU: the compute lane, the caller's, and that of one-sided transfers; and one for
 # each link
 _STREAMS = 3
@@ -71,14 +71,10 @@ def check_queues(ranks: int, links: int) -> None:
     """Raise `ValueError` unless each stream of the ranks that share a GPU gets a hardware queue of
     its own: streams that share one wait for each other, and would deadlock.
     """
-    if not torch.cuda.is_initialized():
-        os.environ.setdefault(_QUEUES, "32")
-        # lazy loading may wait for kernels that wait for this rank
-        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-    queues = int(os.environ.get(_QUEUES, "8"))
+    queues = int(os.environ.get(QUEUES, "8"))
     if ranks * (streams := _STREAMS + links) > queues:
         fewer = f"at most {queues // streams} ranks" + (", or fewer links" if links > 1 else "")
         raise ValueError(
             f"{ranks} ranks need {ranks * streams} concurrent streams, and there are {queues}: "
-            f"use {fewer}, or set {_QUEUES} (at most 32) before CUDA is first used"
+            f"use {fewer}, or set {QUEUES} (at most 32) before CUDA is first used"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from weft.errors import PeerTimeout, WeftError
 from weft.gpu.counters import DeviceCounters, WaitFailed
 from weft.gpu.fixed import FixedProgram
 from weft.gpu.lanes import Completion, LaneOperands, Step
-from weft.gpu.memory import drain
+from weft.gpu.loading import Loading
 from weft.gpu.options import programs
 from weft.gpu.spans import Span, timed
 from weft.plan import Compute, Copy, Notify, Plan, Reduce, Region, Wait, accesses
@@ -82,6 +82,7 @@ class DeviceProgram(FixedProgram):
         }
         single = [part for part in self.parts["compute"] if part.start not in launched]
         self.parts["compute"] = sorted([*self.launches, *single], key=lambda part: part.start)
+        self.loading = Loading(self)
 
     def _use_kernels(self) -> None:
         """Use kernels for products, and for sums of rows with fixed addresses."""
@@ -149,6 +150,8 @@ class DeviceProgram(FixedProgram):
         spans = list[Span]()
         traces = self._kernel_traces() if world.recorder else {}
         launched = self._launched(operands, traces)
+        lanes = {name: name for name in self.lane_names}
+        self.loading.prepare(operands, {**self.launches, **traces}, lanes)
         self._begin(seconds)
         with world.fail_on_error, in_range(self.plan.operator):
             completions = []
@@ -190,45 +193,13 @@ class DeviceProgram(FixedProgram):
         traces: Mapping[range, Sequence[KernelTrace]] = MappingProxyType({}),
     ) -> dict[range, Step]:
         """Steps for the parts that kernels execute, by `traces` if there are any. Operands are
-        checked before rows are sent, and kernels are loaded before any kernel waits.
+        checked before rows are sent.
         """
         every = {**self.launches, **traces}
-        launched = {
-            part: [launch.step(operands) for launch in launches] for part, launches in every.items()
+        return {
+            part: partial(_all, [launch.step(operands) for launch in launches])
+            for part, launches in every.items()
         }
-        self._load(operands, every, f"{self.call}, traced" if traces else self.call)
-        return {part: partial(_all, steps) for part, steps in launched.items()}
-
-    def _load(
-        self,
-        operands: LaneOperands,
-        every: Mapping[range, Sequence[ProductLaunch | GatherLaunch | KernelTrace]],
-        call: str,
-    ) -> None:
-        """Load the kernels of `every` launch, of sums and of copies on a GPU, once for each kind of
-        `call`. A rank without rows of its own may launch none, but takes part.
-        """
-        own = every or self.sums or self.options.comm_sms or self.plan.launch
-        if not own or self.world.device.type != "cuda" or call in self.engine.loaded:
-            return
-        from weft.gpu.kernels import copy_rows
-        from weft.gpu.kernels.symmetric import LOADING
-
-        with LOADING:
-            for launches in every.values():
-                for launch in launches:
-                    launch.step(operands, idle=True)()
-            for instruction in self.lanes[0]:
-                if isinstance(instruction, Reduce) and instruction.srcs in self.sums:
-                    self.sums[instruction.srcs](
-                        self._find(instruction.dst, operands.tensors), idle=True
-                    )
-            if self.options.comm_sms:
-                copy_rows.load(self.world.device)
-            drain(self.world.device)
-        if self.world.backend.ranks_per_device > 1:
-            self.engine.agree(call)
-        self.engine.loaded.add(call)
 
     def _join(self, completions: list[Completion]) -> None:
         """Wait for all lanes; then raise an error, if there are several one that this rank caused
@@ -262,6 +233,7 @@ class DeviceProgram(FixedProgram):
         operands = LaneOperands(binding, {}, {}, self.world.timeout if timeout is None else timeout)
         self.spans: list[Span] = []
         launched = self._launched(operands)
+        self.loading.prepare(operands, self.launches, {"compute": "comm"})
         self._begin(operands.timeout)
         steps = self._steps("compute", operands, self.spans, launched)
         steps.append(lambda: self.engine.counters.advance(self.promised))
@@ -339,7 +311,7 @@ class DeviceProgram(FixedProgram):
         with self.world.fail_on_error:
             _all(steps)
 
-    def _find(self, region: Region, tensors: Tensors) -> Tensor:
+    def find(self, region: Region, tensors: Tensors) -> Tensor:
         """The rows of a region."""
         rows = self.rows[region]
         if isinstance(rows, Tensor):
@@ -348,39 +320,8 @@ class DeviceProgram(FixedProgram):
 
     def _step(self, lane: int, at: int, operands: LaneOperands) -> Step:
         """The step for instruction number `at` of a lane."""
-        engine = self.engine
-        call = self.compiled.call
-        rows = partial(self._find, tensors=operands.tensors)
+        engine, call = self.engine, self.compiled.call
         match self.lanes[lane][at]:
-            case Copy(src, dst) if self.options.comm_sms and src.rank != dst.rank:
-                from weft.gpu.kernels.copy_rows import RowsInMemory, copy_rows
-
-                to, source = rows(dst), rows(src)
-                size = source.shape[1] * source.itemsize
-                steps = (t.stride(0) * t.itemsize for t in (to, source))
-                return partial(
-                    copy_rows,
-                    to,
-                    source,
-                    RowsInMemory(len(source), size, *steps),
-                    self.options.comm_sms,
-                )
-            case Copy(src, dst):
-                return partial(rows(dst).copy_, rows(src), non_blocking=True)
-            case Compute(kernel, srcs, dst, name):
-                weight = operands.weights[name] if name else None
-                bias = operands.bias.get(name) if name else None
-                sources = [rows(src) for src in srcs]
-                out = rows(dst)
-                on_gpu = self.world.device.type == "cuda"
-                run = kernel.device() if on_gpu else kernel.prepare(sources, weight, out, len(out))
-                return partial(run, *sources, weight, out, bias)
-            case Reduce(srcs, dst, op):
-                parts = [rows(src) for src in srcs]
-                total = rows(dst)
-                if srcs in self.sums and total.is_contiguous():
-                    return partial(self.sums[srcs], total)
-                return partial(_reduce, parts, total, op, self.plan.ranks)
             case Notify(peer, signal):
                 return partial(engine.counters.notify, peer, engine.index(signal))
             case Wait(signal, count):
@@ -400,6 +341,47 @@ class DeviceProgram(FixedProgram):
                         ) from None
 
                 return wait
+            case moved:
+                return self.step(moved, operands)
+
+    def step(
+        self,
+        instruction: Copy | Compute | Reduce,
+        operands: LaneOperands,
+        into: Callable[[Tensor], Tensor] = lambda result: result,
+    ) -> Step:
+        """The step for an instruction that writes rows: to those `into` which it is led."""
+        rows = partial(self.find, tensors=operands.tensors)
+        match instruction:
+            case Copy(src, dst) if self.options.comm_sms and src.rank != dst.rank:
+                from weft.gpu.kernels.copy_rows import RowsInMemory, copy_rows
+
+                to, source = into(rows(dst)), rows(src)
+                size = source.shape[1] * source.itemsize
+                steps = (t.stride(0) * t.itemsize for t in (to, source))
+                return partial(
+                    copy_rows,
+                    to,
+                    source,
+                    RowsInMemory(len(source), size, *steps),
+                    self.options.comm_sms,
+                )
+            case Copy(src, dst):
+                return partial(into(rows(dst)).copy_, rows(src), non_blocking=True)
+            case Compute(kernel, srcs, dst, name):
+                weight = operands.weights[name] if name else None
+                bias = operands.bias.get(name) if name else None
+                sources = [rows(src) for src in srcs]
+                out = into(rows(dst))
+                on_gpu = self.world.device.type == "cuda"
+                run = kernel.device() if on_gpu else kernel.prepare(sources, weight, out, len(out))
+                return partial(run, *sources, weight, out, bias)
+            case Reduce(srcs, dst, op):
+                parts = [rows(src) for src in srcs]
+                total = into(rows(dst))
+                if srcs in self.sums and total.is_contiguous():
+                    return partial(self.sums[srcs], total)
+                return partial(_reduce, parts, total, op, self.plan.ranks)
 
 
 def _all(steps: Sequence[Step]) -> None:

@@ -31,6 +31,7 @@ class Backend:
 
     stream_ordered = False
     runs_kernels = False
+    loads_kernels = False
     products = "torch"
     ranks_per_device = 1
     group: dist.ProcessGroup | None = None
@@ -78,11 +79,27 @@ class Backend:
         """The engine of a world, None if it is one of processes or threads on CPUs."""
         return None
 
+    @property
+    def device_id(self) -> str:
+        """What tells this rank's device from those of other ranks; empty for a CPU."""
+        return ""
+
+    def meet(self, devices: Sequence[str]) -> None:
+        """Prepare for ranks on these devices, each a `device_id`."""
+
+    def prepare(self, world: Any) -> None:
+        """Load what later calls of a new world need; collective."""
+
 
 def backend_of(
-    device: torch.device | str, products: str, streams: bool, comm_threads: int = 1
+    device: torch.device | str,
+    products: str,
+    streams: bool,
+    comm_threads: int = 1,
+    shared: bool = False,
 ) -> Backend:
-    """The backend of a device, for products and lanes as in `weft.init`.
+    """The backend of a device, for products and lanes as in `weft.init`; `shared` by ranks that are
+    threads of this process.
 
     Raises `WeftError` for a device that is missing or unsupported, and without Triton for its
     products; `ValueError` for other products and for `comm_threads` that is not positive.
@@ -93,6 +110,6 @@ def backend_of(
         return Backend(comm_threads)
     # loaded only where it is needed, and by its name: nothing here depends on it
     made: Backend = import_module("weft.gpu.backend").backend_of(
-        device, products, streams, comm_threads
+        device, products, streams, comm_threads, shared
     )
     return made

@@ -106,6 +106,7 @@ class LocalWorld:
             world.returned = self._returned
             default_here(world)
             log_made(world)
+            self._backend.prepare(world)
             return world
 
         return self._on_all(make)
@@ -134,11 +135,12 @@ class LocalWorld:
         def work(rank: int) -> Any:
             try:
                 with self.contexts[rank]:
-                    return fn(*args)
-            except BaseException as error:
-                hints.add(error, error.__traceback__)
-                self.worlds[rank].fail(error)
-                raise
+                    try:
+                        return fn(*args)
+                    except BaseException as error:
+                        hints.add(error, error.__traceback__)
+                        self.worlds[rank].fail(error)
+                        raise
             finally:
                 self._returned.add(rank)
 
@@ -211,7 +213,7 @@ def local_world(
         [tensor([2., 2., 2.]), tensor([2., 2., 2.])]
     """
     check_ranks(ranks)
-    backend = backend_of(device, products, streams)
+    backend = backend_of(device, products, streams, shared=True)
     backend.share(ranks, device_options)
     backend.check_options(device_options, ranks)
     on = () if hosts is None else integers(hosts, "hosts")

@@ -49,7 +49,7 @@ _log = logging.getLogger("weft")
 class RankInfo(NamedTuple):
     """A rank as its peers see it: its process, host, socket address, allowed cores and compute
     threads; the package, NUMA node and cache that contain all its cores; thresholds that follow
-    from these; and a probe by which peers test whether they can read its memory.
+    from these; a probe by which peers test whether they can read its memory; and its GPU, if any.
     """
 
     pid: int
@@ -60,6 +60,7 @@ class RankInfo(NamedTuple):
     locality: tuple[int, ...] = ()
     thresholds: Thresholds = Thresholds()
     probe: Probe = Probe()
+    device: str = ""
 
 
 class Announcement(NamedTuple):

@@ -338,10 +338,9 @@ def init(
 
     `device` holds the ranks' tensors: ``cpu``, ``cuda``, this process's current GPU, or a GPU with
     a number, such as ``cuda:1``, which becomes the current one. Peers reach its memory through
-    torch's symmetric memory (several ranks on one GPU with the variable
-    TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1). There fused operators multiply by `products`:
-    ``torch``, a product after each wait, or ``triton``, one persistent kernel that waits for rows,
-    puts its tiles and notifies their owners; on a CPU that kernel runs under TRITON_INTERPRET=1.
+    torch's symmetric memory. There fused operators multiply by `products`: ``torch``, a product
+    after each wait, or ``triton``, one persistent kernel that waits for rows, puts its tiles and
+    notifies their owners; on a CPU that kernel runs under TRITON_INTERPRET=1.
     `device_options` are the tile and the SMs of these products, and the SMs and lanes of transfers.
     With `streams` plans run on a CPU as on a GPU, each lane on a thread: slower, for tests.
 
@@ -414,8 +413,10 @@ def _connect(
             locality,
             placement.thresholds(),
             peer_memory.probe(),
+            backend.device_id,
         )
         infos = stack.enter_context(rendezvous.exchange(own, timeout))
+        backend.meet([info.device for info in infos])
         others = {peer: info for peer, info in enumerate(infos) if peer != rank}
         local = {
             peer: (info.pid, info.address) for peer, info in others.items() if info.host == own.host
@@ -454,6 +455,8 @@ def _connect(
         unless_made.pop_all()
         log_made(world)
         stopped.report_first(lambda: [*_alive.values()])
+        with world.fail_on_error:
+            backend.prepare(world)
         return world
 
 

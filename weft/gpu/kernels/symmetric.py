@@ -19,7 +19,6 @@ reported as an error. All results after the timeout are invalid.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -38,9 +37,6 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run on the CPU under Triton's interpreter in this process; fixed when this module
 is imported.
 """
-
-LOADING = threading.Lock()
-"""Held while kernels are compiled and loaded, so that ranks of one process do it once."""
 
 _POLLS_PER_SECOND = 1 << 13 if INTERPRETED else 1 << 20
 """An estimate, right within a factor of two: a poll takes about 1 us, or 100 us if interpreted."""
