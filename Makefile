@@ -13,7 +13,7 @@ NATIVE := $(wildcard native/CMakeLists.txt native/*/*)
 INSTALL := -m pip install --constraint constraints.txt
 ONLY_ERRORS := 2> >(grep --invert-match ^WARNING >&2)
 
-.PHONY: bench baselines vllm test test-all check test-torch torch-suite collected docs docs-version house storm sanitize portable wheels wheel-test clean
+.PHONY: bench baselines vllm test test-all check speed test-torch torch-suite collected docs docs-version house storm sanitize portable wheels wheel-test clean
 
 # weft, its command and its benchmarks
 .venv/command: pyproject.toml bench/pyproject.toml constraints.txt $(NATIVE)
@@ -103,6 +103,10 @@ test-torch: .torches/$(TORCH)/installed
 	@.torches/$*/bin/python $(subst constraints.txt,.torches/$*/constraints.txt,$(INSTALL)) $(CPU_BUILD) torch $(ONLY_ERRORS)
 	@.torches/$*/bin/python $(subst constraints.txt,.torches/$*/constraints.txt,$(INSTALL)) --editable ".[cli,test]" --editable ./bench $(ONLY_ERRORS)
 	touch $@
+
+# What became slower since the commit BASE, which is built in build/speed: both run the same calls in turn. SPEED has further options.
+speed: .venv/installed
+	$(BIN)/python benchmarks/speed $(or $(BASE),HEAD) $(SPEED)
 
 # torch's own tests of backends, on weft, once for each number of RANKS; TESTS selects tests by name.
 torch-suite: .venv/installed
