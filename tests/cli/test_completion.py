@@ -15,7 +15,7 @@ from weft.cli import app
         (["weft", "doctor", "--fl"], {"--flight"}),
         (["weft", "predict", "all-g"], {"all-gather", "all-gather-matmul"}),
         (["weft", "predict", "--machine", "h100"], {"h100-nvlink-8", "h100-nvlink-8/nccl"}),
-        (["weft", "predict", "matmul-all-reduce", "--algorithm", "p"], {"put"}),
+        (["weft", "predict", "matmul-all-reduce", "--algorithm", "p"], {"push", "put"}),
         (["weft", "plan", "show", "all-reduce", "--algorithm", "on"], {"one_shot"}),
         (["weft", "bench", "all-gather-matmul", "--dtype", "b"], {"bfloat16"}),
     ],

@@ -84,12 +84,12 @@ EVERY = {
 COPYING = {
     "all_gather_matmul": ["push", "pull", "ring", "sequential"],
     "matmul_reduce_scatter": ["push", "ring"],
-    "matmul_all_reduce": ["two_shot", "put", "ring"],
+    "matmul_all_reduce": ["two_shot", "push", "put", "ring"],
 }
 LINKED = {
     "all_gather_matmul": ["push", "sequential"],
     "matmul_reduce_scatter": ["push"],
-    "matmul_all_reduce": [],
+    "matmul_all_reduce": ["push"],
 }
 
 

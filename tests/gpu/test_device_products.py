@@ -21,7 +21,7 @@ pytest.importorskip("triton", "3.6")
 
 GATHERS = ("direct", "pull", "push", "ring", "sequential")
 SCATTERS = ("direct", "push", "put", "ring", "sequential")
-REDUCES = ("one_shot", "two_shot", "put", "sequential")
+REDUCES = ("one_shot", "two_shot", "push", "put", "sequential")
 
 
 def whole(seed: int, *shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:

@@ -15,7 +15,7 @@ from weft.gpu.loading import Loading
 FUSED = [
     *(("all_gather_matmul", each) for each in ("direct", "pull", "push", "ring", "sequential")),
     *(("matmul_reduce_scatter", each) for each in ("direct", "push", "put", "ring", "sequential")),
-    *(("matmul_all_reduce", each) for each in ("one_shot", "two_shot", "put", "sequential")),
+    *(("matmul_all_reduce", each) for each in ("one_shot", "two_shot", "push", "put", "ring")),
 ]
 
 

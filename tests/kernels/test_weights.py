@@ -13,7 +13,7 @@ from weft.plan.values import Applied, Term
 ALGORITHMS = {
     "all_gather_matmul": ("direct", "push", "pull", "ring", "sequential", "auto"),
     "matmul_reduce_scatter": ("direct", "push", "put", "ring", "sequential", "auto"),
-    "matmul_all_reduce": ("one_shot", "two_shot", "put", "ring", "sequential", "auto"),
+    "matmul_all_reduce": ("one_shot", "two_shot", "push", "put", "ring", "sequential", "auto"),
 }
 ROWS, K, N = 96, 24, 10
 

@@ -245,6 +245,8 @@ class _RowsCall(_GatherCall):
                 "push",
                 "rows are sent to each other host once, and are multiplied as they arrive",
             )
+        if world.stream_ordered:
+            return "push", "a stream moves rows while others are multiplied"
         return "direct", "peers' rows can be read in place at the speed of own memory"
 
     def finish(self) -> list[Tensor]:

@@ -230,7 +230,7 @@ class FusedCall(Call):
         """The algorithm of the rule, and the reason."""
         if self.world.ranks == 1 or not any(self.workload.rows):
             return self.operator.baseline, "there is nothing to exchange"
-        if not self.honours(self.operator.baseline) or not self.honours(self.overlapped()[0]):
+        if self.world.device_options.links > 1 or self.world.device_options.comm_sms:
             names = *self.operator.auto_candidates_over_links, *self.operator.algorithms
             moving = next(filter(self.honours, names), names[0])
             self.check_algorithm(moving)
@@ -271,7 +271,7 @@ class FusedCall(Call):
             return [first]
         linked = not world.remote_reads
         names = operator.auto_candidates_over_links if linked else operator.auto_candidates
-        variants = [first, *map(self.variant, names)]
+        variants = [first, *map(self.variant, filter(self.possible, names))]
         if linked and self.row_limit is None:
             most = max(workload.rows) // _LEAST_PIECE
             cut = [each for each in variants if each.algorithm not in operator.uncut]

@@ -65,10 +65,10 @@ def matmul_all_reduce(
     Args:
         out: contiguous (…, N), not overlapping an input.
         algorithm: ``one_shot`` (every rank adds up all products in place), ``two_shot`` (every rank
-            adds up a part and copies the others), ``put`` (two_shot, with products computed in the
-            memory of the rank that adds them up), ``ring`` (sums pass from rank to rank),
-            ``sequential`` (one product, then the sums) or ``auto``; `explain` names the selection
-            of auto.
+            adds up a part and copies the others), ``push`` (products and sums are put while others
+            are computed), ``put`` (two_shot, with products computed in the memory of the rank that
+            adds them up), ``ring`` (sums pass from rank to rank), ``sequential`` (one product, then
+            the sums) or ``auto``; `explain` names the selection of auto.
 
     Returns:
         (…, N) of `out_dtype`.
@@ -128,6 +128,14 @@ class _ReduceCall(SumCall):
                 "two_shot",
                 "each rank adds up a part of the rows, for which each host sends it one sum",
             )
+        if world.emulated_link:
+            return (
+                "push",
+                "the emulated link is slower than memory, so products and sums are moved while "
+                "others are computed",
+            )
+        if world.stream_ordered:
+            return "push", "a stream moves products and sums while others are computed"
         if world.ranks == 2:
             return (
                 "one_shot",
@@ -142,6 +150,8 @@ class _ReduceCall(SumCall):
         rows = sum(self.workload.rows)
         if algorithm == "put":
             return rows
+        if algorithm == "push":
+            return self.piece(max(self.workload.rows), self.pieces)
         if self.world.emulated_link or self.world.hosts.several:
             return self.piece(rows, 2 * self.pieces)
         # One_shot waits for all peers once per piece; with few and large pieces an occasional delay

@@ -169,6 +169,8 @@ class _ScatterCall(SumCall):
                 "the emulated link is slower than memory, so products are moved while others are "
                 "computed",
             )
+        if world.stream_ordered:
+            return "push", "a stream moves products while others are computed"
         return "direct", "peers' products can be added in place at the speed of own memory"
 
     def chunk_rows(self, algorithm: str) -> int:

@@ -8,13 +8,19 @@ Rank 0 of two, time to the right; ``!`` notifies the peer, ``?`` waits for it::
     one_shot  | product of piece 0 |!| of piece 1 |!|?| add both 0 |?| add both 1 |
     two_shot  | product of the peer's share |!| own piece 0 |?| add | own piece 1 | add |!|
                 copy own sums |?| get the peer's sums |
+
+By a push, in two pieces; p is a product for the peer, s a piece of the own sums, and the peer's
+sums arrive as they do::
+
+    push      | p0 | own 0 | p1 | own 1 |?| add 0 |?| add 1 |?| copy the peer's sums |
+       comm        | put p0 |!| put p1 |!|  put s0 |!| put s1 |!|
 """
 
 from __future__ import annotations
 
-from weft.plan import Copy, Instruction, Plan, Region
+from weft.plan import Copy, Instruction, Notify, Plan, Region, Signal, Wait
 from weft.plan.binding import split
-from weft.schedules.blocks import shard
+from weft.schedules.blocks import block, shard
 from weft.schedules.lanes import (
     Lanes,
     concurrent,
@@ -25,10 +31,12 @@ from weft.schedules.lanes import (
     without_products,
 )
 from weft.schedules.matmul_reduce_scatter import (
+    add,
     add_arrived,
     add_where_made,
     get,
     multiply,
+    put,
     put_and_add,
     sum_buffers,
     sum_of_products,
@@ -36,7 +44,7 @@ from weft.schedules.matmul_reduce_scatter import (
 from weft.schedules.peers import after, before
 from weft.schedules.workload import Operator, Request
 
-ALGORITHMS = ("one_shot", "two_shot", "put", "ring", "sequential")
+ALGORITHMS = ("one_shot", "two_shot", "push", "put", "ring", "sequential")
 
 
 def matmul_all_reduce(request: Request) -> Plan:
@@ -44,14 +52,22 @@ def matmul_all_reduce(request: Request) -> Plan:
 
     ``one_shot``: every rank adds up all rows, a piece of all shares at a time, while peers multiply
     the next piece. ``two_shot``: every rank adds up its share, which it multiplies last, and copies
-    its peers' sums. ``put``: the same, with products made in the memory of the rank that adds them
-    up. ``sequential``: one product, then the sums. Peers' products are added in place, or, without
-    `remote_reads`, copied from the peers first. On several hosts each host puts its products once
+    its peers' sums. ``push``: each piece of every share is multiplied, then put to the rank that
+    adds it up, and its sums are put to all, while later pieces are multiplied. ``put``: as
+    two_shot, with products made in the memory of the rank that adds them up. ``sequential``: one
+    product, then the sums. Peers' products are added in place, or, without `remote_reads`, copied
+    from the peers first; a push always puts them. On several hosts each host puts its products once
     to the rank that adds them up (``two_shot`` and ``sequential``).
     """
     if request.algorithm == "sequential":
         request = request._replace(pieces=1)
-    make = {"one_shot": _one_shot, "two_shot": _two_shot, "put": _put, "sequential": _one_shot}
+    make = {
+        "one_shot": _one_shot,
+        "two_shot": _two_shot,
+        "push": _push,
+        "put": _put,
+        "sequential": _one_shot,
+    }
     return sum_of_products("matmul_all_reduce", request, make, everywhere=True)
 
 
@@ -79,6 +95,50 @@ def _one_shot(request: Request, rank: int) -> Lanes:
 def _two_shot(request: Request, rank: int) -> Lanes:
     lane, gets = add_where_made(request, rank, shard(rank, "summed", rank, request.pieces))
     return concurrent([*lane, *_share(request, rank)], [gets])
+
+
+def _push(request: Request, rank: int) -> Lanes:
+    ranks, pieces, links = request.ranks, request.pieces, request.links
+    peers, own = after(rank, ranks), range(rank * pieces, (rank + 1) * pieces)
+    puts: list[list[Instruction]] = [[] for _ in range(links)]
+
+    def add_up(piece: int) -> list[Instruction]:
+        """Add up a piece of the own share once the peers' products of it have arrived."""
+        place = range(own[piece], own[piece] + 1)
+        out = block(rank, "out", own[piece])
+        waits = wait_all("arrived", peers, piece + 1)
+        summed = add(request, rank, place, own, out, moved=True)
+        return [*waits, summed, Notify(rank, Signal("added", rank))]
+
+    def put_sums(piece: int) -> None:
+        """Put a piece of the own sums to each peer."""
+        for number, peer in enumerate(peers):
+            puts[number % links] += [
+                Wait(Signal("added", rank), piece + 1),
+                Copy(block(rank, "out", own[piece]), block(peer, "summed", own[piece])),
+                Notify(peer, Signal("summed", rank)),
+            ]
+
+    lane = enter(rank, ranks)
+    for piece in range(pieces):
+        for number, peer in enumerate(peers):
+            made = piece * len(peers) + number + 1
+            place = peer * pieces + piece
+            lane += [multiply(rank, place, place + 1), Notify(rank, Signal("made", rank))]
+            puts[number % links] += [
+                Wait(Signal("made", rank), made),
+                *put(request, rank, peer, piece, piece + 1),
+            ]
+        lane.append(multiply(rank, own[piece], own[piece] + 1))
+        if piece:  # its products have arrived, more or less, while this piece was multiplied
+            lane += add_up(piece - 1)
+            put_sums(piece - 1)
+    lane += add_up(pieces - 1)
+    put_sums(pieces - 1)
+    for peer in peers:
+        lane += wait_all("summed", [peer], pieces)
+        lane.append(Copy(shard(rank, "summed", peer, pieces), shard(rank, "out", peer, pieces)))
+    return concurrent([*lane, *leave(rank, ranks)], puts)
 
 
 def _put(request: Request, rank: int) -> Lanes:
@@ -114,7 +174,8 @@ OPERATOR = Operator(
     moves_nothing=("put",),
     reads_peers=("one_shot",),
     writes_products=("put",),
+    one_host=("push",),
     exchanges="out",
     auto_candidates=("one_shot", "two_shot", "sequential"),
-    auto_candidates_over_links=("two_shot", "sequential"),
+    auto_candidates_over_links=("push", "two_shot", "sequential"),
 )

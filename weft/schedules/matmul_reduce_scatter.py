@@ -152,7 +152,7 @@ def _push(request: Request, rank: int) -> Lanes:
         lane += [_product(rank, peer * pieces + piece), Notify(rank, Signal("made", rank))]
         puts[peers.index(peer) % links] += [
             Wait(Signal("made", rank), count),
-            *_put(request, rank, peer, piece, piece + 1),
+            *put(request, rank, peer, piece, piece + 1),
         ]
     for piece in range(pieces):
         lane += [_product(rank, rank * pieces + piece), *wait_all("arrived", peers, piece + 1)]
@@ -200,7 +200,7 @@ def _sequential(request: Request, rank: int) -> Lanes:
     peers = after(rank, ranks)
     lane = [*enter(rank, ranks), multiply(rank, 0, ranks * pieces)]
     puts = [
-        [i for peer in peers[link::links] for i in _put(request, rank, peer, 0, pieces)]
+        [i for peer in peers[link::links] for i in put(request, rank, peer, 0, pieces)]
         for link in range(links)
     ]
     if remote_reads:
@@ -226,7 +226,7 @@ def _product(rank: int, number: int) -> Instruction:
     return multiply(rank, number, number + 1)
 
 
-def _put(request: Request, rank: int, peer: int, low: int, high: int) -> list[Instruction]:
+def put(request: Request, rank: int, peer: int, low: int, high: int) -> list[Instruction]:
     """Put the product of the peer's pieces ``low:high`` into its inbox, which has a place for each
     source.
     """

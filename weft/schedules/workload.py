@@ -34,6 +34,8 @@ WRITES_PEERS = (
     "it multiplies into the memory of other hosts, and hosts can only send each other rows"
 )
 """Why they cannot use an algorithm whose products are made in peers' memory."""
+ONE_HOST = "over several hosts two_shot does the same, with one sum from each host"
+"""Why they cannot use a push of matmul + all-reduce."""
 STORES_TO_PEERS = (
     "its kernel stores to the memory of other hosts, and hosts can only send each other rows"
 )
@@ -175,6 +177,8 @@ class Operator:
     """Algorithms that read peers' rows in place."""
     writes_products: tuple[str, ...] = ()
     """Algorithms whose products are made in peers' memory."""
+    one_host: tuple[str, ...] = ()
+    """Algorithms of one host, to which another one corresponds over several."""
     ordered: tuple[str, ...] = ()
     """Algorithms that can send their pieces in any of `ORDERS`."""
     baseline: str = "sequential"
@@ -222,6 +226,7 @@ class Operator:
         return {
             **dict.fromkeys(self.reads_peers, READS_PEERS),
             **dict.fromkeys(self.writes_products, WRITES_PEERS),
+            **dict.fromkeys(self.one_host, ONE_HOST),
         }
 
 

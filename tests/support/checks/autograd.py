@@ -59,7 +59,7 @@ def every_algorithm_has_gradients(world):
     for operator, algorithms in {
         weft.all_gather_matmul: ("direct", "pull", "push", "ring", "sequential"),
         weft.matmul_reduce_scatter: ("direct", "push", "ring", "sequential"),
-        weft.matmul_all_reduce: ("one_shot", "two_shot", "sequential"),
+        weft.matmul_all_reduce: ("one_shot", "two_shot", "push", "sequential"),
     }.items():
         for algorithm, chunk in itertools.product(algorithms, (None, 2)):
             mine = leaves(a, b)
