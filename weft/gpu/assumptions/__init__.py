@@ -1,0 +1,1 @@
+"""What the device engine takes for granted about a GPU, as questions that the GPU answers."""
