@@ -1,14 +1,17 @@
-"""``weft doctor``: reports of a job's hosts, of vLLM here, and of a failure."""
+"""``weft doctor``: reports of a job's hosts, of vLLM here, of a GPU, and of a failure."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weft.cli import options
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def doctor(
@@ -19,6 +22,26 @@ def doctor(
         bool,
         typer.Option("--flight", help="Explain a failure from the files of the flight recorder."),
     ] = False,
+    gpu: Annotated[
+        bool,
+        typer.Option(
+            "--gpu", help="Ask the first GPU whether it behaves as weft takes for granted."
+        ),
+    ] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="With --gpu: only this question, or group of questions; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="With --gpu: write all answers as JSON, after each question."
+        ),
+    ] = None,
     files: Annotated[
         list[Path] | None,
         typer.Argument(
@@ -32,11 +55,14 @@ def doctor(
 
     Start it with the same launcher as the job, or alone: weft run -n 4 -m weft doctor
 
-    With --vllm or --flight start it once: weft doctor --flight
+    With --vllm, --gpu or --flight start it once: weft doctor --flight
     """
     from rich.console import Console
 
     console = Console(width=None if os.isatty(1) else 160)
+    for option, given in (("--only", only), ("--json", json)):
+        if given and not gpu:
+            options.refuse(option, "it belongs to --gpu")
     if flight:
         from weft.doctor import flight as recorder
 
@@ -46,8 +72,41 @@ def doctor(
     if files:
         options.refuse("FILES", "they belong to --flight")
 
-    from weft.doctor import checks
-    from weft.doctor import vllm as client
+    if gpu:
+        fine = _ask_gpu(console, only or [], json)
+    elif vllm:
+        from weft.doctor import vllm as client
 
-    fine = client.diagnose(console) if vllm else checks.diagnose(console)
+        fine = client.diagnose(console)
+    else:
+        from weft.doctor import checks
+
+        fine = checks.diagnose(console)
     raise typer.Exit(0 if fine else 1)
+
+
+def _ask_gpu(console: Console, only: list[str], file: Path | None) -> bool:
+    """Ask the first GPU; ends with exit status 2 without one that can be asked."""
+    import torch
+
+    from weft.errors import WeftError
+    from weft.gpu.backend import check_device
+
+    options.need_gpu("--gpu")
+    if torch.version.hip is not None:
+        options.refuse(
+            "--gpu", "the questions are for GPUs of NVIDIA, and torch is built for AMD's"
+        )
+    try:
+        check_device("cuda:0")
+    except WeftError as error:
+        options.refuse("--gpu", str(error))
+
+    from weft.doctor import gpu
+    from weft.gpu.assumptions import table
+
+    with options.refusing("--only"):
+        questions = table.selected(only)
+    if file:
+        options.check_writable(file, "--json")
+    return gpu.diagnose(console, questions, file)
