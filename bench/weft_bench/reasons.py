@@ -68,6 +68,12 @@ def comm_sms(settings: Any) -> str:
     return _honoured(settings, DeviceOptions(comm_sms=settings.comm_sms))
 
 
+def symmetric_out(settings: Any) -> str:
+    if (settings.operator, settings.algorithm) != ("matmul_all_reduce", "push"):
+        return "only matmul-all-reduce --algorithm push puts results there: use it, or omit it"
+    return ""
+
+
 def links(settings: Any) -> str:
     if (engine := settings.place["engine"]) in ("host", "reference"):
         return f"the engine {engine} has one lane for transfers: use --engine streams"

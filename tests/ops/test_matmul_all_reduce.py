@@ -10,6 +10,7 @@ from support.ranks import on_ranks
 
 import weft
 from weft.engines.recording import record
+from weft.plan import Copy
 from weft.schedules.matmul_all_reduce import ALGORITHMS
 
 
@@ -77,6 +78,30 @@ def emulated(world):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_an_emulated_link(ranks):
     on_ranks(emulated, ranks)
+
+
+def into_symmetric_memory(world):
+    """Peers put their sums to a symmetric result, in calls back to back, with the same bits as in
+    an ordinary one; what is read of it between calls is never a later call's.
+    """
+    out = world.empty(24, 8)
+    for call in range(40):
+        generator = torch.Generator().manual_seed(call * world.ranks + world.rank)
+        a, b = (torch.randn(*shape, generator=generator) for shape in ((24, 16), (16, 8)))
+        plain = weft.matmul_all_reduce(a, b, algorithm="push", chunk_rows=4)
+        with record(world) as recording:
+            found = weft.matmul_all_reduce(a, b, algorithm="push", chunk_rows=4, out=out)
+        assert found is out
+        assert torch.equal(out, plain)
+        ((plan, _, _),) = recording.executions
+        copied = {i.dst.buffer for _, i in plan.instructions() if isinstance(i, Copy)}
+        assert copied == {"inbox", "out"}, "no copies from a workspace"
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sums_are_put_into_symmetric_memory(ranks):
+    on_ranks(into_symmetric_memory, ranks)
 
 
 def explained(world):

@@ -115,6 +115,7 @@ SCHEDULES: dict[Callable[..., Plan], tuple[Sequence[str], Sequence[str]]] = {
         if operator.ordered
         for links in (1, 2)
     },
+    partial(fused, OPERATORS["matmul_all_reduce"], links=2): (("push",), ("symmetric_out",)),
     all_reduce: (PLAIN_ALL_REDUCES, ("symmetric_a", "symmetric_out")),
     eager_collective: (
         ("all_gather", "all_reduce", "broadcast", "reduce_scatter", "all_to_all"),

@@ -40,6 +40,7 @@ CHOICES: tuple[dict[str, Any], ...] = (
     {"order": ORDERS[1]},
     {"links": 2},
     {"remote_reads": False},
+    {"symmetric_out": True},
     {"weights": 2, "gathered": True},
 )
 """The defaults of a request, and departures from them."""

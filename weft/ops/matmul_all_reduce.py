@@ -27,6 +27,7 @@ from weft.ops.partial_sums import (
 )
 from weft.plan.binding import split
 from weft.schedules import matmul_all_reduce as schedule
+from weft.schedules.workload import Request, Variant
 from weft.world import World, current
 
 
@@ -63,7 +64,8 @@ def matmul_all_reduce(
     Arguments and errors are those of `matmul_reduce_scatter`, except:
 
     Args:
-        out: contiguous (…, N), not overlapping an input.
+        out: contiguous (…, N), not overlapping an input. A push puts peers' sums where a symmetric
+            `out` is, the same tensor on all ranks, and else copies them there.
         algorithm: ``one_shot`` (every rank adds up all products in place), ``two_shot`` (every rank
             adds up a part and copies the others), ``push`` (products and sums are put while others
             are computed), ``put`` (two_shot, with products computed in the memory of the rank that
@@ -120,6 +122,11 @@ class _ReduceCall(SumCall):
             result.dtype,
         )
         super().__init__(world, options, sums, x, b, result.view(rows, b.shape[1]), bias)
+
+    def request(self, variant: Variant) -> Request:
+        request = super().request(variant)
+        pushed = variant.algorithm == "push" and self.world.is_symmetric(self.tensors["out"])
+        return request._replace(symmetric_out=pushed)
 
     def overlapped(self) -> tuple[str, str]:
         world = self.world

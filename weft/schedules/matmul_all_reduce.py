@@ -56,7 +56,8 @@ def matmul_all_reduce(request: Request) -> Plan:
     adds it up, and its sums are put to all, while later pieces are multiplied. ``put``: as
     two_shot, with products made in the memory of the rank that adds them up. ``sequential``: one
     product, then the sums. Peers' products are added in place, or, without `remote_reads`, copied
-    from the peers first; a push always puts them. On several hosts each host puts its products once
+    from the peers first; a push always puts them, and puts sums where the result stays if that is
+    symmetric. On several hosts each host puts its products once
     to the rank that adds them up (``two_shot`` and ``sequential``).
     """
     if request.algorithm == "sequential":
@@ -101,6 +102,7 @@ def _push(request: Request, rank: int) -> Lanes:
     ranks, pieces, links = request.ranks, request.pieces, request.links
     peers, own = after(rank, ranks), range(rank * pieces, (rank + 1) * pieces)
     puts: list[list[Instruction]] = [[] for _ in range(links)]
+    into = "out" if request.symmetric_out else "summed"
 
     def add_up(piece: int) -> list[Instruction]:
         """Add up a piece of the own share once the peers' products of it have arrived."""
@@ -115,7 +117,7 @@ def _push(request: Request, rank: int) -> Lanes:
         for number, peer in enumerate(peers):
             puts[number % links] += [
                 Wait(Signal("added", rank), piece + 1),
-                Copy(block(rank, "out", own[piece]), block(peer, "summed", own[piece])),
+                Copy(block(rank, "out", own[piece]), block(peer, into, own[piece])),
                 Notify(peer, Signal("summed", rank)),
             ]
 
@@ -137,8 +139,11 @@ def _push(request: Request, rank: int) -> Lanes:
     put_sums(pieces - 1)
     for peer in peers:
         lane += wait_all("summed", [peer], pieces)
-        lane.append(Copy(shard(rank, "summed", peer, pieces), shard(rank, "out", peer, pieces)))
-    return concurrent([*lane, *leave(rank, ranks)], puts)
+        if into == "summed":
+            lane.append(Copy(shard(rank, into, peer, pieces), shard(rank, "out", peer, pieces)))
+    # else a peer's sums tell that its caller had made this call, and that its inbox is free again
+    last = leave(rank, ranks) if into == "summed" else []
+    return concurrent([*lane, *last], puts)
 
 
 def _put(request: Request, rank: int) -> Lanes:

@@ -121,7 +121,8 @@ class Request(NamedTuple):
 
     `symmetric`: the input is in symmetric memory, where peers read it in place; else it is staged.
     `hosts`: the host of each rank if there are several. `remote_reads`: products of peers can be
-    read in place; else they are moved first. A push sends its pieces in an `order` of `ORDERS`, to
+    read in place; else they are moved first. `symmetric_out`: the result is in symmetric memory,
+    and a push of sums goes there. A push sends its pieces in an `order` of `ORDERS`, to
     peers in one lane for each of `links`.
 
     `op` is the reduction of a sum, ``sum`` or ``avg``. A gather multiplies by n `weights`, and
@@ -135,6 +136,7 @@ class Request(NamedTuple):
     order: str = "peer"
     hosts: Hosts | None = None
     remote_reads: bool = True
+    symmetric_out: bool = False
     links: int = 1
     op: str = "sum"
     weights: int = 1

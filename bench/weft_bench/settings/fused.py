@@ -45,6 +45,10 @@ Latency = Annotated[float | None, Option(min=0, help=_LATENCY), Unless(common.no
 _BIAS = "Add a bias to the result: each rank's, or one of all ranks to a sum."
 _COMM_THREADS = "Threads that move rows in the background."
 CommThreads = Annotated[int, Option(min=1, help=_COMM_THREADS), Unless(reasons.comm_threads)]
+_SYMMETRIC_OUT = "The result is in symmetric memory, where peers put their sums."
+SymmetricOut = Annotated[
+    bool, Option("--symmetric-out", help=_SYMMETRIC_OUT), Unless(reasons.symmetric_out)
+]
 _TILE = "Rows x columns that a program of the product kernel computes at once."
 Tile = Annotated[
     str | None, Option(help=_TILE), tuple(map(tile_name, TILES)), Unless(reasons.of_kernel)
@@ -77,9 +81,7 @@ class FusedSettings(Compared):
         Dtype | None, Option(help="Dtype of the output: the inputs' or float32.")
     ] = None
     bias: Annotated[bool, Option("--bias", help=_BIAS)] = False
-    symmetric_out: Annotated[
-        bool, Option("--symmetric-out", help="The results are in symmetric memory.")
-    ] = False
+    symmetric_out: SymmetricOut = False
     warmup: Warmup = 3
     iterations: Iterations = 20
     seed: Seed = 0
