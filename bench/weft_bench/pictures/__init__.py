@@ -30,6 +30,9 @@ COLOURS = {
 DASHED = (0, (4, 3))
 """The style of lines that show a limit."""
 
+_LINE = 0.21
+"""Inches from the top of the title to that of the line below it."""
+
 
 @contextmanager
 def picture(
@@ -51,7 +54,8 @@ def picture(
         if title:
             shown = title if verified else f"{title}  NOT VERIFIED"
             # an empty second line, in which `about` is written in a smaller font
-            figure.suptitle(f"{shown}\n" if about else shown, x=0.012, ha="left")
-            second = 0.98 - 0.21 / height
+            first = figure.suptitle(f"{shown}\n" if about else shown, x=0.012, ha="left")
+            figure.draw_without_rendering()  # the layout places the title
+            second = first.get_position()[1] - _LINE / height
             figure.text(0.012, second, about, va="top", fontsize=7.5, color=COLOURS["muted"])
         figure.savefig(path)
