@@ -81,8 +81,10 @@ class Problem:
             self.exact = self.exact + self.own_bias
             self.magnitude = self.magnitude + self.own_bias.abs()
         self.bound = error_bound(self.magnitude, self.exact, k, dtype, out_dtype)
-        rounded = 0.0 if self.own_bias is None else _unit(out_dtype)
-        self.baseline_bound = self.bound + rounded * (self.magnitude + self.bound)
+        self.baseline_bound = self.bound
+        if self.own_bias is not None:
+            rounded = _unit(out_dtype) * (self.magnitude + self.bound)
+            self.baseline_bound = self.bound + rounded
 
     def random(self, rows: int, columns: int, dtype: torch.dtype, seed: int) -> Tensor:
         """A random matrix on the device, the same on every device and rank."""

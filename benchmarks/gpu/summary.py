@@ -53,7 +53,7 @@ def main(folder: Path) -> None:
                 shape = "x".join(str(row["shape"][name]) for name in "mkn")
                 print(
                     f"| {shape} | {row['kernel_tflops']:.0f} | {row['torch_mm_tflops']:.0f} | "
-                    f"{row['ratio']:.3f} | {row['wrong']} |"
+                    f"{row['ratio']:.3f} | {sum(row['wrong'].values())} |"
                 )
         worlds = [
             found for found in products.values() if isinstance(found, dict) and "times_ms" in found

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from support.interpreter import interpreted
 from support.ranks import on_ranks
 from typer.testing import CliRunner
 
@@ -21,6 +22,7 @@ from weft.plan.launch import Launch
 from weft_bench import benchmarks, plots, saved, sweep
 from weft_bench.gpu import products, shared, slowest
 from weft_bench.gpu.matmul_from_host import matmul_from_host
+from weft_bench.gpu.rates import product_rates
 from weft_bench.settings.fused import AllGatherMatmul
 from weft_bench.settings.sweeps import AllGather
 
@@ -208,8 +210,39 @@ def wall(call, warmup, iterations):
     return times[warmup:]
 
 
+def rates_of_products(_, moves=True):
+    """What tests/gpu/test_gpu.py asks of a GPU, with smaller shapes."""
+    interpreted()
+    from weft.gpu.kernels.all_gather_matmul import ProductKernel
+
+    if not moves:
+        ProductKernel.__call__ = lambda *arguments: None
+    found = product_rates(
+        [(24, 16, 40), (30, 8, 24)], torch.float16, 1, 2, torch.device("cpu"), wall
+    )
+    return found, torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+
+
+def test_rates_of_products_are_verified():
+    [(rows, reduced)] = on_ranks(rates_of_products, 1)
+    assert [row["wrong"] for row in rows] == [{"kernel": 0, "torch.mm": 0}] * 2
+    assert rows[0]["shape"] == {"m": 24, "k": 16, "n": 40}
+    for row in rows:
+        times = {name: row[f"{name}_ms"]["median"] for name in ("torch_mm", "torch_mm_default")}
+        assert row["ratio"] == min(times.values()) / row["kernel_ms"]["median"] > 0
+    assert reduced  # as before
+
+
+def test_a_product_kernel_that_stores_nothing_is_found():
+    [(rows, _)] = on_ranks(rates_of_products, 1, False)
+    assert [(row["wrong"]["kernel"], row["wrong"]["torch.mm"]) for row in rows] == [
+        (24 * 40, 0),
+        (30 * 24, 0),
+    ]
+
+
 def test_fused_operators_of_ranks_that_share_a_device_are_verified(monkeypatch):
-    found = shared.fused(2, "torch", (16, 8, 12), torch.float32, "cpu", wall)
+    found = shared.fused(4, "torch", (16, 8, 12), torch.float32, "cpu", wall)
     assert not any(found["wrong"].values())
     assert [*found["times_ms"]] == [*found["wrong"]]
     assert len(found["wrong"]) == len(shared.GATHERS) + len(shared.SCATTERS) + 4
