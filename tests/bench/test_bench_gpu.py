@@ -3,9 +3,7 @@ pictures.
 """
 
 import os
-import subprocess
 from io import StringIO
-from pathlib import Path
 
 import pytest
 import torch
@@ -98,23 +96,6 @@ def test_numbers_of_sms():
     )
     assert result.exit_code == 2
     assert "expected positive numbers" in result.output
-
-
-@without
-@pytest.mark.slow
-def test_the_script_reports_a_missing_gpu(tmp_path):
-    script = Path(__file__).parents[2] / "benchmarks" / "gpu" / "check.sh"
-    assert subprocess.run(["bash", "-n", script]).returncode == 0
-    import sys
-
-    done = subprocess.run(
-        [script, tmp_path],
-        env=os.environ | {"PYTHON": sys.executable},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 3
-    assert "finds no GPU here; nothing was run" in done.stderr
 
 
 @pytest.mark.parametrize(("own", "away", "pieces"), [(8, 24, 5), (0, 7, 1), (6, 0, 2)])

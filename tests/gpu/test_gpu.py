@@ -1,4 +1,4 @@
-"""Tests that need a GPU, skipped without one. `benchmarks/gpu/check.sh` runs them."""
+"""Tests that need a GPU, skipped without one. `benchmarks/gpu/second.sh` runs them."""
 
 import threading
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from weft.kernels.matmul import matmul
 from weft.measure.timing import summarize
+from weft.plan import Region
 from weft.predict import figures
 from weft_bench.gpu import Shape, Timer, measured, milliseconds
 from weft_bench.torch_products import sums_in_float32
@@ -63,29 +66,32 @@ class Product(Views):
     """A product by the persistent kernel and by `torch.mm`."""
 
     def __init__(self, m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> None:
-        from weft.gpu.kernels import all_gather_matmul as kernels
-        from weft.gpu.kernels import symmetric
-        from weft.kernels.matmul import matmul
-        from weft.plan import Region
-
         self.shape = m, k, n
-        on_gpu = device.type == "cuda"
-        sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 2
         self.problem = Problem(m, k, n, dtype, dtype, seed=0, rank=0, device=device)
         weight = self.problem.weight
         self.x, out = (torch.empty(m, c, dtype=dtype, device=device) for c in (k, n))
-        lane = [matmul(Region(0, "x", 0, m), Region(0, "out", 0, m))]
-        product = kernels.ProductKernel(lane, n, dtype, dtype, lambda _: 0, 0, sms, device)
-        counters = torch.zeros(1, symmetric.COUNTER, dtype=torch.int64, device=device)
-        bases = counters[:, 0].contiguous()
-        record = symmetric.timeout_record(device)
-        tables = symmetric.CounterTables(counters, bases, bases, record)
-        arguments = self.x, self.x, weight, None, out, bases, tables, symmetric.MAX_POLLS
         right = partial(self.problem.check_product, out)
         self.views = {
-            KERNEL: View(partial(product, *arguments), (out,), right),
+            KERNEL: View(launch(self.x, weight, out), (out,), right),
             MM: View(partial(torch.mm, self.x, weight, out=out), (out,), right),
         }
 
     def renew(self, run: int) -> None:
         self.x.copy_(self.problem.rows(run))
+
+
+def launch(x: Tensor, weight: Tensor, out: Tensor) -> Callable[[], object]:
+    """The launch of the persistent kernel for ``out = x @ weight`` on all SMs of the device, on a
+    CPU two.
+    """
+    from weft.gpu.kernels import symmetric
+    from weft.gpu.kernels.all_gather_matmul import ProductKernel
+
+    m, device, on_gpu = len(x), x.device, x.device.type == "cuda"
+    sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 2
+    lane = [matmul(Region(0, "x", 0, m), Region(0, "out", 0, m))]
+    product = ProductKernel(lane, out.shape[1], x.dtype, out.dtype, lambda _: 0, 0, sms, device)
+    counters = torch.zeros(1, symmetric.COUNTER, dtype=torch.int64, device=device)
+    bases = counters[:, 0].contiguous()
+    tables = symmetric.CounterTables(counters, bases, bases, symmetric.timeout_record(device))
+    return partial(product, x, x, weight, None, out, bases, tables, symmetric.MAX_POLLS)
