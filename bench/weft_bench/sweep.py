@@ -8,7 +8,6 @@ Every result is verified before and after timing, on new data and poisoned outpu
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -22,18 +21,15 @@ from torch import Tensor
 
 from weft.cli.values import parse_sizes
 from weft.measure.timing import (
-    TIMEOUT,
     Times,
     largest,
     per_call,
-    products_of,
     race,
     session,
     stopwatch_of,
 )
 from weft.plan.launch import Launch
-from weft.world import World, init
-from weft.world.local import local_world
+from weft.world import World
 from weft_bench import tables
 from weft_bench.collective_baselines import opened
 from weft_bench.collectives import COLLECTIVES, Data, bandwidths, count_of, weft_collective
@@ -180,26 +176,6 @@ def measure(settings: SweepSettings) -> dict[str, Any]:
             baselines[name] = stack.enter_context(opened(name, world))
         stack.enter_context(neighbours(world, settings.neighbours))
         return _measured(settings, world, baselines)
-
-
-def measure_in_threads(settings: SweepSettings) -> dict[str, Any]:
-    """The same of ranks that are threads of this process and share a device, without baselines."""
-    if settings.engine == "interpreter":
-        os.environ["TRITON_INTERPRET"] = "1"
-    with local_world(
-        settings.ranks or 2,
-        settings.device,
-        timeout=TIMEOUT,
-        streams=settings.engine == "streams",
-        products=products_of(settings.place["engine"]),
-    ) as local:
-        found: list[dict[str, Any]] = local.run(partial(_on_this_thread, settings))
-        return found[0]
-
-
-def _on_this_thread(settings: SweepSettings) -> dict[str, Any]:
-    with torch.no_grad():
-        return _measured(settings, init(), {})
 
 
 def _measured(

@@ -23,6 +23,7 @@ from weft_bench.gpu.matmul_from_host import matmul_from_host
 from weft_bench.gpu.rates import product_rates
 from weft_bench.settings.fused import AllGatherMatmul
 from weft_bench.settings.sweeps import AllGather
+from weft_bench.threads import in_threads
 
 
 def refused(*options):
@@ -82,14 +83,6 @@ def test_torch_is_a_baseline_of_all_gather_only():
     assert "torch's symmetric memory is compared in all-gather" in why
 
 
-@pytest.mark.parametrize(("option", "value"), [("--baseline", "torch"), ("--neighbours", "1")])
-def test_ranks_that_share_a_gpu_are_threads(monkeypatch, option, value):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    why = refused("all-gather", "--device", "cuda", option, value)
-    assert f"{option}: ranks that share a GPU are threads of one process" in why
-
-
 def test_numbers_of_sms():
     result = CliRunner().invoke(
         app, ["bench", "all-gather", "--device", "cuda", "--comm-sms", "4,none"]
@@ -120,7 +113,7 @@ def kernels(**options):
     sweep.Bench._sizes = lambda *_: (1, 1, 1)
     chosen = {"sizes": "1004", "dtype": "bfloat16", "warmup": 0, "iterations": 1} | options
     kernel = {"engine": "interpreter", "tile": "1K", "warps": "1", "ranks": 2}
-    return sweep.measure_in_threads(AllGather(**kernel, **chosen))
+    return in_threads(sweep.measure, AllGather(**kernel, **chosen))
 
 
 def measured_by_the_interpreter(_):

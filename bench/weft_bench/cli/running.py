@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import typer
@@ -53,12 +54,24 @@ def placed(settings: Settings) -> Settings:
 
 def sharing_one_gpu(settings: Any) -> bool:
     """Whether the ranks to start would share the only GPU here: as processes they would take turns
-    on it, so they are threads.
+    on it, so they are threads. Options that need processes are then refused.
     """
+    if settings.device == "cpu":
+        return False
     import torch
 
     rank, ranks = options.world_size(settings.ranks)
-    return rank is None and ranks > torch.cuda.device_count() == 1
+    together = rank is None and ranks > torch.cuda.device_count() == 1
+    for option, given in (
+        ("--neighbours", settings.neighbours is not None),
+        ("--baseline", getattr(settings, "baselines", ())),
+        ("--trace", getattr(settings, "trace", None)),
+        ("--timeline", getattr(settings, "timeline", None)),
+    ):
+        if together and given:
+            processes = "omit it, or start processes by torchrun"
+            refuse(option, f"ranks that share a GPU are threads of one process: {processes}")
+    return together
 
 
 def run_benchmark(
@@ -68,15 +81,21 @@ def run_benchmark(
     *,
     more: Callable[[Any], None] = lambda result: None,
     alone: str = "",
+    together: bool = False,
     in_process: bool = False,
 ) -> None:
     """Run a benchmark with settings of `weft_bench.settings`, and output the result as tables, file
     and picture.
 
-    It runs on ranks started here, or on the ranks of a launcher, of which this process is one, or
-    `in_process`. `alone`: the reason to refuse a single rank. `more` writes further files. Errors
-    and wrong results end with exit status 1.
+    It runs on ranks started here, or on the ranks of a launcher, of which this process is one; or
+    on ranks that are threads of this process, `together`; or `in_process`, by one call. `alone`:
+    the reason to refuse a single rank. `more` writes further files. Errors and wrong results end
+    with exit status 1.
     """
+    if together:
+        from weft_bench.threads import in_threads
+
+        measure, in_process = partial(in_threads, measure), True
     rank, ranks = (0, settings.ranks or 2) if in_process else options.world_size(settings.ranks)
     if ranks < 2 and alone:
         refuse("--ranks", alone)
