@@ -87,7 +87,7 @@ warmed() {  # wait until kernels are compiled, at most 30 s, and keep them for t
   for _ in $(seq 60); do kill -0 $warming 2>/dev/null || break; sleep 0.5; done
   kill $warming 2>/dev/null
   wait $warming || failed=1
-  say "   kernels: $(find "$TRITON_CACHE_DIR" -name '*.cubin' | wc -l) compiled by warm.py and others, at $SECONDS s"
+  say "   kernels: $(find "$TRITON_CACHE_DIR" -name '*.cubin' 2>/dev/null | wc -l) compiled by warm.py and others, at $SECONDS s"
   cat "$work/warm.log" >>"$log"
   keep_kernels
 }

@@ -20,4 +20,15 @@ bench all-gather 60 all-gather --device cuda --ranks 2 --sizes 2M,32M,512M --com
 bench p2p 30 p2p --device cuda --ranks 2 --sizes 4K:64M:16 --comm-sms 4,16,32 --warmup 1 --iterations 5
 bench_of_processes processes-torch 50 all-gather-matmul --device cuda --shape 8192x8192x8192 --dtype bfloat16 --baseline torch --iterations 5
 step rates 60 "$python" "$here/rates.py" "$out/rates.json" full
+[ "$gpus" = 0 ] && finish # the rest is of speeds alone
+
+source "$here/five_systems.sh"
+# The cores of this machine, which are more than those on which weft was measured before.
+square=(all-gather-matmul --shape 1024x1024x1024 --iterations 10)
+bench cpu-link 25 "${square[@]}" --link-gbps auto
+bench cpu-float32 25 "${square[@]}"
+bench cpu-bfloat16 25 "${square[@]}" --dtype bfloat16
+for ranks in 2 8 16; do
+  bench cpu-$ranks 25 all-gather-matmul -n $ranks --threads $((16 / ranks)) --shape 4096x4096x4096 --iterations 5
+done
 finish

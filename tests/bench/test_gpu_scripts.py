@@ -8,10 +8,14 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
+
+from weft.cli import app
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "gpu"
 without = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -209,6 +213,77 @@ STEPS = {
     "first.sh": "build, doctor, ladder, lazy, late-variables, rates, processes",
     "second.sh": "build, tests, fused, from-host, all-gather, p2p, processes-torch, rates",
 }
+PYTHON = """#!/bin/bash
+# A Python that sees a GPU, does nothing and notes what it was to do.
+case "$*" in
+  *sys.executable*) echo "$0" ;;
+  *device_count*) echo 1 ;;
+  *) echo "$*" >>"$0.log" ;;
+esac
+"""
+
+
+@pytest.fixture
+def walked(tmp_path):
+    """Runs a script where every program succeeds at once; the names of its steps, and the arguments
+    of Python.
+    """
+
+    def walk(name):
+        (python := tmp_path / "python").write_text(PYTHON)
+        python.chmod(0o755)
+        (tmp_path / "tmp").mkdir()
+        places = {"OUT": f"{tmp_path / 'out'}", "TMPDIR": f"{tmp_path / 'tmp'}"}
+        environment = os.environ | places | {"PYTHON": str(python)}
+        done = subprocess.run([SCRIPTS / name], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "SKIPPED" not in done.stdout
+        calls = [line.split() for line in (tmp_path / "python.log").read_text().splitlines()]
+        return re.findall(r"^== (.*) \(at", done.stdout, re.MULTILINE), calls
+
+    return walk
+
+
+class Reached(Exception):
+    """A benchmark would begin."""
+
+
+def reached(*arguments, **options):
+    raise Reached
+
+
+@pytest.mark.parametrize("part", ["first.sh", "second.sh", "five_systems.sh"])
+def test_every_step_is_a_command_that_exists(part, walked, monkeypatch):
+    """With a GPU all steps are reached, and the options of each benchmark are accepted, up to where
+    it would begin.
+    """
+    steps, calls = walked(part)
+    assert ", ".join(steps).startswith(STEPS.get(part, "build, 1-streaming"))
+    assert len({*steps}) == len(steps)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for begin in (
+        "weft_bench.threads.in_threads",
+        "weft_bench.fused.measure",
+        "weft_bench.gpu.products.from_host",
+        "weft_bench.cli.running.on_ranks",
+    ):
+        monkeypatch.setattr(begin, reached)
+    launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    launched |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    benches = [call for call in calls if "bench" in call and "weft" in call]
+    assert len(benches) >= (1 if part == "first.sh" else 4)
+    for call in benches:
+        words = call[call.index("bench") :]
+        environment = launched if "torch.distributed.run" in call else {}
+        with monkeypatch.context() as given:
+            given.setattr("weft.cli.options.failing", lambda *names: nullcontext())
+            for name, value in environment.items():
+                given.setenv(name, value)
+            found = CliRunner().invoke(app, words)
+        assert isinstance(found.exception, Reached), (words, found.output)
+    for script in {word for call in calls for word in call if word.endswith(".py")}:
+        assert Path(script).exists()
 
 
 @without
