@@ -385,7 +385,7 @@ def measure(
             if settings.trace or settings.timeline:
                 traced.extend(traces(subject, stopwatch))
 
-        times, checks = timed(subject, stopwatch, settings, trace)
+        times, checks = timed(subject, stopwatch, settings, trace, settings.graph)
         cascade = []
         if settings.return_gathered:
             cascade = compare_with_cascade(subject, world, 2 * len(subject.views))

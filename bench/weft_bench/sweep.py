@@ -34,6 +34,7 @@ from weft_bench import tables
 from weft_bench.collective_baselines import opened
 from weft_bench.collectives import COLLECTIVES, Data, bandwidths, count_of, weft_collective
 from weft_bench.contenders import PLAIN, WEFT, Baseline, Contender, Local
+from weft_bench.graphs import captured
 from weft_bench.harness import batches, environment, every_size, singles, verified
 from weft_bench.neighbours import neighbours
 from weft_bench.settings.sweeps import SweepSettings
@@ -125,6 +126,10 @@ class Bench:
         self, contenders: Sequence[Contender], advance: Callable[[], None]
     ) -> list[tuple[int, list[float]]]:
         """The calls per batch and the seconds of all batches of each contender, interleaved."""
+        if self.settings.graph:
+            for one in contenders:
+                if isinstance(one, Local):
+                    one.call = captured(self.world, one.call)
         rounds = self.settings.iterations
         sizes = [self._sizes(one) for one in contenders]
         timed = [

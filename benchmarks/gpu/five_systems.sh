@@ -17,8 +17,9 @@ published() { # NAME BENCHMARK OPTIONS…
   bench "$1" 45 "$2" --device cuda --warmup 1 --iterations 10 "${@:3}"
 }
 
-streaming() { # RANKS:SHAPE ENGINE: a product that streams rows in
-  published "1-streaming-${1/:/-}-$2" all-gather-matmul -n "${1%%:*}" --shape "${1##*:}" --algorithm push --dtype float16 --engine "$2"
+streaming() { # RANKS:SHAPE ENGINE OPTIONS…: a product that streams rows in
+  published "1-streaming-${1/:/-}-$2${3:-}" all-gather-matmul -n "${1%%:*}" --shape "${1##*:}" --algorithm push --dtype float16 \
+    --engine "$2" "${@:3}"
 }
 
 # 1. AllGather + GEMM, and each of the others once
@@ -32,7 +33,10 @@ published 4-beside overlap -n 2 --shape 8192x8192x8192 --size 64M --dtype float1
 # 5. all-gather by numbers of SMs
 published 5-gather-2 all-gather -n 2 --sizes 2M:512M:16 --dtype float16 --comm-sms 8,32,64 --tile 16K
 
-for case in 2:2048x2048x1024 2:8192x4096x4096 4:4096x4096x4096 8:16384x4096x4096; do streaming $case triton; done
+# the smallest also without the time of Python
+streaming 2:2048x2048x1024 triton
+streaming 2:2048x2048x1024 triton --graph
+for case in 2:8192x4096x4096 4:4096x4096x4096 8:16384x4096x4096; do streaming $case triton; done
 for case in 2:2048x2048x1024 2:4096x4096x4096 8:16384x4096x4096; do streaming $case streams; done
 published 4-linear matmul-all-reduce -n 2 --shape 8192x32768x8192 --algorithm two_shot --dtype bfloat16
 published 5-gather-4 all-gather -n 4 --sizes 2M:128M:4 --dtype float16 --comm-sms 4,8,16,32 --tile 8K,16K

@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 import weft
 from weft.cli import app
 from weft.cli.values import Shape
-from weft_bench import between_ranks, fused, overlap, p2p, report, threads
+from weft_bench import between_ranks, fused, graphs, overlap, p2p, report, sweep, threads
 from weft_bench.benchmarks import BENCHMARKS
 from weft_bench.settings.copies import CopySettings
 from weft_bench.settings.overlap import OverlapSettings
+from weft_bench.settings.sweeps import AllGather
 from weft_bench.subjects import subject
 
 QUICK = {"engine": "streams", "warmup": 1, "iterations": 2, "threads": 1}
@@ -26,9 +27,9 @@ ALGORITHMS = {
 }
 
 
-def fused_of_threads(name):
+def fused_of_threads(name, **options):
     """The result of a fused operator of three ranks as a JSON object."""
-    more = {"algorithm": ALGORITHMS[name], "baseline": "none", **MORE.get(name, {})}
+    more = {"algorithm": ALGORITHMS[name], "baseline": "none", **MORE.get(name, {}), **options}
     settings = BENCHMARKS[name].settings(shape=Shape(60, 32, 48), ranks=3, **QUICK, **more)
     measure = partial(fused.measure, subject(settings.operator))
     return report.to_json(threads.in_threads(measure, settings))
@@ -93,6 +94,63 @@ def test_ranks_that_are_threads_tell_each_other_their_data():
     assert not between_ranks._lent
 
 
+class Captures:
+    """Stands for CUDA graphs: counts them and their replays, which are further calls."""
+
+    def __init__(self):
+        self.number, self.replays = 0, 0
+
+    def capture(self, call):
+        self.number += 1
+
+        def replay():
+            self.replays += 1
+            return call()
+
+        return replay
+
+
+GATHER = {"sizes": "4K", "ranks": 3, "baseline": "none", "graph": True, **QUICK}
+
+
+def test_replays_of_graphs_are_timed_and_verified(monkeypatch):
+    """Fused operators, each view once on each rank, and collectives."""
+    captures = Captures()
+    monkeypatch.setattr(graphs, "capture", captures.capture)
+    found = fused_of_threads("matmul-reduce-scatter", graph=True)
+    assert found["verified"]
+    assert found["options"]["graph"]
+    assert captures.number == 3 * len(found["times_ms"])
+    assert captures.replays > captures.number
+    captures.number = 0
+    swept = threads.in_threads(sweep.measure, AllGather(**GATHER))
+    assert swept["verified"]
+    assert captures.number == 3 * len(swept["rows"])
+
+    monkeypatch.setattr(graphs, "capture", lambda call: lambda: None)  # a replay of nothing
+    assert not threads.in_threads(sweep.measure, AllGather(**GATHER))["verified"]
+    assert not fused_of_threads("matmul-reduce-scatter", graph=True)["verified"]
+
+
+def test_ranks_capture_in_turn(monkeypatch):
+    """Rank 1 does not begin before rank 0 has captured, nor does any rank go on before all have."""
+    order = []
+
+    def capture(call):
+        order.append(call())
+        return call
+
+    def work():
+        world = weft.init()
+        graphs.captured(world, lambda: world.rank)
+        return len(order)
+
+    monkeypatch.setattr(graphs, "capture", capture)
+    with weft.local_world(3) as local:
+        assert local.run(work) == [3, 3, 3]
+    assert order == [0, 1, 2]
+
+
 @pytest.fixture
 def one_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -117,20 +175,32 @@ def test_ranks_that_share_the_only_gpu_are_threads(command, monkeypatch):
     assert began == [("cuda", 2)]
 
 
+REFUSED = [
+    ("all-gather", ["--baseline", "torch"], "threads of one process: omit it, or start"),
+    ("all-gather", ["--neighbours", "1"], "threads of one process: omit it, or start"),
+    ("p2p", ["--neighbours", "1"], "threads of one process: omit it, or start"),
+    ("all-gather-matmul", ["--baseline", "torch"], "threads of one process: omit it, or start"),
+    ("all-gather-matmul", ["--trace", "t.json"], "threads of one process: omit it, or start"),
+    ("overlap", ["--gather", "multicast"], "multicast needs a GPU for each rank"),
+    ("all-gather", ["--graph", "--baseline", "torch"], "weft's calls alone are captured"),
+    ("all-gather-matmul", ["--graph", "--trace", "t.json"], "replays is not recorded: omit"),
+    ("all-gather-matmul", ["--graph", "--return-gathered"], "omit --return-gathered"),
+]
+
+
+def test_graphs_are_of_gpus():
+    result = CliRunner().invoke(app, ["bench", "all-gather", "--graph"])
+    assert result.exit_code == 2
+    assert "graphs are of GPUs: use --device cuda" in result.output
+
+
 @pytest.mark.usefixtures("one_gpu")
 @pytest.mark.parametrize(
     ("command", "options", "why"),
-    [
-        ("all-gather", ["--baseline", "torch"], "threads of one process: omit it, or start"),
-        ("all-gather", ["--neighbours", "1"], "threads of one process: omit it, or start"),
-        ("p2p", ["--neighbours", "1"], "threads of one process: omit it, or start"),
-        ("all-gather-matmul", ["--baseline", "torch"], "threads of one process: omit it, or start"),
-        ("all-gather-matmul", ["--trace", "t.json"], "threads of one process: omit it, or start"),
-        ("overlap", ["--gather", "multicast"], "multicast needs a GPU for each rank"),
-    ],
+    REFUSED,
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_needs_processes_is_refused(command, options, why):
+def test_what_ranks_on_one_gpu_cannot_do_is_refused(command, options, why):
     result = CliRunner().invoke(app, ["bench", command, "--device", "cuda", *options])
     assert result.exit_code == 2
     assert why in " ".join(result.output.replace("│", " ").split())

@@ -35,7 +35,7 @@ def check_baselines(settings: Any, possible: Sequence[str]) -> None:
 
 def placed(settings: Settings) -> Settings:
     """The settings for the device and the engine that they ask for, which exist; ranks that share a
-    GPU have no baseline unless asked for one.
+    GPU, and calls that a graph replays, have no baseline unless asked for one.
     """
     on: Any = settings
     options.check_place(on)
@@ -44,8 +44,11 @@ def placed(settings: Settings) -> Settings:
     import torch
 
     _, ranks = options.world_size(on.ranks)
-    if ranks <= torch.cuda.device_count() or not hasattr(on, "baseline"):
+    graph = getattr(on, "graph", False)
+    if not hasattr(on, "baseline") or (ranks <= torch.cuda.device_count() and not graph):
         return settings
+    if on.baseline and on.baselines and graph:
+        refuse("--baseline", "weft's calls alone are captured in graphs: omit one of them")
     if on.baseline and any(SYSTEMS[name].backend == "nccl" for name in on.baselines):
         refuse("--baseline", "nccl needs a GPU for each rank: use --baseline none, or fewer ranks")
     found: Settings = replace(on, baseline=on.baseline or "none")
