@@ -78,7 +78,7 @@ bench_with() {
 }
 
 warm_in_background() {  # compile with 12 processes beside other steps; without a GPU one kernel, as a check
-  if [ "$gpus" = 0 ]; then set -- 1 --only signals; else set -- 12; fi
+  if [ "$gpus" = 0 ]; then set -- 1 --only signals; else set -- 12; fi  # of 16 cores
   timeout 120 "$python" "$here/warm.py" "$@" >"$work/warm.log" 2>&1 & # its processes end with it
   warming=$!
 }

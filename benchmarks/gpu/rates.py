@@ -35,7 +35,7 @@ SHAPES = [
     (2048, 2048, 1024),
 ]
 TILES = {  # besides the kernel's own
-    LARGE: [Blocks(128, 256, 64, 8, 4), Blocks(256, 128, 64, 8, 3)],
+    LARGE: [Blocks(128, 256, 64, 8, 3), Blocks(128, 256, 64, 8, 4), Blocks(256, 128, 64, 8, 3)],
     SHAPES[2]: [Blocks(128, 128, 64, 8, 3), Blocks(64, 128, 64, 4, 4)],
 }
 MORE = [

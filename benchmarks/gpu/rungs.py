@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import weft
+from weft.schedules.operators import OPERATORS
 from weft.world import World
 
 DTYPE = torch.bfloat16
@@ -79,12 +80,12 @@ def rungs(on_gpu: bool) -> list[Rung]:
         found.append(Rung("all_gather gluon", partial(gathers, size, **gluon)))
     for products in ("torch", "triton"):
         found += fused(size, products)
-    tall = "4 ranks, ", partial(gather_matmul, size, "push"), 4
+    pushed, by_sms = partial(gather_matmul, size, "push"), weft.DeviceOptions(comm_sms=size.sms)
     found += [
-        Rung("copies by 8 SMs, triton", tall[1], 2, "triton", weft.DeviceOptions(comm_sms=8)),
+        Rung("copies by SMs, triton", pushed, 2, "triton", by_sms),
         Rung("gradients", gradients),
-        Rung("4 ranks, torch", *tall[1:]),
-        Rung("4 ranks, triton", *tall[1:], "triton"),
+        Rung("4 ranks, torch", pushed, 4),
+        Rung("4 ranks, triton", pushed, 4, "triton"),
         Rung("4 ranks, put, triton", partial(matmul_scatter, size, "put"), 4, "triton"),
     ]
     if on_gpu:
@@ -100,20 +101,18 @@ def rungs(on_gpu: bool) -> list[Rung]:
 
 def fused(size: Size, products: str) -> list[Rung]:
     """Every algorithm of the fused operators, with products by `products`."""
+    operators: dict[str, Callable[..., None]] = {
+        "all_gather_matmul": gather_matmul,
+        "matmul_reduce_scatter": matmul_scatter,
+        "matmul_all_reduce": matmul_reduce,
+    }
     works: dict[str, Callable[[World], None]] = {
-        **{
-            f"all_gather_matmul {each}": partial(gather_matmul, size, each)
-            for each in ("push", "pull", "direct", "ring", "sequential")
-        },
+        f"{name} {algorithm}": partial(work, size, algorithm)
+        for name, work in operators.items()
+        for algorithm in OPERATORS[name].algorithms
+    }
+    works |= {
         "all_gather_matmul with bias": partial(gather_matmul, size, "push", biased=True),
-        **{
-            f"matmul_reduce_scatter {each}": partial(matmul_scatter, size, each)
-            for each in ("push", "direct", "put", "ring", "sequential")
-        },
-        **{
-            f"matmul_all_reduce {each}": partial(matmul_reduce, size, each)
-            for each in ("one_shot", "two_shot", "put", "sequential")
-        },
         "other layouts": partial(other_layouts, size),
     }
     return [Rung(f"{name}, {products}", work, 2, products) for name, work in works.items()]

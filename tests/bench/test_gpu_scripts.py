@@ -312,4 +312,4 @@ def test_a_part_goes_through_all_steps_without_a_gpu(part, tmp_path):
     assert len(files) <= 8
     if part == "first.sh":
         assert "   ladder: done" in done.stdout
-        assert "0 compiled" not in done.stdout
+    assert int(re.findall(r"kernels: (\d+) compiled", done.stdout)[0]) > 0

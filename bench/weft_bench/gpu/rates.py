@@ -70,9 +70,11 @@ class Product(Views):
         self.problem = Problem(m, k, n, dtype, dtype, seed=0, rank=0, device=device)
         weight = self.problem.weight
         self.x, out = (torch.empty(m, c, dtype=dtype, device=device) for c in (k, n))
+        on_gpu = device.type == "cuda"
+        sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 2
         right = partial(self.problem.check_product, out)
         self.views = {
-            KERNEL: View(launch(self.x, weight, out), (out,), right),
+            KERNEL: View(launch(self.x, weight, out, sms), (out,), right),
             MM: View(partial(torch.mm, self.x, weight, out=out), (out,), right),
         }
 
@@ -80,15 +82,12 @@ class Product(Views):
         self.x.copy_(self.problem.rows(run))
 
 
-def launch(x: Tensor, weight: Tensor, out: Tensor) -> Callable[[], object]:
-    """The launch of the persistent kernel for ``out = x @ weight`` on all SMs of the device, on a
-    CPU two.
-    """
+def launch(x: Tensor, weight: Tensor, out: Tensor, sms: int) -> Callable[[], object]:
+    """The launch of the persistent kernel for ``out = x @ weight`` on this number of SMs."""
     from weft.gpu.kernels import symmetric
     from weft.gpu.kernels.all_gather_matmul import ProductKernel
 
-    m, device, on_gpu = len(x), x.device, x.device.type == "cuda"
-    sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 2
+    m, device = len(x), x.device
     lane = [matmul(Region(0, "x", 0, m), Region(0, "out", 0, m))]
     product = ProductKernel(lane, out.shape[1], x.dtype, out.dtype, lambda _: 0, 0, sms, device)
     counters = torch.zeros(1, symmetric.COUNTER, dtype=torch.int64, device=device)
