@@ -13,7 +13,7 @@ NATIVE := $(wildcard native/CMakeLists.txt native/*/*)
 INSTALL := -m pip install --constraint constraints.txt
 ONLY_ERRORS := 2> >(grep --invert-match ^WARNING >&2)
 
-.PHONY: bench baselines vllm test test-all check speed test-torch torch-suite collected docs docs-version house storm sanitize portable wheels wheel-test clean
+.PHONY: bench baselines vllm test test-all check speed test-torch torch-suite collected gpu-kit docs docs-version house storm sanitize portable wheels wheel-test clean
 
 # weft, its command and its benchmarks
 .venv/command: pyproject.toml bench/pyproject.toml constraints.txt $(NATIVE)
@@ -118,6 +118,15 @@ torch-suite: .venv/installed
 collected: .venv/installed
 	$(BIN)/python .ci/collected.py
 
+# The folder .gpu, which git ignores, to take to a machine with a GPU and no network: wheels for GPU_PYTHON, a Python of its version, so
+# that benchmarks/gpu need not compile the native core there.
+GPU_PYTHON ?= python3.12
+
+gpu-kit:
+	mkdir -p .gpu
+	rm -f .gpu/torch_weft*.whl
+	$(GPU_PYTHON) $(subst install,wheel,$(INSTALL)) --no-deps --wheel-dir .gpu . ./bench
+
 # The documentation site, site/index.html; fails on a link that leads nowhere.
 docs: .venv/documentation
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -159,4 +168,4 @@ wheel-test:
 	build/wheels/tools/bin/python .ci/wheels.py --test
 
 clean:
-	rm -rf .venv .baselines .clients .torches build dist site $(RESULTS)
+	rm -rf .venv .baselines .clients .torches .gpu build dist site $(RESULTS)

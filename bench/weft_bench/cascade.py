@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import torch.distributed as dist
 from torch import Tensor
 
 from weft.world import World
+from weft_bench.between_ranks import everyones
 from weft_bench.harness import poison
 from weft_bench.verification import Problem, compare
 
@@ -53,10 +53,7 @@ def compare_with_cascade(subject: CascadeGathering, world: World, run: int) -> l
     rounding = 2 * subject.problem.bound[run : run + len(out)]  # of both
     check = compare(subject.out, out.double(), rounding)
     own = Agreement(check.wrong, check.max_error, int((subject.gathered != gathered).sum()))
-    every = [own] * world.ranks
-    if world.ranks > 1:
-        dist.all_gather_object(every, own)
-    return every
+    return everyones(world, own)
 
 
 def sentences(ranks: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -154,7 +154,7 @@ class MpiCalls:
 
     def verify(self, run: int) -> Check:
         wrong = sum(self.ranks.ask("verify", self.in_place, run)) if self.ranks else 0
-        return total(self.world, wrong)
+        return total(wrong)
 
     def time(self, calls: int, batches: int = 1) -> list[float]:
         """Seconds of MPI's slowest rank for each batch."""

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from weft.measure.timing import in_threads, of_threads
 from weft.plan.launch import Launch
-from weft.world import World
+from weft_bench.between_ranks import sum_over_ranks
 from weft_bench.harness import poison
-from weft_bench.verification import Check, sum_over_ranks
+from weft_bench.verification import Check
 
 if TYPE_CHECKING:
     from weft_bench.sweep import Bench
@@ -77,7 +76,7 @@ class Local:
         made = self.call()
         out = made if isinstance(made, Tensor) else self.out
         wrong = int((out != self.bench.data.expected(run, len(self.a))).sum())
-        return total(self.bench.world, wrong)
+        return total(wrong)
 
     def time(self, calls: int, batches: int = 1) -> list[float]:
         """This rank's seconds, from a barrier before each batch on."""
@@ -85,8 +84,7 @@ class Local:
         return [self.bench.stopwatch.time(self.call, calls) for _ in range(batches)]
 
 
-def total(world: World, wrong: int) -> Check:
+def total(wrong: int) -> Check:
     """The check of all ranks with `wrong` elements on this one; collective."""
     own = torch.tensor([wrong], device="cpu")
-    every = of_threads(world, own) if in_threads(world) else sum_over_ranks(own)
-    return Check(int(every.sum()))
+    return Check(int(sum_over_ranks(own)))

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from weft.ops.operator import find
 from weft.world import World
+from weft_bench.between_ranks import everyones
 
 
 def save(
@@ -32,9 +32,7 @@ def save(
                 file.unlink()
     tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
     operator, own = find(name), (tensors["a"].clone(), tensors["b"])
-    operands = [own] * world.ranks
-    if world.ranks > 1:
-        dist.all_gather_object(operands, own)
+    operands = everyones(world, own)
     inputs, weights = ([each.double() for each in part] for part in zip(*operands, strict=True))
     result_rows = [operator.schedule.result_rows(rows, rank) for rank in range(world.ranks)]
     expected = operator.reference(inputs, weights, result_rows)[world.rank]

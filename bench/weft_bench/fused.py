@@ -44,7 +44,7 @@ from weft_bench.harness import environment, link_of
 from weft_bench.neighbours import neighbours
 from weft_bench.settings.fused import FusedSettings
 from weft_bench.systems import SYSTEMS
-from weft_bench.torch_products import computed_in, sentence
+from weft_bench.torch_products import computed_in, sentence, sums_in_float32
 from weft_bench.traces import traces
 from weft_bench.verification import Check, Problem
 from weft_bench.views import View, Views, product_on, timed
@@ -363,6 +363,7 @@ class Subject(Views):
         )
 
 
+@sums_in_float32()
 def measure(
     make_subject: Callable[[FusedSettings, World, Stopwatch], Subject], settings: FusedSettings
 ) -> Result:
@@ -384,7 +385,7 @@ def measure(
             if settings.trace or settings.timeline:
                 traced.extend(traces(subject, stopwatch))
 
-        times, checks = timed(subject, stopwatch, settings, trace)
+        times, checks = timed(subject, stopwatch, settings, trace, settings.graph)
         cascade = []
         if settings.return_gathered:
             cascade = compare_with_cascade(subject, world, 2 * len(subject.views))

@@ -30,6 +30,7 @@ from weft_bench.neighbours import neighbours
 from weft_bench.plots import size_name
 from weft_bench.settings.overlap import OverlapSettings
 from weft_bench.settings.sweeps import SweepSettings
+from weft_bench.torch_products import sums_in_float32
 from weft_bench.verification import Check, Problem
 from weft_bench.views import View, Views, one_by_one, product_on, timed
 
@@ -99,6 +100,7 @@ class Overlap(Views):
         return Check(int((gathered != self.data.expected(run, len(self.a))).sum()))
 
 
+@sums_in_float32()
 def measure(settings: OverlapSettings) -> dict[str, Any]:
     """Measure on this rank, collectively; the result as a JSON object, times in milliseconds.
 

@@ -8,7 +8,6 @@ Every result is verified before and after timing, on new data and poisoned outpu
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -22,22 +21,20 @@ from torch import Tensor
 
 from weft.cli.values import parse_sizes
 from weft.measure.timing import (
-    TIMEOUT,
     Times,
     largest,
     per_call,
-    products_of,
     race,
     session,
     stopwatch_of,
 )
 from weft.plan.launch import Launch
-from weft.world import World, init
-from weft.world.local import local_world
+from weft.world import World
 from weft_bench import tables
 from weft_bench.collective_baselines import opened
 from weft_bench.collectives import COLLECTIVES, Data, bandwidths, count_of, weft_collective
 from weft_bench.contenders import PLAIN, WEFT, Baseline, Contender, Local
+from weft_bench.graphs import captured
 from weft_bench.harness import batches, environment, every_size, singles, verified
 from weft_bench.neighbours import neighbours
 from weft_bench.settings.sweeps import SweepSettings
@@ -129,6 +126,10 @@ class Bench:
         self, contenders: Sequence[Contender], advance: Callable[[], None]
     ) -> list[tuple[int, list[float]]]:
         """The calls per batch and the seconds of all batches of each contender, interleaved."""
+        if self.settings.graph:
+            for one in contenders:
+                if isinstance(one, Local):
+                    one.call = captured(self.world, one.call)
         rounds = self.settings.iterations
         sizes = [self._sizes(one) for one in contenders]
         timed = [
@@ -180,26 +181,6 @@ def measure(settings: SweepSettings) -> dict[str, Any]:
             baselines[name] = stack.enter_context(opened(name, world))
         stack.enter_context(neighbours(world, settings.neighbours))
         return _measured(settings, world, baselines)
-
-
-def measure_in_threads(settings: SweepSettings) -> dict[str, Any]:
-    """The same of ranks that are threads of this process and share a device, without baselines."""
-    if settings.engine == "interpreter":
-        os.environ["TRITON_INTERPRET"] = "1"
-    with local_world(
-        settings.ranks or 2,
-        settings.device,
-        timeout=TIMEOUT,
-        streams=settings.engine == "streams",
-        products=products_of(settings.place["engine"]),
-    ) as local:
-        found: list[dict[str, Any]] = local.run(partial(_on_this_thread, settings))
-        return found[0]
-
-
-def _on_this_thread(settings: SweepSettings) -> dict[str, Any]:
-    with torch.no_grad():
-        return _measured(settings, init(), {})
 
 
 def _measured(

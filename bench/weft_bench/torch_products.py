@@ -1,10 +1,12 @@
-"""The dtype in which baselines multiply on a CPU: float32 where torch has no fast product of their
-own, as on processors without instructions for bfloat16.
+"""How torch multiplies where it is measured: on a CPU in float32 where it has no fast product of a
+dtype, as on processors without instructions for bfloat16; on a GPU with sums in float32.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from time import perf_counter
 
 import torch
@@ -13,6 +15,7 @@ _SLOW = 8.0
 """A product that takes this many times as long as in float32 is by no kernel made for its dtype."""
 _ROWS, _WIDTH = 64, 512
 _RUNS = 3  # after one that makes the kernel
+_REDUCED = "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"
 
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:
@@ -48,3 +51,23 @@ def _seconds(dtype: torch.dtype) -> float:
         torch.mm(x, b)
         times.append(perf_counter() - start)
     return min(times[1:])
+
+
+@contextmanager
+def sums_in_float32(on: bool = True) -> Iterator[None]:
+    """Products of half precision on GPUs add in float32 only, in all threads; if not `on`, partial
+    sums may be rounded, as is torch's default.
+
+    With rounded partial sums (cuBLAS may cut K in several) the error of a right product has no
+    useful bound: results that are verified are therefore made without them, torch's and weft's,
+    which multiplies by torch too.
+    """
+    settings = torch.backends.cuda.matmul
+    before = [getattr(settings, name) for name in _REDUCED]
+    for name in _REDUCED:
+        setattr(settings, name, not on)
+    try:
+        yield
+    finally:
+        for name, value in zip(_REDUCED, before, strict=True):
+            setattr(settings, name, value)

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from weft_bench.between_ranks import number_of_ranks, sum_over_ranks
 
 Reference = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[int]], Sequence[Tensor]]
 """The results of all ranks, from the inputs, the weights and the result rows of all ranks."""
@@ -81,8 +82,10 @@ class Problem:
             self.exact = self.exact + self.own_bias
             self.magnitude = self.magnitude + self.own_bias.abs()
         self.bound = error_bound(self.magnitude, self.exact, k, dtype, out_dtype)
-        rounded = 0.0 if self.own_bias is None else _unit(out_dtype)
-        self.baseline_bound = self.bound + rounded * (self.magnitude + self.bound)
+        self.baseline_bound = self.bound
+        if self.own_bias is not None:
+            rounded = _unit(out_dtype) * (self.magnitude + self.bound)
+            self.baseline_bound = self.bound + rounded
 
     def random(self, rows: int, columns: int, dtype: torch.dtype, seed: int) -> Tensor:
         """A random matrix on the device, the same on every device and rank."""
@@ -196,7 +199,7 @@ class Sums(Problem):
         rounded = error_bound(self.magnitude, self.exact, terms, dtype, product)
         self.sum, self.sum_bound = self._summed(self.exact, rounded, out_dtype)
         self.baseline_bound = self._rounded_sum_bound(self.bound, out_dtype)
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        ranks = number_of_ranks()
         magnitude = sum_over_ranks(self.magnitude)
         self.whole_bound = error_bound(magnitude, self.sum, terms * ranks, dtype, out_dtype)
         products = self.all_products.double()
@@ -241,7 +244,7 @@ class Sums(Problem):
         """The exact sum over ranks of terms, and the error bound of a sum of terms with errors of
         at most `errors`, as of a product with K = ranks.
         """
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        ranks = number_of_ranks()
         exact, error, size = (
             sum_over_ranks(tensor) for tensor in (terms, errors, terms.abs() + errors)
         )
@@ -258,21 +261,13 @@ class Sums(Problem):
         sum to compare with has such an error too, with the unit roundoff of float64. A bias is
         added last: one more term, without an error.
         """
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        ranks = number_of_ranks()
         error = sum_over_ranks(errors)
         size = sum_over_ranks(self.exact.abs() + errors)
         if self.bias is not None:  # the exact product of rank 0 has it, so it may hide there
             ranks = ranks + 1
             size = size + 2 * self.bias.abs()
         return error + (_gamma(ranks - 1, dtype) + _gamma(ranks, torch.float64)) * size
-
-
-def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """The sum over ranks, computed by ``torch.distributed`` on the CPU."""
-    total = tensor.to("cpu", copy=True)
-    if dist.is_initialized():
-        dist.all_reduce(total)
-    return total.to(tensor.device)
 
 
 def compare(actual: Tensor, exact: Tensor, bound: Tensor) -> Check:

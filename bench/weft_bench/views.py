@@ -16,6 +16,7 @@ from weft.kernels.products import multiply
 from weft.measure.progress import Advance, progress, unseen
 from weft.measure.timing import Statistics, Stopwatch
 from weft.world import World
+from weft_bench.graphs import captured
 from weft_bench.harness import poison, verified, worst
 from weft_bench.verification import Check
 
@@ -57,14 +58,21 @@ def timed(
     stopwatch: Stopwatch,
     rounds: Rounds,
     also: Callable[[], None] = lambda: None,
+    graph: bool = False,
 ) -> tuple[dict[str, Statistics], dict[str, Check]]:
     """The times of all views, measured alternately, and their checks as of `verify`, with a
-    progress bar on rank 0. `also` is called between the measurement and the last checks.
+    progress bar on rank 0. `also` is called between the measurement and the last checks. With
+    `graph` replays of captured calls are timed, and checked then.
     """
     steps = 3 * len(subject.views) + rounds.iterations + max(rounds.warmup, 1) - 1
     with progress("verifying", steps, shown=stopwatch.world.rank == 0) as advance:
 
         def race() -> dict[str, Statistics]:
+            if graph:
+                subject.views = {
+                    name: view._replace(call=captured(stopwatch.world, view.call))
+                    for name, view in subject.views.items()
+                }
             times = _interleave(subject, stopwatch, rounds, advance)
             also()
             return times

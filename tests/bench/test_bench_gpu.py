@@ -3,13 +3,12 @@ pictures.
 """
 
 import os
-import subprocess
 from io import StringIO
-from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
+from support.interpreter import interpreted
 from support.ranks import on_ranks
 from typer.testing import CliRunner
 
@@ -21,8 +20,10 @@ from weft.plan.launch import Launch
 from weft_bench import benchmarks, plots, saved, sweep
 from weft_bench.gpu import products, shared, slowest
 from weft_bench.gpu.matmul_from_host import matmul_from_host
+from weft_bench.gpu.rates import product_rates
 from weft_bench.settings.fused import AllGatherMatmul
 from weft_bench.settings.sweeps import AllGather
+from weft_bench.threads import in_threads
 
 
 def refused(*options):
@@ -82,37 +83,12 @@ def test_torch_is_a_baseline_of_all_gather_only():
     assert "torch's symmetric memory is compared in all-gather" in why
 
 
-@pytest.mark.parametrize(("option", "value"), [("--baseline", "torch"), ("--neighbours", "1")])
-def test_ranks_that_share_a_gpu_are_threads(monkeypatch, option, value):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    why = refused("all-gather", "--device", "cuda", option, value)
-    assert f"{option}: ranks that share a GPU are threads of one process" in why
-
-
 def test_numbers_of_sms():
     result = CliRunner().invoke(
         app, ["bench", "all-gather", "--device", "cuda", "--comm-sms", "4,none"]
     )
     assert result.exit_code == 2
     assert "expected positive numbers" in result.output
-
-
-@without
-@pytest.mark.slow
-def test_the_script_reports_a_missing_gpu(tmp_path):
-    script = Path(__file__).parents[2] / "benchmarks" / "gpu" / "check.sh"
-    assert subprocess.run(["bash", "-n", script]).returncode == 0
-    import sys
-
-    done = subprocess.run(
-        [script, tmp_path],
-        env=os.environ | {"PYTHON": sys.executable},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 3
-    assert "finds no GPU here; nothing was run" in done.stderr
 
 
 @pytest.mark.parametrize(("own", "away", "pieces"), [(8, 24, 5), (0, 7, 1), (6, 0, 2)])
@@ -137,7 +113,7 @@ def kernels(**options):
     sweep.Bench._sizes = lambda *_: (1, 1, 1)
     chosen = {"sizes": "1004", "dtype": "bfloat16", "warmup": 0, "iterations": 1} | options
     kernel = {"engine": "interpreter", "tile": "1K", "warps": "1", "ranks": 2}
-    return sweep.measure_in_threads(AllGather(**kernel, **chosen))
+    return in_threads(sweep.measure, AllGather(**kernel, **chosen))
 
 
 def measured_by_the_interpreter(_):
@@ -208,8 +184,39 @@ def wall(call, warmup, iterations):
     return times[warmup:]
 
 
+def rates_of_products(_, moves=True):
+    """What tests/gpu/test_gpu.py asks of a GPU, with smaller shapes."""
+    interpreted()
+    from weft.gpu.kernels.all_gather_matmul import ProductKernel
+
+    if not moves:
+        ProductKernel.__call__ = lambda *arguments: None
+    found = product_rates(
+        [(24, 16, 40), (30, 8, 24)], torch.float16, 1, 2, torch.device("cpu"), wall
+    )
+    return found, torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+
+
+def test_rates_of_products_are_verified():
+    [(rows, reduced)] = on_ranks(rates_of_products, 1)
+    assert [row["wrong"] for row in rows] == [{"kernel": 0, "torch.mm": 0}] * 2
+    assert rows[0]["shape"] == {"m": 24, "k": 16, "n": 40}
+    for row in rows:
+        times = {name: row[f"{name}_ms"]["median"] for name in ("torch_mm", "torch_mm_default")}
+        assert row["ratio"] == min(times.values()) / row["kernel_ms"]["median"] > 0
+    assert reduced  # as before
+
+
+def test_a_product_kernel_that_stores_nothing_is_found():
+    [(rows, _)] = on_ranks(rates_of_products, 1, False)
+    assert [(row["wrong"]["kernel"], row["wrong"]["torch.mm"]) for row in rows] == [
+        (24 * 40, 0),
+        (30 * 24, 0),
+    ]
+
+
 def test_fused_operators_of_ranks_that_share_a_device_are_verified(monkeypatch):
-    found = shared.fused(2, "torch", (16, 8, 12), torch.float32, "cpu", wall)
+    found = shared.fused(4, "torch", (16, 8, 12), torch.float32, "cpu", wall)
     assert not any(found["wrong"].values())
     assert [*found["times_ms"]] == [*found["wrong"]]
     assert len(found["wrong"]) == len(shared.GATHERS) + len(shared.SCATTERS) + 4

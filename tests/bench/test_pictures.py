@@ -17,7 +17,9 @@ def test_the_line_on_the_run_is_between_the_title_and_the_first_panel(panels, tm
     first = figure.axes[0]
     line = next(text for text in figure.texts if text.get_text() == about)
     # the left one of a panel's three titles
-    titles = [text for text in first.get_children() if getattr(text, "get_text", str)() == "a panel"]
+    titles = [
+        text for text in first.get_children() if getattr(text, "get_text", str)() == "a panel"
+    ]
     boxes = [text.get_window_extent() for text in (*titles, line)]
     assert len(boxes) == 2
     assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))

@@ -162,7 +162,11 @@ REFUSED = [
     (f"{AGM} --comm-threads 2 --algorithm direct", "--comm-threads", "push, pull or ring"),
     (f"{AGM} --comm-threads 1", "--comm-threads", "use --algorithm push, pull or ring"),
     (f"{MRS} --comm-threads 2 --algorithm put", "--comm-threads", "use --algorithm push or ring"),
-    (f"{MAR} --comm-threads 2 --algorithm two_shot", "--comm-threads", "use --algorithm push or ring"),
+    (
+        f"{MAR} --comm-threads 2 --algorithm two_shot",
+        "--comm-threads",
+        "use --algorithm push or ring",
+    ),
     (f"{AGM} -n 1 --algorithm push", "--algorithm", "a single rank exchanges no rows"),
     (f"{AGM} -n 1 --chunk-rows 4 --algorithm push", "--", "a single rank exchanges no rows"),
     (f"{AGM} --link-latency-us 0", "--link-latency-us", "add --link-gbps"),

@@ -1,14 +1,13 @@
-"""Tests that need a GPU, skipped without one. `benchmarks/gpu/check.sh` runs them."""
+"""Tests that need a GPU, skipped without one. `benchmarks/gpu/second.sh` runs them."""
 
-import runpy
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 from support.checks import onesided
 
 import weft
+from weft_bench.gpu.rates import product_rates
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
@@ -39,7 +38,7 @@ def every_operator(products):
             shards[rank], b, algorithm=algorithm, out_dtype=torch.float32
         )
         close(y, sum(exact)[part * rank : part * (rank + 1)])
-    for algorithm in ("one_shot", "two_shot", "put", "sequential"):
+    for algorithm in ("one_shot", "two_shot", "push", "put", "sequential"):
         close(weft.matmul_all_reduce(shards[rank], b, algorithm=algorithm), sum(exact))
     wide = shards[rank].float()
     close(weft.all_gather_matmul(wide, b.float(), algorithm="push"), torch.cat(exact))
@@ -116,11 +115,9 @@ def test_kernels(ranks):
 
 
 def test_the_product_kernel_is_torchs():
-    benchmark = runpy.run_path(
-        str(Path(__file__).parents[2] / "benchmarks" / "gpu" / "products.py")
-    )
-    for row in benchmark["product_rates"]([(512, 256, 384), (1000, 320, 520)], torch.float16, 1, 1):
-        assert row["wrong"] == 0
+    shapes = [(512, 256, 384), (1000, 320, 520)]
+    for row in product_rates(shapes, torch.float16, 1, 1, torch.device("cuda")):
+        assert row["wrong"] == {"kernel": 0, "torch.mm": 0}
 
 
 def captured(together):
@@ -130,12 +127,13 @@ def captured(together):
     weft.matmul_all_reduce(a, b, out=out)
     torch.cuda.current_stream().synchronize()
     graph = torch.cuda.CUDAGraph()
-    # the begin of a capture waits for the device, which must not wait for this rank then
-    together.wait()
-    with torch.cuda.graph(
-        graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
-    ):
-        weft.matmul_all_reduce(a, b, out=out)
+    for rank in range(world.ranks):  # a capture waits for the device, which would break another's
+        together.wait()
+        if rank == world.rank:
+            with torch.cuda.graph(
+                graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
+            ):
+                weft.matmul_all_reduce(a, b, out=out)
     together.wait()
     for value in range(1, 4):
         a.fill_(float(value))

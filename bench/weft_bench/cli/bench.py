@@ -52,8 +52,13 @@ def _fused(settings: FusedSettings) -> None:
         refuse("--baseline", f"{name} has no baseline to compare with: use --baseline none")
     if settings.bias and not kind.biased:
         refuse("--bias", f"{name} is not known to add a bias: omit it")
-    measure = partial(fused.measure, kind)
-    running.run_benchmark(settings, measure, report.to_json, more=_write_traces)
+    running.run_benchmark(
+        settings,
+        partial(fused.measure, kind),
+        report.to_json,
+        more=_write_traces,
+        together=running.sharing_one_gpu(settings),
+    )
 
 
 def _check_fused(settings: FusedSettings) -> None:
@@ -93,19 +98,11 @@ def _sweep(settings: SweepSettings) -> None:
         if why := collective_baselines.refusal(name, settings):
             refuse("--baseline", why)
     settings = running.placed(settings)
-    together = settings.device == "cuda" and running.sharing_one_gpu(settings)
-    if together:
-        for option, given in (
-            ("--neighbours", settings.neighbours is not None),
-            ("--baseline", settings.baselines),
-        ):
-            if given:
-                refuse(option, "ranks that share a GPU are threads of one process: omit it")
     running.run_benchmark(
         settings,
-        sweep.measure_in_threads if together else sweep.measure,
+        sweep.measure,
         alone=options.SINGLE_RANK,
-        in_process=together,
+        together=running.sharing_one_gpu(settings),
     )
 
 
@@ -118,7 +115,11 @@ def _overlap(settings: OverlapSettings) -> None:
     running.check_baselines(settings, systems.LIBRARIES)
     _check_gathers(settings)
     settings = running.placed(settings)
-    running.run_benchmark(settings, overlap.measure)
+    together = running.sharing_one_gpu(settings)
+    for way in settings.gathers:
+        if together and way in ("multicast", "nccl-zero-cta"):
+            refuse("--gather", f"{way} needs a GPU for each rank: leave it out")
+    running.run_benchmark(settings, overlap.measure, together=together)
 
 
 def _check_gathers(settings: OverlapSettings) -> None:
@@ -142,7 +143,12 @@ def _p2p(settings: CopySettings) -> None:
 
     _check_copies(settings)
     settings = running.placed(settings)
-    running.run_benchmark(settings, p2p.measure, alone=options.SINGLE_RANK)
+    running.run_benchmark(
+        settings,
+        p2p.measure,
+        alone=options.SINGLE_RANK,
+        together=running.sharing_one_gpu(settings),
+    )
 
 
 def _check_copies(settings: CopySettings) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import typer
@@ -34,7 +35,7 @@ def check_baselines(settings: Any, possible: Sequence[str]) -> None:
 
 def placed(settings: Settings) -> Settings:
     """The settings for the device and the engine that they ask for, which exist; ranks that share a
-    GPU have no baseline unless asked for one.
+    GPU, and calls that a graph replays, have no baseline unless asked for one.
     """
     on: Any = settings
     options.check_place(on)
@@ -43,8 +44,11 @@ def placed(settings: Settings) -> Settings:
     import torch
 
     _, ranks = options.world_size(on.ranks)
-    if ranks <= torch.cuda.device_count() or not hasattr(on, "baseline"):
+    graph = getattr(on, "graph", False)
+    if not hasattr(on, "baseline") or (ranks <= torch.cuda.device_count() and not graph):
         return settings
+    if on.baseline and on.baselines and graph:
+        refuse("--baseline", "weft's calls alone are captured in graphs: omit one of them")
     if on.baseline and any(SYSTEMS[name].backend == "nccl" for name in on.baselines):
         refuse("--baseline", "nccl needs a GPU for each rank: use --baseline none, or fewer ranks")
     found: Settings = replace(on, baseline=on.baseline or "none")
@@ -53,12 +57,24 @@ def placed(settings: Settings) -> Settings:
 
 def sharing_one_gpu(settings: Any) -> bool:
     """Whether the ranks to start would share the only GPU here: as processes they would take turns
-    on it, so they are threads.
+    on it, so they are threads. Options that need processes are then refused.
     """
+    if settings.device == "cpu":
+        return False
     import torch
 
     rank, ranks = options.world_size(settings.ranks)
-    return rank is None and ranks > torch.cuda.device_count() == 1
+    together = rank is None and ranks > torch.cuda.device_count() == 1
+    for option, given in (
+        ("--neighbours", settings.neighbours is not None),
+        ("--baseline", getattr(settings, "baselines", ())),
+        ("--trace", getattr(settings, "trace", None)),
+        ("--timeline", getattr(settings, "timeline", None)),
+    ):
+        if together and given:
+            processes = "omit it, or start processes by torchrun"
+            refuse(option, f"ranks that share a GPU are threads of one process: {processes}")
+    return together
 
 
 def run_benchmark(
@@ -68,15 +84,21 @@ def run_benchmark(
     *,
     more: Callable[[Any], None] = lambda result: None,
     alone: str = "",
+    together: bool = False,
     in_process: bool = False,
 ) -> None:
     """Run a benchmark with settings of `weft_bench.settings`, and output the result as tables, file
     and picture.
 
-    It runs on ranks started here, or on the ranks of a launcher, of which this process is one, or
-    `in_process`. `alone`: the reason to refuse a single rank. `more` writes further files. Errors
-    and wrong results end with exit status 1.
+    It runs on ranks started here, or on the ranks of a launcher, of which this process is one; or
+    on ranks that are threads of this process, `together`; or `in_process`, by one call. `alone`:
+    the reason to refuse a single rank. `more` writes further files. Errors and wrong results end
+    with exit status 1.
     """
+    if together:
+        from weft_bench.threads import in_threads
+
+        measure, in_process = partial(in_threads, measure), True
     rank, ranks = (0, settings.ranks or 2) if in_process else options.world_size(settings.ranks)
     if ranks < 2 and alone:
         refuse("--ranks", alone)

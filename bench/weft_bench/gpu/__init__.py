@@ -14,6 +14,11 @@ from weft_bench import harness
 from weft_bench.verification import Check
 from weft_bench.views import Views
 
+Shape = tuple[int, int, int]
+"""M, K and N of a product."""
+Timer = Callable[[Callable[[], object], int, int], list[float]]
+"""The times of calls in milliseconds, as of `milliseconds`."""
+
 
 class Measured(NamedTuple):
     """The milliseconds of the calls of a view on this rank, and the worst check around them."""
@@ -45,7 +50,7 @@ def measured(
     warmup: int,
     iterations: int,
     begin: Callable[[], None] = lambda: None,
-    times: Callable[[Callable[[], object], int, int], list[float]] = milliseconds,
+    times: Timer = milliseconds,
 ) -> dict[str, Measured]:
     """Each view of one rank, one after the other, after `begin`; checked before and after all are
     timed, on new inputs and poisoned outputs.

@@ -4,7 +4,7 @@ host``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -19,10 +19,11 @@ from weft.predict import figures
 from weft.world import World, init
 from weft.world.local import local_world
 from weft_bench import tables
-from weft_bench.gpu import Measured, hardware, measured, milliseconds, slowest
+from weft_bench.gpu import Measured, Timer, hardware, measured, milliseconds, slowest
 from weft_bench.gpu.matmul_from_host import matmul_from_host
 from weft_bench.harness import options_of, times_ms, utc
 from weft_bench.settings.fused import AllGatherMatmul
+from weft_bench.torch_products import sums_in_float32
 from weft_bench.verification import Check, Problem
 from weft_bench.views import View, Views, one_by_one, product_on
 
@@ -77,7 +78,7 @@ def from_host(settings: AllGatherMatmul) -> dict[str, Any]:
     """
     found = {}
     for products in ("torch", "triton"):
-        with local_world(1, "cuda", products=products) as local:
+        with sums_in_float32(), local_world(1, "cuda", products=products) as local:
             found[products] = slowest(local.run(_measured, settings))
     (times, checks), (by_kernel, checks_of_kernel) = found["torch"], found["triton"]
     every = times | {"pipelined triton": by_kernel["pipelined"]}
@@ -86,7 +87,7 @@ def from_host(settings: AllGatherMatmul) -> dict[str, Any]:
 
 def _measured(
     settings: AllGatherMatmul,
-    times: Callable[[Callable[[], object], int, int], list[float]] = milliseconds,
+    times: Timer = milliseconds,
 ) -> dict[str, Measured]:
     subject = RowsFromHost(settings, init())
     return measured(subject, settings.warmup, settings.iterations, times=times)

@@ -1,8 +1,7 @@
-"""Fused operators of ranks that are threads and share one GPU, and the product kernel alone."""
+"""Fused operators of ranks that are threads and share one GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,15 +14,13 @@ from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.barrier import barrier
 from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from weft.ops.reduce_scatter import reduce_scatter
-from weft.predict import figures
 from weft.world import World, init
 from weft.world.local import local_world
-from weft_bench.gpu import Measured, measured, milliseconds, slowest
-from weft_bench.verification import Check, Problem, compare, error_bound
+from weft_bench.gpu import Measured, Shape, Timer, measured, milliseconds, slowest
+from weft_bench.torch_products import sums_in_float32
+from weft_bench.verification import RUNS, Check, Problem, compare, error_bound
 from weft_bench.views import View, Views, one_by_one, product_on
 
-Shape = tuple[int, int, int]
-Timer = Callable[[Callable[[], object], int, int], list[float]]
 GATHERS, SCATTERS = ("pull", "direct", "push"), ("push", "direct", "put")
 
 
@@ -38,26 +35,21 @@ class Fused(Views):
         m, k, n = shape
         self.world = world
         self.own = m // world.ranks
-        where: dict[str, Any] = {"rank": world.rank, "device": world.device}
-        self.gather = Problem(m, k, n // world.ranks, dtype, dtype, seed=0, **where)
-        columns = k // world.ranks
-        self.terms = [
-            Problem(m, columns, n, dtype, dtype, seed=1000 * rank, rank=rank, device=world.device)
-            for rank in range(world.ranks)
-        ]
-        self.sum = torch.stack([each.exact for each in self.terms]).sum(0)
-        size = torch.stack([each.magnitude for each in self.terms]).sum(0)
-        self.bound = error_bound(size, self.sum, k, dtype, dtype)
-        self.bound += torch.finfo(dtype).eps * size  # each term may be rounded to the dtype first
+        draw: dict[str, Any] = {"rank": world.rank, "device": world.device}
+        self.gather = Problem(m, k, n // world.ranks, dtype, dtype, seed=0, **draw)
+        self.term = Problem(m, k // world.ranks, n, dtype, dtype, seed=1000 * world.rank, **draw)
+        for problem in (self.gather, self.term):
+            del problem.magnitude  # one GPU holds the matrices of all ranks
+        self.sum, self.bound = self._own_sum(k, n, dtype)
         empty = partial(torch.empty, dtype=dtype, device=world.device)
         a = empty(self.own, k)
         self.gathered = empty(m, k)
         out = empty(m, n // world.ranks)
-        x = empty(m, columns)
+        x = empty(m, k // world.ranks)
         product = empty(m, n)
         total = empty(self.own, n)
         b = self.gather.weight
-        weight = self.terms[world.rank].weight
+        weight = self.term.weight
         self.a = a
         self.x = x
         right = partial(self.gather.check_product, out)
@@ -76,14 +68,13 @@ class Fused(Views):
             added = partial(mm, x, weight, product)
             gather = partial(all_gather, a, out=self.gathered, world=world)
             scatter = partial(reduce_scatter, product, out=total, world=world)
-            term = self.terms[world.rank]
             self.views |= {
                 "product of the gather": View(multiplied, (out,), right),
                 "gather, then product": View(
                     partial(one_by_one, gather, multiplied), (self.gathered, out), right
                 ),
                 "product of the scatter": View(
-                    added, (product,), partial(term.check_product, product)
+                    added, (product,), partial(self.term.check_product, product)
                 ),
                 "product, then scatter": View(
                     partial(one_by_one, added, scatter), (product, total), summed
@@ -95,11 +86,24 @@ class Fused(Views):
         rows = self.gather.rows(run)
         self.gathered.copy_(rows)
         self.a.copy_(rows[rank * self.own : (rank + 1) * self.own])
-        self.x.copy_(self.terms[rank].rows(run))
+        self.x.copy_(self.term.rows(run))
+
+    def _own_sum(self, k: int, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The exact sum of all ranks' terms in this rank's rows of every run, and its bound."""
+        rank, ranks, draw = self.world.rank, self.world.ranks, self.gather.random
+        columns, own = k // ranks, slice(rank * self.own, (rank + 1) * self.own + RUNS)
+        shape = self.own + RUNS, n
+        exact, size = torch.zeros(2, *shape, dtype=torch.float64, device=self.world.device)
+        for term in range(ranks):
+            a = draw(self.gather.m + RUNS, columns, dtype, 1000 * term)[own].double()
+            b = draw(columns, n, dtype, 1000 * term + 1 + term).double()
+            exact += a @ b
+            size += a.abs() @ b.abs()
+        bound = error_bound(size, exact, k, dtype, dtype)
+        return exact, bound + torch.finfo(dtype).eps * size  # each term may be rounded first
 
     def _check_sum(self, total: Tensor, run: int) -> Check:
-        start = run + self.world.rank * self.own
-        rows = slice(start, start + self.own)
+        rows = slice(run, run + self.own)
         return compare(total, self.sum[rows], self.bound[rows])
 
 
@@ -119,70 +123,15 @@ def fused(
         return measured(subject, 2, 8, partial(barrier, world), times)
 
     streams = device == "cpu"
-    with local_world(ranks, device, products=products, streams=streams) as local:
+    with (
+        sums_in_float32(),
+        local_world(ranks, device, products=products, streams=streams) as local,
+    ):
         found, checks = slowest(local.run(measure))
     return {
         "ranks": ranks,
         "products": products,
+        "shape": dict(zip("mkn", shape, strict=True)),
         "times_ms": {name: 1e-3 * summarize(own).median for name, own in found.items()},
         "wrong": {name: check.wrong for name, check in checks.items()},
     }
-
-
-def product_rates(
-    shapes: Sequence[Shape],
-    dtype: torch.dtype,
-    warmup: int,
-    iterations: int,
-    device: torch.device,
-    times: Timer = milliseconds,
-) -> list[dict[str, Any]]:
-    """The persistent kernel, without any waits, and `torch.mm`."""
-    found = []
-    for m, k, n in shapes:
-        subject = Product(m, k, n, dtype, device)
-        ours, theirs = measured(subject, warmup, iterations, times=times).values()
-        kernel, mm = (summarize([1e-3 * t for t in each.milliseconds]) for each in (ours, theirs))
-        found.append(
-            {
-                "shape": {"m": m, "k": k, "n": n},
-                "kernel_ms": kernel._asdict(),
-                "torch_mm_ms": mm._asdict(),
-                "kernel_tflops": figures.tflops(m, k, n, kernel.median),
-                "torch_mm_tflops": figures.tflops(m, k, n, mm.median),
-                "ratio": mm.median / kernel.median,
-                "wrong": ours.check.wrong + theirs.check.wrong,
-            }
-        )
-    return found
-
-
-class Product(Views):
-    """A product by the persistent kernel and by `torch.mm`."""
-
-    def __init__(self, m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> None:
-        from weft.gpu.kernels import all_gather_matmul as kernels
-        from weft.gpu.kernels import symmetric
-        from weft.kernels.matmul import matmul
-        from weft.plan import Region
-
-        on_gpu = device.type == "cuda"
-        sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 2
-        self.problem = Problem(m, k, n, dtype, dtype, seed=0, rank=0, device=device)
-        weight = self.problem.weight
-        self.x, out = (torch.empty(m, c, dtype=dtype, device=device) for c in (k, n))
-        lane = [matmul(Region(0, "x", 0, m), Region(0, "out", 0, m))]
-        product = kernels.ProductKernel(lane, n, dtype, dtype, lambda _: 0, 0, sms, device)
-        counters = torch.zeros(1, symmetric.COUNTER, dtype=torch.int64, device=device)
-        bases = counters[:, 0].contiguous()
-        record = symmetric.timeout_record(device)
-        tables = symmetric.CounterTables(counters, bases, bases, record)
-        arguments = self.x, self.x, weight, None, out, bases, tables, symmetric.MAX_POLLS
-        right = partial(self.problem.check_product, out)
-        self.views = {
-            "kernel": View(partial(product, *arguments), (out,), right),
-            "torch.mm": View(partial(torch.mm, self.x, weight, out=out), (out,), right),
-        }
-
-    def renew(self, run: int) -> None:
-        self.x.copy_(self.problem.rows(run))

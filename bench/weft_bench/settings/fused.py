@@ -21,6 +21,7 @@ from weft_bench.settings.shared import (
     RANKS,
     Compared,
     Gbps,
+    Graph,
     Iterations,
     Json,
     Neighbours,
@@ -104,6 +105,7 @@ class FusedSettings(Compared):
     compute_sms: ComputeSms = None
     comm_sms: CommSms = 0
     links: Links = 1
+    graph: Graph = False
     neighbours: Neighbours = None
 
     @property

@@ -34,6 +34,23 @@ Neighbours = Annotated[int | None, Option(min=0, help=_NEIGHBOURS)]
 Element = Literal["float16", "bfloat16", "float32", "float64", "int8", "int32", "int64"]
 
 
+_GRAPH = "On a GPU: time replays of calls that a CUDA graph has captured."
+
+
+def _without_graphs(settings: Any) -> str:
+    """Why no calls are captured."""
+    if settings.device == "cpu":
+        return "graphs are of GPUs: use --device cuda"
+    if getattr(settings, "trace", None) or getattr(settings, "timeline", None):
+        return "what a graph replays is not recorded: omit --trace and --timeline"
+    if getattr(settings, "return_gathered", False):
+        return "a replay does not return the gathered rows anew: omit --return-gathered"
+    return ""
+
+
+Graph = Annotated[bool, Option("--graph", help=_GRAPH), Unless(_without_graphs)]
+
+
 def chosen(settings: Any, by_default: bool) -> tuple[str, ...]:
     """The names of the baselines that the user has chosen: by default the device's first one if
     there is one `by_default`, or none.

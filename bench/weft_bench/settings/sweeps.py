@@ -12,7 +12,7 @@ from weft.cli.values import of_numbers, of_sizes, option, parse_sizes
 from weft.plan.launch import Launch
 from weft.schedules import all_gather, all_reduce
 from weft_bench import systems
-from weft_bench.settings.shared import CHECKING, Element, OnDevice, Seed, Several, chosen
+from weft_bench.settings.shared import CHECKING, Element, Graph, OnDevice, Seed, Several, chosen
 
 COMPILERS = {"cpu": ("triton",), "cuda": ("triton", "gluon")}
 """The compilers of kernels by device: Gluon has no interpreter."""
@@ -41,6 +41,7 @@ class SweepSettings(OnDevice):
     iterations: Annotated[int, Option(min=1, help=_BATCHES)] = 20
     seed: Seed = 0
     baseline: Annotated[str | None, Option(help=_OTHERS)] = None
+    graph: Graph = False
 
     @property
     def baselines(self) -> tuple[str, ...]:

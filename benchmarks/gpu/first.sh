@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# The first part on a machine with one GPU, in at most 240 s: what the engine takes for granted about a GPU, weft rung by rung, the
+# product kernel beside torch.mm, and two processes that share the GPU.
+#
+#   benchmarks/gpu/first.sh      results in $OUT, as common.sh describes
+#
+# Most valuable first; whatever fails, the rest is done. Exit status: 1 if anything failed, or there is no GPU.
+set -uo pipefail
+budget=${BUDGET:-232}
+source "$(dirname "$0")/common.sh"
+begin
+lazily=(env -u CUDA_MODULE_LOADING)
+
+step build 60 bash -c "source '$here/common.sh'; build"
+warm_in_background
+step doctor 90 "$python" -m weft doctor --gpu --json "$out/assumptions.json"
+warmed
+
+device=$([ "$gpus" = 0 ] && echo cpu || echo cuda)
+ladder=("$python" "$here/ladder.py" "$out/ladder.jsonl" --device $device --limit 25)
+rm -f "$out/ladder.jsonl"
+ends=$((SECONDS + 100))
+for _ in 1 2 3 4 5 6; do  # a rung that hangs ends the process: the next attempt goes on after it
+  ((ends - SECONDS < 8)) && break
+  step ladder $((ends - SECONDS)) "${ladder[@]}"
+  [ $? = 1 ] || break
+done
+# As in a program that does not set the variable: a comm lane waits for products whose kernels are loaded only then.
+step lazy 40 "${lazily[@]}" "${ladder[@]}" --prefix "lazy: " --only "matmul_reduce_scatter push, torch" \
+  "matmul_all_reduce one_shot, torch" "other layouts, triton"
+# As in a program that asks for the GPU before it imports weft, so that the variables are set late.
+step late-variables 40 "${lazily[@]}" -u CUDA_DEVICE_MAX_CONNECTIONS "$python" -c '
+import sys, torch
+torch.cuda.is_available()
+from weft.__main__ import main
+sys.argv = ["weft", "doctor", "--gpu", "--only", "queues", "--json", sys.argv[1]]
+main()' "$out/late.json"
+step rates 40 "$python" "$here/rates.py" "$out/rates.json" quick
+bench_of_processes processes 50 all-gather-matmul --device cuda --shape 4096x4096x4096 --dtype bfloat16 --warmup 1 --iterations 5
+keep_kernels
+finish
