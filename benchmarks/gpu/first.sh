@@ -9,8 +9,6 @@ set -uo pipefail
 budget=${BUDGET:-232}
 source "$(dirname "$0")/common.sh"
 begin
-lazily=(env -u CUDA_MODULE_LOADING)
-
 step build 60 bash -c "source '$here/common.sh'; build"
 warm_in_background
 step doctor 90 "$python" -m weft doctor --gpu --json "$out/assumptions.json"
@@ -25,11 +23,11 @@ for _ in 1 2 3 4 5 6; do  # a rung that hangs ends the process: the next attempt
   step ladder $((ends - SECONDS)) "${ladder[@]}"
   [ $? = 1 ] || break
 done
-# As in a program that does not set the variable: a comm lane waits for products whose kernels are loaded only then.
-step lazy 40 "${lazily[@]}" "${ladder[@]}" --prefix "lazy: " --only "matmul_reduce_scatter push, torch" \
+# As in a program whose driver loads kernels at their first launch: weft loads those of a call before a comm lane waits for its products.
+step lazy 40 env CUDA_MODULE_LOADING=LAZY "${ladder[@]}" --prefix "lazy: " --only "matmul_reduce_scatter push, torch" \
   "matmul_all_reduce one_shot, torch" "other layouts, triton"
 # As in a program that asks for the GPU before it imports weft, so that the variables are set late.
-step late-variables 40 "${lazily[@]}" -u CUDA_DEVICE_MAX_CONNECTIONS "$python" -c '
+step late-variables 40 env -u CUDA_MODULE_LOADING -u CUDA_DEVICE_MAX_CONNECTIONS "$python" -c '
 import sys, torch
 torch.cuda.is_available()
 from weft.__main__ import main
