@@ -1,5 +1,6 @@
 """Refusals of kernels and local worlds before anything runs, and the order of tiles."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -97,10 +98,9 @@ def test_each_rank_needs_its_own_queue(monkeypatch):
         options.check_queues(3, 1)
 
 
-def test_polls_are_bounded():
-    assert (
-        0 < symmetric.max_polls(1.0) < symmetric.max_polls(30.0) <= symmetric.max_polls(1e9) < 2**31
-    )
+def test_time_limits_are_nanoseconds():
+    assert symmetric.time_limit(1.5) == 1_500_000_000
+    assert symmetric.time_limit(1e9) < symmetric.time_limit(math.inf) < 2**63
 
 
 @pytest.mark.parametrize(

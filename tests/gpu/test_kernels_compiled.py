@@ -14,6 +14,7 @@ from weft.gpu.kernels.all_gather import KERNELS, VECTOR, Access, tile_layout
 from weft.gpu.kernels.all_gather_matmul import all_gather_matmul_kernel, sizes
 from weft.gpu.kernels.copy_rows import copy_vectors_kernel, copy_words_kernel
 from weft.gpu.kernels.signals import compare_kernel, raise_kernel
+from weft.gpu.kernels.stream_signals import wait_kernel
 from weft.gpu.kernels.sum_in_rank_order import sum_in_rank_order_kernel
 from weft.schedules.device_options import TILES, Tile
 
@@ -34,7 +35,8 @@ GATHER = {
     "timeout_record": "*i64",
     **dict.fromkeys(("size", "place", "row", "shard_stride", "gathered_stride"), "i32"),
     **dict.fromkeys(("opened", "awaited", "count", "arrived"), "i32"),
-    **dict.fromkeys(("idle", "rank", "max_polls"), "i32"),
+    **dict.fromkeys(("idle", "rank"), "i32"),
+    "limit": "i64",
 }
 
 
@@ -60,6 +62,8 @@ class Patterns(NamedTuple):
     any_load: str
     any_store: str
     poll: str
+    acquire: str
+    barrier: str
     notify: list[str]
 
 
@@ -68,7 +72,9 @@ NVIDIA = Patterns(
     store={16: r"st\.global\.v4\.b32", 8: r"st\.global\.b64", 1: r"st\.global\.b8"},
     any_load=r"\bld\.\S*global",
     any_store=r"\bst\.\S*global",
-    poll=r"ld\.global\.sys\.acquire\.b64",
+    poll=r"ld\.global\.sys\.relaxed\.b64",
+    acquire=r"ld\.global\.sys\.acquire\.b64",
+    barrier=r"bar\.sync",
     notify=[
         r"bar\.sync",
         r"atom\.global\.gpu\.acq_rel\.add",
@@ -84,6 +90,8 @@ AMD = Patterns(
     any_load=r"(?:global|flat|buffer)_load\w*",
     any_store=r"(?:global|flat|buffer)_store\w*",
     poll=r"global_(?:load_dwordx2|atomic_add_x2) .* sc0 sc1\n",  # by Triton 3.6, and by 3.9
+    acquire="buffer_inv sc0 sc1",
+    barrier="s_barrier",
     notify=[
         "s_barrier",
         "buffer_wbl2 sc1",
@@ -183,7 +191,8 @@ TYPES = {
     "counter_bases": "*i64",
     "base": "*i64",
     "timeout_record": "*i64",
-    **dict.fromkeys(("first", "number", "links", "rank", "max_polls", "N", "stride"), "i32"),
+    **dict.fromkeys(("first", "number", "links", "rank", "N", "stride"), "i32"),
+    "limit": "i64",
 }
 
 
@@ -212,7 +221,7 @@ def product(
     constants = {
         "K": 4096,
         "SOURCES": 2,
-        "TRACE": "",
+        "TRACE": False,
         "BLOCK_M": m,
         "BLOCK_N": n,
         "BLOCK_K": k,
@@ -232,7 +241,7 @@ def clock(target: str) -> str:
 def test_all_gather_matmul(target: str, transposed: bool) -> None:
     made = product(target, "fp16", "fp16", TRANSPOSED=transposed, BIAS=True)
     multiplies(made, target)
-    assert clock(target) not in made.assembly, "nothing is traced"
+    assert made.assembly.count(clock(target)) == 3 * 2, "by the wait before tiles of each source"
     # rows that a wait has seen arrive are not read by TMA before the fence
     if target.startswith("sm"):
         fence = made.assembly.index("fence.proxy.async.global")
@@ -253,10 +262,10 @@ def test_products_are_put(target: str, products: str) -> None:
 
 
 def test_a_traced_product_reads_the_clock_of_the_gpu(target: str) -> None:
-    """Three times for each tile."""
-    made = product(target, "fp16", "fp16", TRACE="nvidia" if target.startswith("sm") else "amd")
+    """Three times for each tile, besides the reads of waits."""
+    made = product(target, "fp16", "fp16", TRACE=True)
     multiplies(made, target)
-    assert made.assembly.count(clock(target)) == 3 * 2, "of tiles of each source"
+    assert made.assembly.count(clock(target)) == (3 + 3) * 2, "for tiles of each source"
 
 
 def test_products_of_float32(target: str) -> None:
@@ -343,12 +352,34 @@ def test_signals_are_raised(target: str) -> None:
     assert made.spills == 0
 
 
+def test_a_wait_polls_without_order_and_acquires_once(target: str) -> None:
+    """Polls read memory that the whole system shares, time limits the clock; what follows the wait
+    follows an acquire that follows the last poll.
+    """
+    types = {"counters": "*i64", "index": "i32", "base": "*i64", "count": "i32"}
+    types |= {"timeout_record": "*i64", "limit": "i64"}
+    patterns = NVIDIA if target.startswith("sm") else AMD
+    for warps in (1, 8):  # of one warp the compiler leaves out barriers that the GPU does not need
+        made = build(wait_kernel, types, {}, target, num_warps=warps)
+        polling = [loop for loop in loops(made.assembly) if re.search(patterns.poll, loop)]
+        assert not any(re.search(patterns.acquire, loop) for loop in polling)
+        assert any(clock(target) in loop for loop in polling)
+        after = max(made.assembly.index(loop) + len(loop) for loop in polling)
+        barrier = [patterns.barrier] if warps > 1 else []
+        assert_in_order([patterns.acquire, *barrier], made.assembly[after:])
+        assert made.spills == 0
+
+
 def test_signals_are_waited_for(target: str) -> None:
-    """Each poll reads memory, and the comparison is of unsigned numbers."""
-    others = {"comparison": "i32", "value": "i64", "first": "i32", "max_polls": "i32"}
+    """Each poll reads memory, and one that satisfies a comparison, of unsigned numbers, is followed
+    by an acquire.
+    """
+    others = {"comparison": "i32", "value": "i64", "first": "i32", "limit": "i64"}
     types = {"counters": "*i64", "timeout_record": "*i64", **SELECTION, **others}
     made = build(compare_kernel, types, {}, target, num_warps=1)
     patterns = NVIDIA if target.startswith("sm") else AMD
-    assert re.search(patterns.poll, made.assembly)
+    polling = [loop for loop in loops(made.assembly) if re.search(patterns.poll, loop)]
+    assert_in_order([patterns.poll, patterns.acquire], polling[0])
+    assert any(clock(target) in loop for loop in polling)
     assert made.count(r"set\S*\.(?:[gl][te]|hi|lo)\.u64|v_cmp_\w+_u64|s_cmp_\w+_u64") > 0
     assert made.spills == 0

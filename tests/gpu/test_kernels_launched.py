@@ -64,13 +64,15 @@ def variants(kernel) -> int:
 def operators():
     world = weft.init()
     a, b = torch.ones(32, 64, dtype=torch.float16), torch.ones(64, 32, dtype=torch.float16)
-    weft.all_gather_matmul(a, b, algorithm="push")
+    for timeout in (1, 1000):  # limits of 32 bits, and of 64
+        weft.all_gather_matmul(a, b, algorithm="push", timeout=timeout)
     weft.matmul_reduce_scatter(a, b, algorithm="put")
     every = (a, torch.ones(33, 64)[world.rank : world.rank + 32], torch.ones(32, 8).bfloat16())
     out = {each: world.empty(64, each.shape[1], dtype=each.dtype) for each in every}
     for gluon, each in itertools.product((False, True), every):
         launch = weft.Launch(gluon=gluon)
-        weft.all_gather(each, out=out[each], algorithm="kernel", launch=launch)
+        for timeout in (1, 1000):
+            weft.all_gather(each, out=out[each], algorithm="kernel", launch=launch, timeout=timeout)
 
 
 def test_every_kernel_compiles_once_for_all_ranks(monkeypatch):

@@ -177,7 +177,7 @@ class Product(Views):
         bases = counters[:, 0].contiguous()
         record = symmetric.timeout_record(device)
         tables = symmetric.CounterTables(counters, bases, bases, record)
-        arguments = self.x, self.x, weight, None, out, bases, tables, symmetric.MAX_POLLS
+        arguments = self.x, self.x, weight, None, out, bases, tables, symmetric.time_limit(60)
         right = partial(self.problem.check_product, out)
         self.views = {
             "kernel": View(partial(product, *arguments), (out,), right),

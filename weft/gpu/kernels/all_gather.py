@@ -181,7 +181,7 @@ class GatherKernel:
         segment: Tensor,
         bases: Tensor,
         counter_tables: CounterTables,
-        max_polls: int,
+        limit: int,
         idle: bool = False,
     ) -> None:
         """Put the kernel on the current stream.
@@ -193,7 +193,7 @@ class GatherKernel:
         address = shard.data_ptr()
         fitting = (access for access in self.accesses if self.distances.fits(access, address))
         for access in self.accesses if idle else [next(fitting)]:
-            self._put(access, shard, segment, bases, counter_tables, max_polls, idle)
+            self._put(access, shard, segment, bases, counter_tables, limit, idle)
 
     def _put(
         self,
@@ -202,7 +202,7 @@ class GatherKernel:
         segment: Tensor,
         bases: Tensor,
         counter_tables: CounterTables,
-        max_polls: int,
+        limit: int,
         idle: bool,
     ) -> None:
         sms, tile, warps, compiled_by_gluon = self.launch
@@ -224,7 +224,7 @@ class GatherKernel:
             *self.signals,
             int(idle),
             self.rank,
-            max_polls,
+            limit,
             RANKS=self.ranks,
             TILE=tile // VECTOR * access.words,
             WORDS=access.words,
@@ -262,7 +262,7 @@ def _put_to_all(
     arrived,
     idle,
     rank,
-    max_polls,
+    limit: tl.int64,  # of a wait, in nanoseconds
     RANKS: tl.constexpr,
     TILE: tl.constexpr,  # words
     WORDS: tl.constexpr,
@@ -285,7 +285,7 @@ def _put_to_all(
         targets = targets + (peer_pointer(mine, bases, rank, to),)
     for step in tl.static_range(1, RANKS):  # until this rank may write to theirs
         index = awaited + (rank + step) % RANKS
-        wait(counters, index, tl.load(base + index) + count, timeout_record, max_polls)
+        wait(counters, index, tl.load(base + index) + count, timeout_record, limit)
     within = tl.arange(0, TILE) if LAYOUT is None else gl.arange(0, TILE, layout=LAYOUT)
     start = program * TILE + words * 0
     while start < words:
@@ -308,7 +308,7 @@ def _put_to_all(
             notify(counters + (arrived + rank) * 8, counter_bases, rank, to)
         for step in tl.static_range(1, RANKS):
             index = arrived + (rank + step) % RANKS
-            wait(counters, index, tl.load(base + index) + 1, timeout_record, max_polls)
+            wait(counters, index, tl.load(base + index) + 1, timeout_record, limit)
 
 
 _NUMBERS = [
@@ -323,7 +323,7 @@ _NUMBERS = [
     "arrived",
     "idle",
     "rank",
-    "max_polls",
+    "limit",
 ]
 _ANY_ALIGNMENT = [*_NUMBERS, "shard", "segment"]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.checks import name as dtype_name
-from weft.gpu.kernels.clock import CLOCK, ticks
+from weft.gpu.kernels.clock import time_of_all_stores
 from weft.gpu.kernels.matmul_put import arrive, put_tile
 from weft.gpu.kernels.symmetric import CounterTables, wait
 from weft.gpu.kernels.tiles import launch_tables, tiles
@@ -182,7 +182,7 @@ class ProductKernel:
         out: Tensor,
         out_bases: Tensor,
         counter_tables: CounterTables,
-        max_polls: int,
+        limit: int,
         idle: bool = False,
         times: Tensor | None = None,
     ) -> None:
@@ -214,13 +214,13 @@ class ProductKernel:
             *((0, 0) if idle else self.sizes),
             self.links,
             self.rank,
-            max_polls,
+            limit,
             out.shape[1],
             out.stride(0),
             K=own.shape[1],
             TRANSPOSED=transposed,
             BIAS=bias is not None,
-            TRACE="" if times is None else CLOCK,
+            TRACE=times is not None,
             **self.options,
         )
 
@@ -249,7 +249,7 @@ def product(
 
 
 @triton.jit
-def pass_waits(done, needed, waits, counters, base, timeout_record, max_polls, FENCE: tl.constexpr):
+def pass_waits(done, needed, waits, counters, base, timeout_record, limit, FENCE: tl.constexpr):
     """Execute the first `needed` waits of the lane, of which this program has executed `done`;
     returns the new number.
     """
@@ -261,7 +261,7 @@ def pass_waits(done, needed, waits, counters, base, timeout_record, max_polls, F
                 index,
                 tl.load(base + index) + tl.load(waits + done * 2 + 1),
                 timeout_record,
-                max_polls,
+                limit,
             )
             done += 1
         if FENCE:  # arrivals were written by stores; TMA reads memory through another proxy
@@ -271,7 +271,7 @@ def pass_waits(done, needed, waits, counters, base, timeout_record, max_polls, F
     return done
 
 
-@triton.jit(do_not_specialize=["first", "number", "links", "rank", "max_polls"])
+@triton.jit(do_not_specialize=["first", "number", "links", "rank", "limit"])
 def all_gather_matmul_kernel(
     own,  # descriptor of (rows, K): the source of the first tiles
     x,  # descriptor of (rows, K): the source of the other tiles
@@ -284,7 +284,7 @@ def all_gather_matmul_kernel(
     waits,  # int64 (waits, 2): counter, count
     notifies,  # int32 (notifies, 3): rank, counter, arrivals
     tickets,  # int32 (notifies,)
-    times,  # int64 (tiles, 3), written if there is a clock to `TRACE` by
+    times,  # int64 (tiles, 3), in nanoseconds, written if `TRACE`
     counters,
     counter_bases,
     base,
@@ -293,7 +293,7 @@ def all_gather_matmul_kernel(
     number,  # of tiles
     links,
     rank,
-    max_polls,
+    limit: tl.int64,  # of a wait, in nanoseconds
     N,
     stride,
     K: tl.constexpr,
@@ -314,13 +314,13 @@ def all_gather_matmul_kernel(
         while tile < (first if source < SOURCES - 1 else number):
             entry = tiles + tile * 7
             row, last, column = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2) * BLOCK_N
-            if TRACE != "":
-                tl.store(times + tile * 3, ticks(TRACE))
+            if TRACE:
+                tl.store(times + tile * 3, time_of_all_stores())
             done = pass_waits(
-                done, tl.load(entry + 5), waits, counters, base, timeout_record, max_polls, FENCE
+                done, tl.load(entry + 5), waits, counters, base, timeout_record, limit, FENCE
             )
-            if TRACE != "":
-                tl.store(times + tile * 3 + 1, ticks(TRACE))
+            if TRACE:
+                tl.store(times + tile * 3 + 1, time_of_all_stores())
             total = product(
                 own if source == 0 else x,
                 weight,
@@ -349,8 +349,8 @@ def all_gather_matmul_kernel(
                 stride,
                 PUTS,
             )
-            if TRACE != "":
-                tl.store(times + tile * 3 + 2, ticks(TRACE))
+            if TRACE:
+                tl.store(times + tile * 3 + 2, time_of_all_stores())
             if NOTIFIES:
                 arrive(tl.load(entry + 6), notifies, links, tickets, counters, counter_bases, rank)
             tile += tl.num_programs(0)
