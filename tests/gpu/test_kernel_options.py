@@ -11,6 +11,7 @@ import weft
 from weft.gpu import backend, options
 from weft.gpu.kernels import all_gather, symmetric
 from weft.gpu.kernels.all_gather import Distances
+from weft.gpu.kernels.all_gather_matmul import vector
 from weft.gpu.kernels.tiles import launch_tables, launches, runs, tiles
 from weft.kernels.matmul import matmul
 from weft.plan import Copy, Launch, Notify, Region, Signal, Wait
@@ -196,6 +197,24 @@ def test_runs_of_a_lane_and_their_launches():
         product(1, 2, out="other"),
     ]
     assert [*launches(several)] == [[several[0], wait, several[3]], [several[1], wait, several[4]]]
+
+
+def test_rows_are_stored_16_bytes_at_a_time_where_all_begin_and_end_there():
+    memory = torch.zeros(1 << 12, dtype=torch.bfloat16)
+    begin = -memory.data_ptr() // 2 % 8
+    for at, columns, stride, expected in (
+        (0, 64, 64, 8),
+        (8, 40, 48, 8),
+        (0, 520, 520, 8),
+        (1, 64, 64, 1),
+        (0, 36, 40, 1),
+        (0, 40, 44, 1),
+    ):
+        out = memory[begin + at :].as_strided((4, columns), (stride, 1))
+        assert vector(out) == expected, (at, columns, stride)
+    floats = memory[begin + 8 :].view(torch.float32)
+    assert vector(floats[:36].view(3, 12)) == 4
+    assert vector(floats[1:37].view(3, 12)) == 1
 
 
 def test_product_kernels_leave_sms_to_communication(a_gpu):

@@ -149,6 +149,29 @@ def test_tiles_and_copies_of_options_compile_once_for_all_ranks(monkeypatch):
     assert compiled[-1][2] - before == 3 * 2
 
 
+def to_any_rows(compiled):
+    """Products to rows that begin and end at multiples of 16 bytes, then to others, with a bias."""
+    memory, biases = torch.zeros(8192, dtype=torch.float16), torch.zeros(1024, dtype=torch.float16)
+    begin = -memory.data_ptr() // 2 % 8
+    a = torch.ones(8, 32, dtype=torch.float16)
+    wide = [(0, 64), (8, 40), (16, 520)]  # where they begin, and columns
+    for rows in (wide, [(1, 64), (0, 33), (8, 1), (3, 41)]):
+        for at, (begins, columns) in enumerate(rows):
+            out = memory[begin + begins :][: 8 * columns].view(8, columns)
+            weight = torch.ones(columns, 32, dtype=torch.float16).t()
+            bias = biases[at : at + columns]
+            weft.all_gather_matmul(a, weight, bias=bias, out=out, algorithm="push")
+        compiled.append(variants(all_gather_matmul_kernel))
+
+
+def test_a_product_has_one_kernel_for_aligned_rows_and_one_for_others(monkeypatch):
+    monkeypatch.setattr(gpu_backend, "check_products", lambda *_: None)
+    compiled = [variants(all_gather_matmul_kernel)]
+    with weft.local_world(1, products="triton") as local:
+        local.run(to_any_rows, compiled)
+    assert [after - before for before, after in itertools.pairwise(compiled)] == [1, 1]
+
+
 def one_sided():
     world = weft.init()
     peer, memory, signals = 1 - world.rank, world.empty(4, 96), world.signals(3)

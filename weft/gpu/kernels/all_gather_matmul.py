@@ -31,8 +31,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Blocks(NamedTuple):
-    """Sizes of a tile and of the steps along K, warps per program and stages of the pipeline of
-    loads.
+    """Sizes of a tile and of the steps along K, warps per program, stages of the pipeline of
+    loads, and whether a tile is stored in slices.
     """
 
     m: int = 128
@@ -40,6 +40,7 @@ class Blocks(NamedTuple):
     k: int = 64
     warps: int = 8
     stages: int = 3
+    sliced: bool = True
 
 
 def blocks(
@@ -59,8 +60,8 @@ def sizes(tile: Tile | None, amd: bool, wide: bool, wide_out: bool) -> Blocks:
     """`blocks` for AMD's or NVIDIA's GPUs; `wide` and `wide_out`: factors and results have 4 bytes
     per element.
 
-    With these sizes no register is spilled and all tiles fit in shared memory, on the GPUs that
-    tests compile for.
+    With these sizes no register is spilled, whether stores are wide or not, and all tiles fit in
+    shared memory, on the GPUs that tests compile for.
     """
     largest = (64, 128) if wide else (128, 128) if amd or wide_out else (128, 256)
     m, n = tile or largest
@@ -70,10 +71,12 @@ def sizes(tile: Tile | None, amd: bool, wide: bool, wide_out: bool) -> Blocks:
             f"dtypes, a tile has at most {most} elements, as {tile_name(largest)}"
         )
     if wide:  # full float32 precision, without matrix instructions on NVIDIA's GPUs
-        return Blocks(m, n, 16, 8 if m * n == most else 4, 3)
+        return Blocks(m, n, 16, 8 if m * n == most else 4, 3, sliced=not amd)
     large = m * n >= 128 * 128
     warps = 8 if large else 4
-    return Blocks(m, n, 32, warps, 2) if amd else Blocks(m, n, 64, warps, 3 if large else 4)
+    if amd:  # there slices of a tile would have to pass through the shared memory
+        return Blocks(m, n, 32, warps, 2, sliced=False)
+    return Blocks(m, n, 64, warps, 3 if large else 4)
 
 
 def check(x: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -102,6 +105,15 @@ def check(x: Tensor, weight: Tensor, out: Tensor) -> None:
             f"out {_layout(out)}. Pad them, or multiply by torch.mm in a world with "
             'products="torch"'
         )
+
+
+def vector(out: Tensor) -> int:
+    """The elements that the kernel stores at once to `out`: 16 bytes if its rows begin and end at
+    multiples of these, else one.
+    """
+    elements = 16 // out.itemsize
+    whole = out.data_ptr() % 16 == out.stride(0) % elements == out.shape[1] % elements == 0
+    return elements if whole else 1
 
 
 def _layout(t: Tensor) -> str:
@@ -168,6 +180,7 @@ class ProductKernel:
             "BLOCK_M": size.m,
             "BLOCK_N": size.n,
             "BLOCK_K": size.k,
+            "SLICED": size.sliced,
             "FENCE": gpu and not amd,
             "num_warps": size.warps,
             "num_stages": size.stages,
@@ -196,6 +209,7 @@ class ProductKernel:
         tile when it begins to wait for its rows, begins to multiply them, and has stored it.
         """
         size = self.blocks
+        elements = vector(out)
         rows = _rows(weight)
         transposed = weight.stride(1) != 1
         kernel: Any = all_gather_matmul_kernel
@@ -215,8 +229,9 @@ class ProductKernel:
             self.links,
             self.rank,
             limit,
-            out.shape[1],
-            out.stride(0),
+            out.shape[1] // elements,
+            out.stride(0) // elements,
+            VECTOR=elements,
             K=own.shape[1],
             TRANSPOSED=transposed,
             BIAS=bias is not None,
@@ -271,7 +286,10 @@ def pass_waits(done, needed, waits, counters, base, timeout_record, limit, FENCE
     return done
 
 
-@triton.jit(do_not_specialize=["first", "number", "links", "rank", "limit"])
+@triton.jit(
+    do_not_specialize=["first", "number", "links", "rank", "limit", "N", "stride"],
+    do_not_specialize_on_alignment=["bias", "out"],
+)
 def all_gather_matmul_kernel(
     own,  # descriptor of (rows, K): the source of the first tiles
     x,  # descriptor of (rows, K): the source of the other tiles
@@ -294,11 +312,13 @@ def all_gather_matmul_kernel(
     links,
     rank,
     limit: tl.int64,  # of a wait, in nanoseconds
-    N,
+    N,  # in units of VECTOR elements, as the next
     stride,
     K: tl.constexpr,
     SOURCES: tl.constexpr,
     PUTS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    SLICED: tl.constexpr,
     NOTIFIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -332,12 +352,10 @@ def all_gather_matmul_kernel(
                 BLOCK_K,
                 TRANSPOSED,
             )
-            if BIAS:
-                across = column + tl.arange(0, BLOCK_N)
-                total += tl.load(bias + across, mask=across < N, other=0.0).to(tl.float32)[None, :]
             to = row + tl.load(entry + 3)
             put_tile(
                 total,
+                bias,
                 out,
                 out_bases,
                 rank,
@@ -347,7 +365,10 @@ def all_gather_matmul_kernel(
                 last - row,
                 N,
                 stride,
+                BIAS,
                 PUTS,
+                VECTOR,
+                SLICED,
             )
             if TRACE:
                 tl.store(times + tile * 3 + 2, time_of_all_stores())
