@@ -11,7 +11,7 @@ import weft
 from weft.gpu import backend, options
 from weft.gpu.kernels import all_gather, symmetric
 from weft.gpu.kernels.all_gather import Distances
-from weft.gpu.kernels.all_gather_matmul import vector
+from weft.gpu.kernels.all_gather_matmul import ProductKernel, smaller, vector
 from weft.gpu.kernels.tiles import launch_tables, launches, runs, tiles
 from weft.kernels.matmul import matmul
 from weft.plan import Copy, Launch, Notify, Region, Signal, Wait
@@ -215,6 +215,28 @@ def test_rows_are_stored_16_bytes_at_a_time_where_all_begin_and_end_there():
     floats = memory[begin + 8 :].view(torch.float32)
     assert vector(floats[:36].view(3, 12)) == 4
     assert vector(floats[1:37].view(3, 12)) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "programs", "expected"),
+    [
+        ([4096], 4096, 132, (128, 256)),  # 512 tiles
+        ([2048], 1024, 132, (128, 128)),  # 64 of the largest, 128 of this one
+        ([128] * 16, 1024, 132, (128, 128)),  # of the same rows in pieces
+        ([2048], 1024, 12, (128, 256)),  # for ranks that share a GPU
+        ([512], 1024, 120, (64, 128)),
+        ([1], 8, 132, (64, 64)),
+        ([], 8, 132, (64, 64)),
+    ],
+)
+def test_small_products_have_small_tiles(rows, columns, programs, expected):
+    """At most as small as it takes to give a tile to more than half of the programs."""
+    assert smaller((128, 256), rows, columns, programs) == expected
+    lane = [matmul(Region(0, "x", 0, n), Region(0, "out", 0, n)) for n in rows]
+    half, cpu = torch.float16, torch.device("cpu")
+    for tile in (None, (64, 256)):
+        made = ProductKernel(lane, columns, half, half, lambda _: 0, 0, programs, cpu, tile)
+        assert made.blocks[:2] == (tile or expected)
 
 
 def test_product_kernels_leave_sms_to_communication(a_gpu):

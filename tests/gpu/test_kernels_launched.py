@@ -151,6 +151,7 @@ def test_tiles_and_copies_of_options_compile_once_for_all_ranks(monkeypatch):
 
 def to_any_rows(compiled):
     """Products to rows that begin and end at multiples of 16 bytes, then to others, with a bias."""
+    weft.init().configure(weft.DeviceOptions(tile=(64, 64)))
     memory, biases = torch.zeros(8192, dtype=torch.float16), torch.zeros(1024, dtype=torch.float16)
     begin = -memory.data_ptr() // 2 % 8
     a = torch.ones(8, 32, dtype=torch.float16)

@@ -39,7 +39,7 @@ class Blocks(NamedTuple):
     n: int = 256
     k: int = 64
     warps: int = 8
-    stages: int = 3
+    stages: int = 4
     sliced: bool = True
 
 
@@ -76,7 +76,19 @@ def sizes(tile: Tile | None, amd: bool, wide: bool, wide_out: bool) -> Blocks:
     warps = 8 if large else 4
     if amd:  # there slices of a tile would have to pass through the shared memory
         return Blocks(m, n, 32, warps, 2, sliced=False)
-    return Blocks(m, n, 64, warps, 3 if large else 4)
+    return Blocks(m, n, 64, warps, 4)
+
+
+def smaller(tile: Tile, rows: Sequence[int], columns: int, programs: int) -> Tile:
+    """A tile for products of these numbers of rows, and of `columns` columns, by `programs`
+    programs: this one, or its half, or the half of that and so on down to 64x64, while at least
+    half of the programs would have no tile.
+    """
+    m, n = tile
+    tiles = triton.cdiv(columns, n) * sum(triton.cdiv(each, m) for each in rows)
+    if 2 * tiles > programs or tile == (64, 64):
+        return tile
+    return smaller((m, n // 2) if n > m else (m // 2, n), rows, columns, programs)
 
 
 def check(x: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -132,7 +144,7 @@ class ProductKernel:
     `launch` has its tables, `owners` for each tile the place of its product in the part, `waits`
     the places of the waits. `columns` is N, `dtype` the factors' dtype and `out` the result's;
     `index` returns the index of a signal's counter. The kernel has at most `programs` programs, and
-    a `tile`, if it is given.
+    a `tile`; if none is given, the largest, or a `smaller` one.
     """
 
     def __init__(
@@ -149,7 +161,11 @@ class ProductKernel:
     ) -> None:
         gpu = device.type == "cuda"
         amd = torch.version.hip is not None
-        self.blocks = size = blocks(tile, device, dtype, out)
+        size = blocks(tile, device, dtype, out)
+        if tile is None:
+            rows = [i.dst.rows for i in part if isinstance(i, Compute)]
+            size = blocks(smaller((size.m, size.n), rows, columns, programs), device, dtype, out)
+        self.blocks = size
         across = triton.cdiv(columns, size.n)
         self.launch = launch = launch_tables(part, across, size.m)
         self.owners = [
