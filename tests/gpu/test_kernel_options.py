@@ -43,9 +43,9 @@ def a_gpu(monkeypatch):
         ({"tile_bytes": 3 << 12}, "tile_bytes must be a power of two"),
         (
             {"tile_bytes": 4096},
-            "from 8192 to 131072, 16 to 256 for each of 512 threads; got 4096",
+            "from 8192 to 65536, 16 to 256 for each of 512 threads and 65536 in all; got 4096",
         ),
-        ({"tile_bytes": 1 << 18}, "from 8192 to 131072"),
+        ({"tile_bytes": 1 << 18}, "from 8192 to 65536"),
         ({"tile_bytes": "16K"}, "tile_bytes must be an integer; got '16K'"),
     ],
 )
@@ -53,7 +53,7 @@ def test_invalid_launches_are_refused(a_gpu, options, why):
     with_64_lanes = torch.device("cuda", 1)
     for device in (GPU, with_64_lanes):
         all_gather.check(Launch(), 2, device)
-        all_gather.check(Launch(66, 1 << 17, 8, True), 2, with_64_lanes)
+        all_gather.check(Launch(66, 1 << 16, 8, True), 2, with_64_lanes)
     with pytest.raises(ValueError, match=why):
         all_gather.check(Launch(**options), 2, with_64_lanes)
 

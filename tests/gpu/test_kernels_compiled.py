@@ -12,10 +12,11 @@ from support.compiled import SHARED, TARGETS, Compiled, build
 
 from weft.gpu.kernels.all_gather import KERNELS, VECTOR, Access, tile_layout
 from weft.gpu.kernels.all_gather_matmul import all_gather_matmul_kernel, sizes
-from weft.gpu.kernels.copy_rows import copy_vectors_kernel, copy_words_kernel
+from weft.gpu.kernels.copy_rows import TILE, copy_vectors_kernel, copy_words_kernel
 from weft.gpu.kernels.signals import compare_kernel, raise_kernel
 from weft.gpu.kernels.stream_signals import wait_kernel
 from weft.gpu.kernels.sum_in_rank_order import sum_in_rank_order_kernel
+from weft.plan import Launch
 from weft.schedules.device_options import TILES, Tile
 
 pytestmark = pytest.mark.parametrize("target", TARGETS)
@@ -113,6 +114,37 @@ def assert_in_order(steps: list[str], assembly: str) -> None:
         at = found.end()
 
 
+def gather(target: str, access: Access, launch: Launch) -> Compiled:
+    """The all-gather of 8 ranks by these accesses."""
+    _, tile, warps, gluon = launch
+    word = f"*i{8 * access.width // access.words}"
+    return build(
+        KERNELS[gluon, access.width == VECTOR],
+        {"shard": word, "segment": word, **GATHER},
+        {
+            "RANKS": 8,
+            "TILE": tile // VECTOR * access.words,
+            "WORDS": access.words,
+            "ROWS": access.rows,
+            "LONG": False,
+            "LAYOUT": tile_layout(access, TARGETS[target].warp_size, warps) if gluon else None,
+        },
+        target,
+        unaligned=() if access.width == VECTOR else ("shard", "segment"),
+        num_warps=warps,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("warps", [8, 32])
+def test_the_largest_tile_of_an_all_gather_fits_in_the_registers(target: str, warps: int) -> None:
+    if warps * TARGETS[target].warp_size > 1024:
+        pytest.skip("more threads than a program may have")
+    for rows in (False, True):
+        launch = Launch(tile_bytes=1 << 16, warps=warps)
+        assert gather(target, Access(VECTOR, rows), launch).spills == 0
+
+
 @pytest.mark.parametrize(
     ("access", "gluon"),
     [
@@ -127,30 +159,18 @@ def assert_in_order(steps: list[str], assembly: str) -> None:
 )
 def test_all_gather(target: str, access: Access, gluon: bool) -> None:
     """In the loop over tiles all accesses have the same width: one load and a store for each rank
-    of each of a thread's vectors. Only rows that are not contiguous need divisions, of 32 bits.
+    of each of a thread's vectors, all loads before the first store. Only rows that are not
+    contiguous need divisions, of 32 bits.
 
     After the loop synchronize all threads, then all programs, then the peers; and a wait reads
     memory in every poll.
     """
-    lanes, vectors, word = TARGETS[target].warp_size, 1024, f"*i{8 * access.width // access.words}"
-    made = build(
-        KERNELS[gluon, access.width == VECTOR],
-        {"shard": word, "segment": word, **GATHER},
-        {
-            "RANKS": 8,
-            "TILE": vectors * access.words,
-            "WORDS": access.words,
-            "ROWS": access.rows,
-            "LONG": False,
-            "LAYOUT": tile_layout(access, lanes, 4) if gluon else None,
-        },
-        target,
-        unaligned=() if access.width == VECTOR else ("shard", "segment"),
-        num_warps=4,
-    )
+    launch = Launch(gluon=gluon)
+    vectors = launch.tile_bytes // VECTOR
+    made = gather(target, access, launch)
     patterns, every = NVIDIA if target.startswith("sm") else AMD, loops(made.assembly)
     load, store = patterns.load[access.width], patterns.store[access.width]
-    per_thread = vectors // (4 * lanes)
+    per_thread = vectors // (launch.warps * TARGETS[target].warp_size)
     tiles = [loop for loop in every if len(re.findall(store, loop)) >= 8 * per_thread]
     body = min(tiles, key=len)
     for pattern, number in (
@@ -160,6 +180,7 @@ def test_all_gather(target: str, access: Access, gluon: bool) -> None:
         (patterns.any_store, 8 * per_thread),
     ):
         assert len(re.findall(pattern, body)) == number, pattern
+    assert [*re.finditer(load, body)][-1].start() < re.search(store, body).start()
     # by a reciprocal that is computed before the loop, on AMD's
     assert (made.count(r"div\.s32|v_rcp_iflag_f32") > 0) == access.rows
     assert made.count(r"(?:div|rem)\.s64|v_rcp_f32") == 0
@@ -345,23 +366,28 @@ SIZES = dict.fromkeys(("units", "size", "dst_stride", "src_stride"), "i64")
 
 
 def test_copies_of_vectors(target: str) -> None:
-    """Rows with gaps and without move 16 bytes at a time, several before the first is needed."""
+    """Rows with gaps and without move 16 bytes at a time, and all of a tile are loaded before the
+    first is stored.
+    """
     types = {"dst": "*i32", "src": "*i32", **SIZES}
-    made = build(copy_vectors_kernel, types, {"WORDS": 4, "TILE": 1024}, target, num_warps=8)
+    made = build(copy_vectors_kernel, types, {"WORDS": 4, "TILE": TILE}, target, num_warps=8)
     patterns = NVIDIA if target.startswith("sm") else AMD
-    per_thread = 1024 // 8 // TARGETS[target].warp_size
+    per_thread = TILE // 8 // TARGETS[target].warp_size
     for wide, every in (
         (patterns.load[16], patterns.any_load),
         (patterns.store[16], patterns.any_store),
     ):
         assert made.count(wide) == made.count(every) == 2 * per_thread, every
+    order = re.findall(f"{patterns.load[16]}|{patterns.store[16]}", made.assembly)
+    loaded, stored = [order[0]] * per_thread, [order[-1]] * per_thread
+    assert order == (loaded + stored) * 2
     assert made.spills == 0
 
 
 @pytest.mark.parametrize("word", ["i8", "i16", "i32", "i64"])
 def test_copies_of_words(target: str, word: str) -> None:
     types = {"dst": f"*{word}", "src": f"*{word}", **SIZES}
-    made = build(copy_words_kernel, types, {"WORDS": 1, "TILE": 1024}, target, num_warps=8)
+    made = build(copy_words_kernel, types, {"WORDS": 1, "TILE": TILE}, target, num_warps=8)
     assert made.spills == 0
 
 

@@ -1,9 +1,11 @@
 """Rows put to all ranks by one kernel on a fixed number of SMs: the copies of an all-gather, with
 the notifies and waits before and after them.
 
-Each program iterates over tiles of the shard: one load, then one store for each rank. The tables of
-addresses are read once, before the loop. Destinations are rotated by rank, so that at any time each
-rank is the destination of one other: the traffic is a permutation, not a fan-in.
+Each program iterates over tiles of the shard: one load, then one store for each rank. A tile is all
+that a program has in flight, by default 32 KiB: a thread loads eight vectors before it stores the
+first. The tables of addresses are read once, before the loop. Destinations are rotated by rank, so
+that at any time each rank is the destination of one other: the traffic is a permutation, not a
+fan-in.
 
 **Layouts.** Rows may have any size, and any distance on both sides. If a shard is one contiguous
 block on both, an element of a tile has one offset. Otherwise the kernel divides by the size of a
@@ -46,6 +48,9 @@ _MOST_VECTORS = 16
 thread has.
 """
 
+_MOST_BYTES = 1 << 16
+"""The largest tile: a quarter of the registers of an SM, so that none is spilled with 32 warps."""
+
 _LONG = 1 << 30
 """The number of words in a shard from which on offsets have 64 bits."""
 
@@ -67,11 +72,12 @@ def check(launch: Launch, ranks: int, device: torch.device) -> None:
             "warps must be 1, 2, 4, 8, 16 or 32, with at most 1024 threads; got "
             f"{warps} of {lanes} threads"
         )
-    least, most = threads * VECTOR, threads * VECTOR * _MOST_VECTORS
+    least, most = threads * VECTOR, min(threads * VECTOR * _MOST_VECTORS, _MOST_BYTES)
     if tile & (tile - 1) or not least <= tile <= most:
         raise ValueError(
             f"tile_bytes must be a power of two from {least} to {most}, {VECTOR} to "
-            f"{VECTOR * _MOST_VECTORS} for each of {threads} threads; got {tile}"
+            f"{VECTOR * _MOST_VECTORS} for each of {threads} threads and {_MOST_BYTES} in all; "
+            f"got {tile}"
         )
     if compiled_by_gluon and symmetric.INTERPRETED:
         raise ValueError("Gluon has no interpreter: use gluon=False under TRITON_INTERPRET=1")
@@ -293,8 +299,8 @@ def _put_to_all(
         inside = offsets < words
         if ROWS:
             line = (offsets // (row * WORDS)).to(tl.int64) * WORDS
-            column = offsets % (row * WORDS)
-            source, target = line * shard_stride + column, line * gathered_stride + column
+            source = line * (shard_stride - row) + offsets
+            target = line * (gathered_stride - row) + offsets
         else:
             source, target = offsets, offsets
         tile = tl.load(shard + source, mask=inside)
