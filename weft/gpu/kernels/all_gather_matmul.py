@@ -3,9 +3,10 @@
 Of n programs each computes every n-th tile, in the order of the lane, and executes the lane's waits
 before the first tile that needs them: this rank's own rows come first, then peers' rows. Between
 two products there is no launch, no partly filled wave of programs, and no work of the host. Both
-factors are read through tensor descriptors, which are TMA transfers on sm_90 and later. The kernel
-does not move rows of x: a copy engine, peers, or `kernels.all_gather` do. `kernels.matmul_put` has
-the stores of tiles and the notifies.
+factors are read through tensor descriptors, which are TMA transfers on sm_90 and later. The first
+loads of a tile follow its waits, and the stores of the tile before it. The kernel does not move
+rows of x: a copy engine, peers, or `kernels.all_gather` do. `kernels.matmul_put` has the stores of
+tiles and the notifies.
 """
 
 from __future__ import annotations
