@@ -236,7 +236,7 @@ def product(
     target: str, factor: str, out: str, tile: Tile | None = None, wide: bool = True, **flags: bool
 ) -> Compiled:
     """The product kernel with the sizes of its users, for factors and results of these dtypes;
-    `wide`: rows of the result begin and end at multiples of 16 bytes.
+    `wide`: rows of the result begin and end at multiples of 16 bytes. Its stores are checked.
     """
     nvidia = target.startswith("sm")
     m, n, k, warps, stages, sliced = sizes(tile, not nvidia, factor == "fp32", out == "fp32")
@@ -266,8 +266,8 @@ def product(
     options = {"num_warps": warps, "num_stages": stages}
     unaligned = ("bias", "out")
     made = build(all_gather_matmul_kernel, types, constants, target, (), unaligned, **options)
-    # Those of a tile are as wide as they can be. By AMD's compiler, which leaves elements in the
-    # threads that have computed them, some have 8 bytes; others, of two words, are of timeouts.
+    # AMD's compiler leaves elements in the threads that have computed them, so that some of its
+    # stores have 8 bytes; as have those of a timeout.
     found, per_thread = stores(made), m * n // (warps * TARGETS[target].warp_size)
     if not wide:
         assert found[BYTES[out]] == per_thread * constants["SOURCES"]
