@@ -12,7 +12,6 @@ import argparse
 import faulthandler
 import json
 import os
-import threading
 import time
 import traceback
 from pathlib import Path
@@ -51,21 +50,6 @@ def climb(rung: Any, device: str) -> None:
         local.run(lambda: rung.work(world=weft.init()))
 
 
-def parse_in_turn() -> None:
-    """Let Triton's interpreter parse kernels in one thread at a time: Python 3.11 takes the depth
-    of one thread's parser for that of another, and raises `SystemError`.
-    """
-    from triton.runtime.interpreter import FunctionRewriter
-
-    rewrite, turn = FunctionRewriter.rewrite_ast, threading.Lock()
-
-    def in_turn(self: Any) -> Any:
-        with turn:
-            return rewrite(self)
-
-    FunctionRewriter.rewrite_ast = in_turn
-
-
 def main() -> int:
     words = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     words.add_argument("log", type=Path)
@@ -76,7 +60,6 @@ def main() -> int:
     given = words.parse_args()
     if given.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # before kernels are imported
-        parse_in_turn()
     from rungs import rungs
 
     every = {each.name: each for each in rungs(given.device == "cuda")}

@@ -43,7 +43,7 @@ def forbid_other_products() -> None:
 def gathers(rows: tuple[int, ...], algorithm: str, dtype: torch.dtype, call: int) -> None:
     world = current()
     shards = [whole(call + r, n, 32, dtype=dtype) for r, n in enumerate(rows)]
-    flat, tall = whole(call + 8, 32, 24, dtype=dtype), whole(call + 9, 40, 32, dtype=dtype).t()
+    flat, tall = whole(call + 8, 32, 24, dtype=dtype), whole(call + 9, 37, 32, dtype=dtype).t()
     a, bias = shards[world.rank], whole(7, 24, dtype=dtype)
     exact = torch.cat(shards).double()
     options: dict[str, Any] = {"shard_rows": rows, "algorithm": algorithm, "chunk_rows": 7}
@@ -66,8 +66,9 @@ def sums(
     world = current()
     total, rank = sum(rows), world.rank
     a = [whole(call + r, total, 16, dtype=dtype) for r in range(world.ranks)]
-    b = [whole(call + 8 + r, 16, 24, dtype=dtype) for r in range(world.ranks)]
-    bias = whole(7, 24, dtype=dtype)
+    columns = (24, 21)[call % 3 == 0]  # rows of 21 are stored element by element
+    b = [whole(call + 8 + r, columns, 16, dtype=dtype).t() for r in range(world.ranks)]
+    bias = whole(7, columns, dtype=dtype)
     exact = sum(x.double() @ w.double() for x, w in zip(a, b, strict=True)) + bias.double()
     if reduced:
         y = weft.matmul_all_reduce(a[rank], b[rank], bias=bias, algorithm=algorithm)

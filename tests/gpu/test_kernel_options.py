@@ -1,5 +1,6 @@
 """Refusals of kernels and local worlds before anything runs, and the order of tiles."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import weft
 from weft.gpu import backend, options
 from weft.gpu.kernels import all_gather, symmetric
 from weft.gpu.kernels.all_gather import Distances
+from weft.gpu.kernels.all_gather_matmul import ProductKernel, smaller, vector
 from weft.gpu.kernels.tiles import launch_tables, launches, runs, tiles
 from weft.kernels.matmul import matmul
 from weft.plan import Copy, Launch, Notify, Region, Signal, Wait
@@ -41,9 +43,9 @@ def a_gpu(monkeypatch):
         ({"tile_bytes": 3 << 12}, "tile_bytes must be a power of two"),
         (
             {"tile_bytes": 4096},
-            "from 8192 to 131072, 16 to 256 for each of 512 threads; got 4096",
+            "from 8192 to 65536, 16 to 256 for each of 512 threads and 65536 in all; got 4096",
         ),
-        ({"tile_bytes": 1 << 18}, "from 8192 to 131072"),
+        ({"tile_bytes": 1 << 18}, "from 8192 to 65536"),
         ({"tile_bytes": "16K"}, "tile_bytes must be an integer; got '16K'"),
     ],
 )
@@ -51,7 +53,7 @@ def test_invalid_launches_are_refused(a_gpu, options, why):
     with_64_lanes = torch.device("cuda", 1)
     for device in (GPU, with_64_lanes):
         all_gather.check(Launch(), 2, device)
-        all_gather.check(Launch(66, 1 << 17, 8, True), 2, with_64_lanes)
+        all_gather.check(Launch(66, 1 << 16, 8, True), 2, with_64_lanes)
     with pytest.raises(ValueError, match=why):
         all_gather.check(Launch(**options), 2, with_64_lanes)
 
@@ -97,10 +99,9 @@ def test_each_rank_needs_its_own_queue(monkeypatch):
         options.check_queues(3, 1)
 
 
-def test_polls_are_bounded():
-    assert (
-        0 < symmetric.max_polls(1.0) < symmetric.max_polls(30.0) <= symmetric.max_polls(1e9) < 2**31
-    )
+def test_time_limits_are_nanoseconds():
+    assert symmetric.time_limit(1.5) == 1_500_000_000
+    assert symmetric.time_limit(1e9) < symmetric.time_limit(math.inf) < 2**63
 
 
 @pytest.mark.parametrize(
@@ -196,6 +197,46 @@ def test_runs_of_a_lane_and_their_launches():
         product(1, 2, out="other"),
     ]
     assert [*launches(several)] == [[several[0], wait, several[3]], [several[1], wait, several[4]]]
+
+
+def test_rows_are_stored_16_bytes_at_a_time_where_all_begin_and_end_there():
+    memory = torch.zeros(1 << 12, dtype=torch.bfloat16)
+    begin = -memory.data_ptr() // 2 % 8
+    for at, columns, stride, expected in (
+        (0, 64, 64, 8),
+        (8, 40, 48, 8),
+        (0, 520, 520, 8),
+        (1, 64, 64, 1),
+        (0, 36, 40, 1),
+        (0, 40, 44, 1),
+    ):
+        out = memory[begin + at :].as_strided((4, columns), (stride, 1))
+        assert vector(out) == expected, (at, columns, stride)
+    floats = memory[begin + 8 :].view(torch.float32)
+    assert vector(floats[:36].view(3, 12)) == 4
+    assert vector(floats[1:37].view(3, 12)) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "programs", "expected"),
+    [
+        ([4096], 4096, 132, (128, 256)),  # 512 tiles
+        ([2048], 1024, 132, (128, 128)),  # 64 of the largest, 128 of this one
+        ([128] * 16, 1024, 132, (128, 128)),  # of the same rows in pieces
+        ([2048], 1024, 12, (128, 256)),  # for ranks that share a GPU
+        ([512], 1024, 120, (64, 128)),
+        ([1], 8, 132, (64, 64)),
+        ([], 8, 132, (64, 64)),
+    ],
+)
+def test_small_products_have_small_tiles(rows, columns, programs, expected):
+    """At most as small as it takes to give a tile to more than half of the programs."""
+    assert smaller((128, 256), rows, columns, programs) == expected
+    lane = [matmul(Region(0, "x", 0, n), Region(0, "out", 0, n)) for n in rows]
+    half, cpu = torch.float16, torch.device("cpu")
+    for tile in (None, (64, 256)):
+        made = ProductKernel(lane, columns, half, half, lambda _: 0, 0, programs, cpu, tile)
+        assert made.blocks[:2] == (tile or expected)
 
 
 def test_product_kernels_leave_sms_to_communication(a_gpu):

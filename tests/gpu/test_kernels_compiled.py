@@ -2,19 +2,21 @@
 
 import os
 import re
+from collections import Counter
 from typing import NamedTuple
 
 import pytest
 
 pytest.importorskip("triton", "3.6")
-import torch
 from support.compiled import SHARED, TARGETS, Compiled, build
 
 from weft.gpu.kernels.all_gather import KERNELS, VECTOR, Access, tile_layout
 from weft.gpu.kernels.all_gather_matmul import all_gather_matmul_kernel, sizes
-from weft.gpu.kernels.copy_rows import copy_vectors_kernel, copy_words_kernel
+from weft.gpu.kernels.copy_rows import TILE, copy_vectors_kernel, copy_words_kernel
 from weft.gpu.kernels.signals import compare_kernel, raise_kernel
+from weft.gpu.kernels.stream_signals import wait_kernel
 from weft.gpu.kernels.sum_in_rank_order import sum_in_rank_order_kernel
+from weft.plan import Launch
 from weft.schedules.device_options import TILES, Tile
 
 pytestmark = pytest.mark.parametrize("target", TARGETS)
@@ -34,7 +36,8 @@ GATHER = {
     "timeout_record": "*i64",
     **dict.fromkeys(("size", "place", "row", "shard_stride", "gathered_stride"), "i32"),
     **dict.fromkeys(("opened", "awaited", "count", "arrived"), "i32"),
-    **dict.fromkeys(("idle", "rank", "max_polls"), "i32"),
+    **dict.fromkeys(("idle", "rank"), "i32"),
+    "limit": "i64",
 }
 
 
@@ -60,6 +63,8 @@ class Patterns(NamedTuple):
     any_load: str
     any_store: str
     poll: str
+    acquire: str
+    barrier: str
     notify: list[str]
 
 
@@ -68,7 +73,9 @@ NVIDIA = Patterns(
     store={16: r"st\.global\.v4\.b32", 8: r"st\.global\.b64", 1: r"st\.global\.b8"},
     any_load=r"\bld\.\S*global",
     any_store=r"\bst\.\S*global",
-    poll=r"ld\.global\.sys\.acquire\.b64",
+    poll=r"ld\.global\.sys\.relaxed\.b64",
+    acquire=r"ld\.global\.sys\.acquire\.b64",
+    barrier=r"bar\.sync",
     notify=[
         r"bar\.sync",
         r"atom\.global\.gpu\.acq_rel\.add",
@@ -84,6 +91,8 @@ AMD = Patterns(
     any_load=r"(?:global|flat|buffer)_load\w*",
     any_store=r"(?:global|flat|buffer)_store\w*",
     poll=r"global_(?:load_dwordx2|atomic_add_x2) .* sc0 sc1\n",  # by Triton 3.6, and by 3.9
+    acquire="buffer_inv sc0 sc1",
+    barrier="s_barrier",
     notify=[
         "s_barrier",
         "buffer_wbl2 sc1",
@@ -105,6 +114,37 @@ def assert_in_order(steps: list[str], assembly: str) -> None:
         at = found.end()
 
 
+def gather(target: str, access: Access, launch: Launch) -> Compiled:
+    """The all-gather of 8 ranks by these accesses."""
+    _, tile, warps, gluon = launch
+    word = f"*i{8 * access.width // access.words}"
+    return build(
+        KERNELS[gluon, access.width == VECTOR],
+        {"shard": word, "segment": word, **GATHER},
+        {
+            "RANKS": 8,
+            "TILE": tile // VECTOR * access.words,
+            "WORDS": access.words,
+            "ROWS": access.rows,
+            "LONG": False,
+            "LAYOUT": tile_layout(access, TARGETS[target].warp_size, warps) if gluon else None,
+        },
+        target,
+        unaligned=() if access.width == VECTOR else ("shard", "segment"),
+        num_warps=warps,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("warps", [8, 32])
+def test_the_largest_tile_of_an_all_gather_fits_in_the_registers(target: str, warps: int) -> None:
+    if warps * TARGETS[target].warp_size > 1024:
+        pytest.skip("more threads than a program may have")
+    for rows in (False, True):
+        launch = Launch(tile_bytes=1 << 16, warps=warps)
+        assert gather(target, Access(VECTOR, rows), launch).spills == 0
+
+
 @pytest.mark.parametrize(
     ("access", "gluon"),
     [
@@ -119,30 +159,18 @@ def assert_in_order(steps: list[str], assembly: str) -> None:
 )
 def test_all_gather(target: str, access: Access, gluon: bool) -> None:
     """In the loop over tiles all accesses have the same width: one load and a store for each rank
-    of each of a thread's vectors. Only rows that are not contiguous need divisions, of 32 bits.
+    of each of a thread's vectors, all loads before the first store. Only rows that are not
+    contiguous need divisions, of 32 bits.
 
     After the loop synchronize all threads, then all programs, then the peers; and a wait reads
     memory in every poll.
     """
-    lanes, vectors, word = TARGETS[target].warp_size, 1024, f"*i{8 * access.width // access.words}"
-    made = build(
-        KERNELS[gluon, access.width == VECTOR],
-        {"shard": word, "segment": word, **GATHER},
-        {
-            "RANKS": 8,
-            "TILE": vectors * access.words,
-            "WORDS": access.words,
-            "ROWS": access.rows,
-            "LONG": False,
-            "LAYOUT": tile_layout(access, lanes, 4) if gluon else None,
-        },
-        target,
-        unaligned=() if access.width == VECTOR else ("shard", "segment"),
-        num_warps=4,
-    )
+    launch = Launch(gluon=gluon)
+    vectors = launch.tile_bytes // VECTOR
+    made = gather(target, access, launch)
     patterns, every = NVIDIA if target.startswith("sm") else AMD, loops(made.assembly)
     load, store = patterns.load[access.width], patterns.store[access.width]
-    per_thread = vectors // (4 * lanes)
+    per_thread = vectors // (launch.warps * TARGETS[target].warp_size)
     tiles = [loop for loop in every if len(re.findall(store, loop)) >= 8 * per_thread]
     body = min(tiles, key=len)
     for pattern, number in (
@@ -152,6 +180,7 @@ def test_all_gather(target: str, access: Access, gluon: bool) -> None:
         (patterns.any_store, 8 * per_thread),
     ):
         assert len(re.findall(pattern, body)) == number, pattern
+    assert [*re.finditer(load, body)][-1].start() < re.search(store, body).start()
     # by a reciprocal that is computed before the loop, on AMD's
     assert (made.count(r"div\.s32|v_rcp_iflag_f32") > 0) == access.rows
     assert made.count(r"(?:div|rem)\.s64|v_rcp_f32") == 0
@@ -160,15 +189,27 @@ def test_all_gather(target: str, access: Access, gluon: bool) -> None:
     assert made.spills == 0
 
 
-def multiplies(made: Compiled, target: str, spills: int = 0) -> None:
-    """Tiles are multiplied by matrix instructions, read by TMA if the GPU has it, kept in registers
-    and stored 16 bytes at a time.
+WIDTHS = {
+    "b8": 1, "b16": 2, "b32": 4, "b64": 8, "v2.b32": 8, "v4.b32": 16,  # NVIDIA's
+    "short": 2, "short_d16_hi": 2, "dword": 4, "dwordx2": 8, "dwordx4": 16,  # AMD's
+}  # fmt: skip
+"""Bytes of stores by their names in the assembly."""
+
+
+def stores(made: Compiled) -> Counter[int]:
+    """The number of stores to global memory in a kernel by their bytes."""
+    names = re.findall(r"\bst\.global\.(\S+)|global_store_(\w+)", made.assembly)
+    return Counter(WIDTHS[one or other] for one, other in names)
+
+
+def multiplies(made: Compiled, target: str) -> None:
+    """Tiles are multiplied by matrix instructions, read by TMA if the GPU has it, and kept in
+    registers.
     """
     instruction = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}.get(target, "v_mfma_f32_")
     assert any(instruction in loop for loop in loops(made.assembly))
     assert made.count(r"cp\.async\.bulk\.tensor\.2d") > 0 or not target.startswith("sm")
-    assert made.count((NVIDIA if target.startswith("sm") else AMD).store[16]) > 0
-    assert made.spills <= spills
+    assert made.spills == 0
     assert made.shared <= SHARED[target]
 
 
@@ -183,21 +224,22 @@ TYPES = {
     "counter_bases": "*i64",
     "base": "*i64",
     "timeout_record": "*i64",
-    **dict.fromkeys(("first", "number", "links", "rank", "max_polls", "N", "stride"), "i32"),
+    **dict.fromkeys(("first", "number", "links", "rank", "N", "stride"), "i32"),
+    "limit": "i64",
 }
 
 
+BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
+
+
 def product(
-    target: str, factor: str, out: str, tile: Tile | None = None, **flags: bool | str
+    target: str, factor: str, out: str, tile: Tile | None = None, wide: bool = True, **flags: bool
 ) -> Compiled:
-    """The product kernel with the sizes of its users, for factors and results of these dtypes."""
-    nvidia, dtypes = (
-        target.startswith("sm"),
-        {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32},
-    )
-    m, n, k, warps, stages = sizes(
-        tile, not nvidia, dtypes[factor] == torch.float32, dtypes[out] == torch.float32
-    )
+    """The product kernel with the sizes of its users, for factors and results of these dtypes;
+    `wide`: rows of the result begin and end at multiples of 16 bytes. Its stores are checked.
+    """
+    nvidia = target.startswith("sm")
+    m, n, k, warps, stages, sliced = sizes(tile, not nvidia, factor == "fp32", out == "fp32")
     rows = f"tensordesc<{factor}[{m},{k}]>"
     weight = f"{n},{k}" if flags.get("TRANSPOSED") else f"{k},{n}"
     types = {
@@ -212,7 +254,9 @@ def product(
     constants = {
         "K": 4096,
         "SOURCES": 2,
-        "TRACE": "",
+        "TRACE": False,
+        "VECTOR": 16 // BYTES[out] if wide else 1,
+        "SLICED": sliced,
         "BLOCK_M": m,
         "BLOCK_N": n,
         "BLOCK_K": k,
@@ -220,7 +264,17 @@ def product(
         **flags,
     }
     options = {"num_warps": warps, "num_stages": stages}
-    return build(all_gather_matmul_kernel, types, constants, target, ("N", "stride"), **options)
+    unaligned = ("bias", "out")
+    made = build(all_gather_matmul_kernel, types, constants, target, (), unaligned, **options)
+    # AMD's compiler leaves elements in the threads that have computed them, so that some of its
+    # stores have 8 bytes; as have those of a timeout.
+    found, per_thread = stores(made), m * n // (warps * TARGETS[target].warp_size)
+    if not wide:
+        assert found[BYTES[out]] == per_thread * constants["SOURCES"]
+    elif nvidia:
+        assert found[16] == per_thread * BYTES[out] // 16 * constants["SOURCES"]
+    assert not wide or {*found} <= {8, 16}
+    return made
 
 
 def clock(target: str) -> str:
@@ -232,7 +286,7 @@ def clock(target: str) -> str:
 def test_all_gather_matmul(target: str, transposed: bool) -> None:
     made = product(target, "fp16", "fp16", TRANSPOSED=transposed, BIAS=True)
     multiplies(made, target)
-    assert clock(target) not in made.assembly, "nothing is traced"
+    assert made.assembly.count(clock(target)) == 3 * 2, "by the wait before tiles of each source"
     # rows that a wait has seen arrive are not read by TMA before the fence
     if target.startswith("sm"):
         fence = made.assembly.index("fence.proxy.async.global")
@@ -243,20 +297,25 @@ def test_all_gather_matmul(target: str, transposed: bool) -> None:
         )
 
 
+@pytest.mark.parametrize("out", ["bf16", "fp32"])
+def test_rows_of_a_result_may_begin_anywhere(target: str, out: str) -> None:
+    """Then elements are stored one by one, from registers too."""
+    multiplies(product(target, "bf16", out, wide=False, BIAS=True), target)
+
+
 @pytest.mark.parametrize("products", ["fp32", "bf16"])
 def test_products_are_put(target: str, products: str) -> None:
     made = product(target, "bf16", products, SOURCES=1, PUTS=True, NOTIFIES=True)
-    # a few bytes, at the end of a tile
-    multiplies(made, target, 24 if (target, products) == ("sm_100", "fp32") else 0)
+    multiplies(made, target)
     # from the last store of a tile to the notify of the peer
     assert_in_order(NVIDIA.notify[:4] if target.startswith("sm") else AMD.notify[:6], made.assembly)
 
 
 def test_a_traced_product_reads_the_clock_of_the_gpu(target: str) -> None:
-    """Three times for each tile."""
-    made = product(target, "fp16", "fp16", TRACE="nvidia" if target.startswith("sm") else "amd")
+    """Three times for each tile, besides the reads of waits."""
+    made = product(target, "fp16", "fp16", TRACE=True)
     multiplies(made, target)
-    assert made.assembly.count(clock(target)) == 3 * 2, "of tiles of each source"
+    assert made.assembly.count(clock(target)) == (3 + 3) * 2, "for tiles of each source"
 
 
 def test_products_of_float32(target: str) -> None:
@@ -277,6 +336,7 @@ def test_every_tile(target: str, tile: Tile, factor: str, out: str) -> None:
         pytest.skip("refused here")
     for flags in (
         {"BIAS": True},
+        {"BIAS": True, "wide": False},
         {"TRANSPOSED": True},
         {"SOURCES": 1, "PUTS": True, "NOTIFIES": True},
     ):
@@ -285,7 +345,7 @@ def test_every_tile(target: str, tile: Tile, factor: str, out: str) -> None:
             assert made.spills == 0
             assert made.shared <= SHARED[target]
         else:
-            multiplies(made, target, 24 if (target, out) == ("sm_100", "fp32") else 0)
+            multiplies(made, target)
 
 
 def test_sum_in_rank_order(target: str) -> None:
@@ -306,23 +366,28 @@ SIZES = dict.fromkeys(("units", "size", "dst_stride", "src_stride"), "i64")
 
 
 def test_copies_of_vectors(target: str) -> None:
-    """Rows with gaps and without move 16 bytes at a time, several before the first is needed."""
+    """Rows with gaps and without move 16 bytes at a time, and all of a tile are loaded before the
+    first is stored.
+    """
     types = {"dst": "*i32", "src": "*i32", **SIZES}
-    made = build(copy_vectors_kernel, types, {"WORDS": 4, "TILE": 1024}, target, num_warps=8)
+    made = build(copy_vectors_kernel, types, {"WORDS": 4, "TILE": TILE}, target, num_warps=8)
     patterns = NVIDIA if target.startswith("sm") else AMD
-    per_thread = 1024 // 8 // TARGETS[target].warp_size
+    per_thread = TILE // 8 // TARGETS[target].warp_size
     for wide, every in (
         (patterns.load[16], patterns.any_load),
         (patterns.store[16], patterns.any_store),
     ):
         assert made.count(wide) == made.count(every) == 2 * per_thread, every
+    order = re.findall(f"{patterns.load[16]}|{patterns.store[16]}", made.assembly)
+    loaded, stored = [order[0]] * per_thread, [order[-1]] * per_thread
+    assert order == (loaded + stored) * 2
     assert made.spills == 0
 
 
 @pytest.mark.parametrize("word", ["i8", "i16", "i32", "i64"])
 def test_copies_of_words(target: str, word: str) -> None:
     types = {"dst": f"*{word}", "src": f"*{word}", **SIZES}
-    made = build(copy_words_kernel, types, {"WORDS": 1, "TILE": 1024}, target, num_warps=8)
+    made = build(copy_words_kernel, types, {"WORDS": 1, "TILE": TILE}, target, num_warps=8)
     assert made.spills == 0
 
 
@@ -343,12 +408,34 @@ def test_signals_are_raised(target: str) -> None:
     assert made.spills == 0
 
 
+def test_a_wait_polls_without_order_and_acquires_once(target: str) -> None:
+    """Polls read memory that the whole system shares, time limits the clock; what follows the wait
+    follows an acquire that follows the last poll.
+    """
+    types = {"counters": "*i64", "index": "i32", "base": "*i64", "count": "i32"}
+    types |= {"timeout_record": "*i64", "limit": "i64"}
+    patterns = NVIDIA if target.startswith("sm") else AMD
+    for warps in (1, 8):  # of one warp the compiler leaves out barriers that the GPU does not need
+        made = build(wait_kernel, types, {}, target, num_warps=warps)
+        polling = [loop for loop in loops(made.assembly) if re.search(patterns.poll, loop)]
+        assert not any(re.search(patterns.acquire, loop) for loop in polling)
+        assert any(clock(target) in loop for loop in polling)
+        after = max(made.assembly.index(loop) + len(loop) for loop in polling)
+        barrier = [patterns.barrier] if warps > 1 else []
+        assert_in_order([patterns.acquire, *barrier], made.assembly[after:])
+        assert made.spills == 0
+
+
 def test_signals_are_waited_for(target: str) -> None:
-    """Each poll reads memory, and the comparison is of unsigned numbers."""
-    others = {"comparison": "i32", "value": "i64", "first": "i32", "max_polls": "i32"}
+    """Each poll reads memory, and one that satisfies a comparison, of unsigned numbers, is followed
+    by an acquire.
+    """
+    others = {"comparison": "i32", "value": "i64", "first": "i32", "limit": "i64"}
     types = {"counters": "*i64", "timeout_record": "*i64", **SELECTION, **others}
     made = build(compare_kernel, types, {}, target, num_warps=1)
     patterns = NVIDIA if target.startswith("sm") else AMD
-    assert re.search(patterns.poll, made.assembly)
+    polling = [loop for loop in loops(made.assembly) if re.search(patterns.poll, loop)]
+    assert_in_order([patterns.poll, patterns.acquire], polling[0])
+    assert any(clock(target) in loop for loop in polling)
     assert made.count(r"set\S*\.(?:[gl][te]|hi|lo)\.u64|v_cmp_\w+_u64|s_cmp_\w+_u64") > 0
     assert made.spills == 0

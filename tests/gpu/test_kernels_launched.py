@@ -65,13 +65,15 @@ def variants(kernel) -> int:
 def operators():
     world = weft.init()
     a, b = torch.ones(32, 64, dtype=torch.float16), torch.ones(64, 32, dtype=torch.float16)
-    weft.all_gather_matmul(a, b, algorithm="push")
+    for timeout in (1, 1000):  # limits of 32 bits, and of 64
+        weft.all_gather_matmul(a, b, algorithm="push", timeout=timeout)
     weft.matmul_reduce_scatter(a, b, algorithm="put")
     every = (a, torch.ones(33, 64)[world.rank : world.rank + 32], torch.ones(32, 8).bfloat16())
     out = {each: world.empty(64, each.shape[1], dtype=each.dtype) for each in every}
     for gluon, each in itertools.product((False, True), every):
         launch = weft.Launch(gluon=gluon)
-        weft.all_gather(each, out=out[each], algorithm="kernel", launch=launch)
+        for timeout in (1, 1000):
+            weft.all_gather(each, out=out[each], algorithm="kernel", launch=launch, timeout=timeout)
 
 
 def test_every_kernel_compiles_once_for_all_ranks(monkeypatch):
@@ -146,6 +148,30 @@ def test_tiles_and_copies_of_options_compile_once_for_all_ranks(monkeypatch):
     assert copies == [[1, 4]] * len(copies)
     # K is a constant of the product: one for each tile, dtype and K
     assert compiled[-1][2] - before == 3 * 2
+
+
+def to_any_rows(compiled):
+    """Products to rows that begin and end at multiples of 16 bytes, then to others, with a bias."""
+    weft.init().configure(weft.DeviceOptions(tile=(64, 64)))
+    memory, biases = torch.zeros(8192, dtype=torch.float16), torch.zeros(1024, dtype=torch.float16)
+    begin = -memory.data_ptr() // 2 % 8
+    a = torch.ones(8, 32, dtype=torch.float16)
+    wide = [(0, 64), (8, 40), (16, 520)]  # where they begin, and columns
+    for rows in (wide, [(1, 64), (0, 33), (8, 1), (3, 41)]):
+        for at, (begins, columns) in enumerate(rows):
+            out = memory[begin + begins :][: 8 * columns].view(8, columns)
+            weight = torch.ones(columns, 32, dtype=torch.float16).t()
+            bias = biases[at : at + columns]
+            weft.all_gather_matmul(a, weight, bias=bias, out=out, algorithm="push")
+        compiled.append(variants(all_gather_matmul_kernel))
+
+
+def test_a_product_has_one_kernel_for_aligned_rows_and_one_for_others(monkeypatch):
+    monkeypatch.setattr(gpu_backend, "check_products", lambda *_: None)
+    compiled = [variants(all_gather_matmul_kernel)]
+    with weft.local_world(1, products="triton") as local:
+        local.run(to_any_rows, compiled)
+    assert [after - before for before, after in itertools.pairwise(compiled)] == [1, 1]
 
 
 def one_sided():

@@ -16,7 +16,7 @@ def put_and_get(
     rank,
     following,
     previous,
-    max_polls,
+    limit,
     BLOCK: tl.constexpr,
 ):
     """Put row 0 to row 1 of the following rank; get row 0 of the previous one to row 2 after the
@@ -24,7 +24,7 @@ def put_and_get(
     """
     put(box + 100, box, 100, box_bases, rank, following, BLOCK)
     notify(counters, counter_bases, rank, following)
-    wait(counters, 0, 1, timeout_record, max_polls)
+    wait(counters, 0, 1, timeout_record, limit)
     get(box + 200, box, 100, box_bases, rank, previous, BLOCK)
 
 
@@ -35,7 +35,7 @@ def consume(
     counters,
     timeout_record,
     expected,
-    max_polls,
+    limit,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -45,5 +45,5 @@ def consume(
     tl.atomic_add(counters + ROWS * 8, 1)
     columns = tl.arange(0, COLUMNS)
     for row in range(ROWS):
-        wait(counters, row, expected, timeout_record, max_polls)
+        wait(counters, row, expected, timeout_record, limit)
         tl.store(result + row * COLUMNS + columns, tl.load(source + row * COLUMNS + columns))

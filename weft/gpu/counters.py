@@ -128,9 +128,9 @@ class DeviceCounters:
         raises errors of waits, since a stream cannot.
         """
         kernel: Any = self.kernels.wait_kernel
-        polls = self.symmetric.max_polls(timeout)
+        limit = self.symmetric.time_limit(timeout)
         kernel[(1,)](
-            self.counters, index, self.base, count, self.timeout_record, polls, num_warps=1
+            self.counters, index, self.base, count, self.timeout_record, limit, num_warps=1
         )
 
     def advance(self, promised: Mapping[int, int]) -> None:

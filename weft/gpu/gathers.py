@@ -122,6 +122,6 @@ class GatherLaunch:
         """The launch with these operands; an `idle` launch only loads the kernel."""
         buffer, start, stop = self.source[1:]
         shard = operands.tensors[buffer][start:stop]
-        polls = symmetric.max_polls(operands.timeout)
+        limit = symmetric.time_limit(operands.timeout)
         tables = self.counters.tables
-        return lambda: self.kernel(shard, self.segment, self.bases, tables, polls, idle)
+        return lambda: self.kernel(shard, self.segment, self.bases, tables, limit, idle)

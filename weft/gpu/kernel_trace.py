@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from weft.engines.program import Timed
-from weft.gpu.kernels.clock import CLOCK, TICK
+from weft.gpu.kernels.symmetric import INTERPRETED
 from weft.gpu.lanes import LaneOperands, Step
 from weft.gpu.products import ProductLaunch
 from weft.plan import Instruction
@@ -44,9 +44,9 @@ class KernelTrace:
         A GPU has a clock of its own, which is shifted so that the last tile ends at `stop`, a time
         of the host at which the launch had ended.
         """
-        times = self.times.cpu() * TICK
+        times = self.times.cpu()
         product = self.product
-        if CLOCK != "host" and len(times):
+        if not INTERPRETED and len(times):
             times += stop - times.max()
         found = list[Timed]()
         whole = dict[int, tuple[int, int]]()

@@ -187,10 +187,9 @@ class OneSided:
         `seconds` at most; `check` raises the error of a wait that timed out.
         """
         from weft.gpu.kernels.signals import COMPARISONS, compare_kernel
-        from weft.gpu.kernels.symmetric import max_polls
+        from weft.gpu.kernels.symmetric import time_limit
 
         first = self._used(signals).first
-        polls = max(1, max_polls(seconds))
         compare_kernel[(1,)](
             signals.counters,
             *selection,
@@ -198,7 +197,7 @@ class OneSided:
             _signed(value),
             self.timeout_record,
             first,
-            polls,
+            time_limit(seconds),
             num_warps=1,
         )
 

@@ -77,10 +77,10 @@ class ProductLaunch:
             operands.tensors[t] if isinstance(t, str) else t for t in (*self.sources, self.out)
         )
         weight = as_tensor(operands.weights[self.weight])
-        max_polls = symmetric.max_polls(operands.timeout)
+        limit = symmetric.time_limit(operands.timeout)
         check(own, weight, out)
         check(x, weight, out)
         bias = operands.bias.get(self.weight)
         return lambda: self.product(
-            own, x, weight, bias, out, self.bases, self.counters.tables, max_polls, idle, times
+            own, x, weight, bias, out, self.bases, self.counters.tables, limit, idle, times
         )

@@ -11,19 +11,19 @@ class Launch(NamedTuple):
 
     `comm_sms`: programs, each on an SM (a compute unit of AMD's) of its own. `tile_bytes`: bytes
     that a program loads at once, in accesses of 16 bytes, and stores to every rank before it loads
-    more, a power of two, 16 to 256 for each thread; in narrower accesses a tile has as many of
-    them, so fewer bytes. `warps`: warps of a program. `gluon`: whether Gluon compiles the kernel,
-    with the layout of a tile over threads stated, in place of Triton.
+    more, a power of two, 16 to 256 for each thread and at most 65536; in narrower accesses a tile
+    has as many of them, so fewer bytes. `warps`: warps of a program. `gluon`: whether Gluon
+    compiles the kernel, with the layout of a tile over threads stated, in place of Triton.
 
     The defaults were measured on no GPU.
 
     Examples:
         >>> print(weft.Launch(comm_sms=8, warps=4))
-        comm_sms=8, tile_bytes=16384, warps=4, gluon=False
+        comm_sms=8, tile_bytes=32768, warps=4, gluon=False
     """
 
     comm_sms: int = 16
-    tile_bytes: int = 16384
+    tile_bytes: int = 32768
     warps: int = 8
     gluon: bool = False
 

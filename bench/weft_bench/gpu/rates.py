@@ -93,4 +93,4 @@ def launch(x: Tensor, weight: Tensor, out: Tensor, sms: int) -> Callable[[], obj
     counters = torch.zeros(1, symmetric.COUNTER, dtype=torch.int64, device=device)
     bases = counters[:, 0].contiguous()
     tables = symmetric.CounterTables(counters, bases, bases, symmetric.timeout_record(device))
-    return partial(product, x, x, weight, None, out, bases, tables, symmetric.MAX_POLLS)
+    return partial(product, x, x, weight, None, out, bases, tables, symmetric.time_limit(60))

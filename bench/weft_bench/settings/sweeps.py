@@ -82,7 +82,7 @@ def _compilers(text: str) -> None:
 
 
 _SMS = "Measure the kernel on these numbers of SMs, with each tile and number of warps."
-_TILES = of_sizes("Bytes of the kernel's tiles; default 16K.", "BYTES,…")
+_TILES = of_sizes("Bytes of the kernel's tiles; default 32K.", "BYTES,…")
 _WARPS = of_numbers("Warps of the kernel's programs; default 8.")
 _NAMES = "Compilers of the kernel, of triton and gluon; default both, or triton on a CPU."
 _COMPILERS = option(_compilers, "NAME,…", _NAMES)

@@ -1,9 +1,11 @@
 """Rows put to all ranks by one kernel on a fixed number of SMs: the copies of an all-gather, with
 the notifies and waits before and after them.
 
-Each program iterates over tiles of the shard: one load, then one store for each rank. The tables of
-addresses are read once, before the loop. Destinations are rotated by rank, so that at any time each
-rank is the destination of one other: the traffic is a permutation, not a fan-in.
+Each program iterates over tiles of the shard: one load, then one store for each rank. A tile is all
+that a program has in flight, by default 32 KiB: a thread loads eight vectors before it stores the
+first. The tables of addresses are read once, before the loop. Destinations are rotated by rank, so
+that at any time each rank is the destination of one other: the traffic is a permutation, not a
+fan-in.
 
 **Layouts.** Rows may have any size, and any distance on both sides. If a shard is one contiguous
 block on both, an element of a tile has one offset. Otherwise the kernel divides by the size of a
@@ -46,6 +48,9 @@ _MOST_VECTORS = 16
 thread has.
 """
 
+_MOST_BYTES = 1 << 16
+"""The largest tile: a quarter of the registers of an SM, so that none is spilled with 32 warps."""
+
 _LONG = 1 << 30
 """The number of words in a shard from which on offsets have 64 bits."""
 
@@ -67,11 +72,12 @@ def check(launch: Launch, ranks: int, device: torch.device) -> None:
             "warps must be 1, 2, 4, 8, 16 or 32, with at most 1024 threads; got "
             f"{warps} of {lanes} threads"
         )
-    least, most = threads * VECTOR, threads * VECTOR * _MOST_VECTORS
+    least, most = threads * VECTOR, min(threads * VECTOR * _MOST_VECTORS, _MOST_BYTES)
     if tile & (tile - 1) or not least <= tile <= most:
         raise ValueError(
             f"tile_bytes must be a power of two from {least} to {most}, {VECTOR} to "
-            f"{VECTOR * _MOST_VECTORS} for each of {threads} threads; got {tile}"
+            f"{VECTOR * _MOST_VECTORS} for each of {threads} threads and {_MOST_BYTES} in all; "
+            f"got {tile}"
         )
     if compiled_by_gluon and symmetric.INTERPRETED:
         raise ValueError("Gluon has no interpreter: use gluon=False under TRITON_INTERPRET=1")
@@ -181,7 +187,7 @@ class GatherKernel:
         segment: Tensor,
         bases: Tensor,
         counter_tables: CounterTables,
-        max_polls: int,
+        limit: int,
         idle: bool = False,
     ) -> None:
         """Put the kernel on the current stream.
@@ -193,7 +199,7 @@ class GatherKernel:
         address = shard.data_ptr()
         fitting = (access for access in self.accesses if self.distances.fits(access, address))
         for access in self.accesses if idle else [next(fitting)]:
-            self._put(access, shard, segment, bases, counter_tables, max_polls, idle)
+            self._put(access, shard, segment, bases, counter_tables, limit, idle)
 
     def _put(
         self,
@@ -202,7 +208,7 @@ class GatherKernel:
         segment: Tensor,
         bases: Tensor,
         counter_tables: CounterTables,
-        max_polls: int,
+        limit: int,
         idle: bool,
     ) -> None:
         sms, tile, warps, compiled_by_gluon = self.launch
@@ -224,7 +230,7 @@ class GatherKernel:
             *self.signals,
             int(idle),
             self.rank,
-            max_polls,
+            limit,
             RANKS=self.ranks,
             TILE=tile // VECTOR * access.words,
             WORDS=access.words,
@@ -262,7 +268,7 @@ def _put_to_all(
     arrived,
     idle,
     rank,
-    max_polls,
+    limit: tl.int64,  # of a wait, in nanoseconds
     RANKS: tl.constexpr,
     TILE: tl.constexpr,  # words
     WORDS: tl.constexpr,
@@ -285,7 +291,7 @@ def _put_to_all(
         targets = targets + (peer_pointer(mine, bases, rank, to),)
     for step in tl.static_range(1, RANKS):  # until this rank may write to theirs
         index = awaited + (rank + step) % RANKS
-        wait(counters, index, tl.load(base + index) + count, timeout_record, max_polls)
+        wait(counters, index, tl.load(base + index) + count, timeout_record, limit)
     within = tl.arange(0, TILE) if LAYOUT is None else gl.arange(0, TILE, layout=LAYOUT)
     start = program * TILE + words * 0
     while start < words:
@@ -293,8 +299,8 @@ def _put_to_all(
         inside = offsets < words
         if ROWS:
             line = (offsets // (row * WORDS)).to(tl.int64) * WORDS
-            column = offsets % (row * WORDS)
-            source, target = line * shard_stride + column, line * gathered_stride + column
+            source = line * (shard_stride - row) + offsets
+            target = line * (gathered_stride - row) + offsets
         else:
             source, target = offsets, offsets
         tile = tl.load(shard + source, mask=inside)
@@ -308,7 +314,7 @@ def _put_to_all(
             notify(counters + (arrived + rank) * 8, counter_bases, rank, to)
         for step in tl.static_range(1, RANKS):
             index = arrived + (rank + step) % RANKS
-            wait(counters, index, tl.load(base + index) + 1, timeout_record, max_polls)
+            wait(counters, index, tl.load(base + index) + 1, timeout_record, limit)
 
 
 _NUMBERS = [
@@ -323,7 +329,7 @@ _NUMBERS = [
     "arrived",
     "idle",
     "rank",
-    "max_polls",
+    "limit",
 ]
 _ANY_ALIGNMENT = [*_NUMBERS, "shard", "segment"]
 

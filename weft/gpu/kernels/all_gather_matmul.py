@@ -3,9 +3,10 @@
 Of n programs each computes every n-th tile, in the order of the lane, and executes the lane's waits
 before the first tile that needs them: this rank's own rows come first, then peers' rows. Between
 two products there is no launch, no partly filled wave of programs, and no work of the host. Both
-factors are read through tensor descriptors, which are TMA transfers on sm_90 and later. The kernel
-does not move rows of x: a copy engine, peers, or `kernels.all_gather` do. `kernels.matmul_put` has
-the stores of tiles and the notifies.
+factors are read through tensor descriptors, which are TMA transfers on sm_90 and later. The first
+loads of a tile follow its waits, and the stores of the tile before it. The kernel does not move
+rows of x: a copy engine, peers, or `kernels.all_gather` do. `kernels.matmul_put` has the stores of
+tiles and the notifies.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.checks import name as dtype_name
-from weft.gpu.kernels.clock import CLOCK, ticks
+from weft.gpu.kernels.clock import time_of_all_stores
 from weft.gpu.kernels.matmul_put import arrive, put_tile
 from weft.gpu.kernels.symmetric import CounterTables, wait
 from weft.gpu.kernels.tiles import launch_tables, tiles
@@ -31,15 +32,16 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Blocks(NamedTuple):
-    """Sizes of a tile and of the steps along K, warps per program and stages of the pipeline of
-    loads.
+    """Sizes of a tile and of the steps along K, warps per program, stages of the pipeline of
+    loads, and whether a tile is stored in slices.
     """
 
     m: int = 128
     n: int = 256
     k: int = 64
     warps: int = 8
-    stages: int = 3
+    stages: int = 4
+    sliced: bool = True
 
 
 def blocks(
@@ -59,8 +61,8 @@ def sizes(tile: Tile | None, amd: bool, wide: bool, wide_out: bool) -> Blocks:
     """`blocks` for AMD's or NVIDIA's GPUs; `wide` and `wide_out`: factors and results have 4 bytes
     per element.
 
-    With these sizes no register is spilled and all tiles fit in shared memory, on the GPUs that
-    tests compile for.
+    With these sizes no register is spilled, whether stores are wide or not, and all tiles fit in
+    shared memory, on the GPUs that tests compile for.
     """
     largest = (64, 128) if wide else (128, 128) if amd or wide_out else (128, 256)
     m, n = tile or largest
@@ -70,10 +72,24 @@ def sizes(tile: Tile | None, amd: bool, wide: bool, wide_out: bool) -> Blocks:
             f"dtypes, a tile has at most {most} elements, as {tile_name(largest)}"
         )
     if wide:  # full float32 precision, without matrix instructions on NVIDIA's GPUs
-        return Blocks(m, n, 16, 8 if m * n == most else 4, 3)
+        return Blocks(m, n, 16, 8 if m * n == most else 4, 3, sliced=not amd)
     large = m * n >= 128 * 128
     warps = 8 if large else 4
-    return Blocks(m, n, 32, warps, 2) if amd else Blocks(m, n, 64, warps, 3 if large else 4)
+    if amd:  # there slices of a tile would have to pass through the shared memory
+        return Blocks(m, n, 32, warps, 2, sliced=False)
+    return Blocks(m, n, 64, warps, 4)
+
+
+def smaller(tile: Tile, rows: Sequence[int], columns: int, programs: int) -> Tile:
+    """A tile for products of these numbers of rows, and of `columns` columns, by `programs`
+    programs: this one, or its half, or the half of that and so on down to 64x64, while at least
+    half of the programs would have no tile.
+    """
+    m, n = tile
+    tiles = triton.cdiv(columns, n) * sum(triton.cdiv(each, m) for each in rows)
+    if 2 * tiles > programs or tile == (64, 64):
+        return tile
+    return smaller((m, n // 2) if n > m else (m // 2, n), rows, columns, programs)
 
 
 def check(x: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -104,6 +120,15 @@ def check(x: Tensor, weight: Tensor, out: Tensor) -> None:
         )
 
 
+def vector(out: Tensor) -> int:
+    """The elements that the kernel stores at once to `out`: 16 bytes if its rows begin and end at
+    multiples of these, else one.
+    """
+    elements = 16 // out.itemsize
+    whole = out.data_ptr() % 16 == out.stride(0) % elements == out.shape[1] % elements == 0
+    return elements if whole else 1
+
+
 def _layout(t: Tensor) -> str:
     return f"{tuple(t.shape)} {dtype_name(t.dtype)} with strides {t.stride()}"
 
@@ -120,7 +145,7 @@ class ProductKernel:
     `launch` has its tables, `owners` for each tile the place of its product in the part, `waits`
     the places of the waits. `columns` is N, `dtype` the factors' dtype and `out` the result's;
     `index` returns the index of a signal's counter. The kernel has at most `programs` programs, and
-    a `tile`, if it is given.
+    a `tile`; if none is given, the largest, or a `smaller` one.
     """
 
     def __init__(
@@ -137,7 +162,11 @@ class ProductKernel:
     ) -> None:
         gpu = device.type == "cuda"
         amd = torch.version.hip is not None
-        self.blocks = size = blocks(tile, device, dtype, out)
+        size = blocks(tile, device, dtype, out)
+        if tile is None:
+            rows = [i.dst.rows for i in part if isinstance(i, Compute)]
+            size = blocks(smaller((size.m, size.n), rows, columns, programs), device, dtype, out)
+        self.blocks = size
         across = triton.cdiv(columns, size.n)
         self.launch = launch = launch_tables(part, across, size.m)
         self.owners = [
@@ -168,6 +197,7 @@ class ProductKernel:
             "BLOCK_M": size.m,
             "BLOCK_N": size.n,
             "BLOCK_K": size.k,
+            "SLICED": size.sliced,
             "FENCE": gpu and not amd,
             "num_warps": size.warps,
             "num_stages": size.stages,
@@ -182,7 +212,7 @@ class ProductKernel:
         out: Tensor,
         out_bases: Tensor,
         counter_tables: CounterTables,
-        max_polls: int,
+        limit: int,
         idle: bool = False,
         times: Tensor | None = None,
     ) -> None:
@@ -196,6 +226,7 @@ class ProductKernel:
         tile when it begins to wait for its rows, begins to multiply them, and has stored it.
         """
         size = self.blocks
+        elements = vector(out)
         rows = _rows(weight)
         transposed = weight.stride(1) != 1
         kernel: Any = all_gather_matmul_kernel
@@ -214,13 +245,14 @@ class ProductKernel:
             *((0, 0) if idle else self.sizes),
             self.links,
             self.rank,
-            max_polls,
-            out.shape[1],
-            out.stride(0),
+            limit,
+            out.shape[1] // elements,
+            out.stride(0) // elements,
+            VECTOR=elements,
             K=own.shape[1],
             TRANSPOSED=transposed,
             BIAS=bias is not None,
-            TRACE="" if times is None else CLOCK,
+            TRACE=times is not None,
             **self.options,
         )
 
@@ -249,7 +281,7 @@ def product(
 
 
 @triton.jit
-def pass_waits(done, needed, waits, counters, base, timeout_record, max_polls, FENCE: tl.constexpr):
+def pass_waits(done, needed, waits, counters, base, timeout_record, limit, FENCE: tl.constexpr):
     """Execute the first `needed` waits of the lane, of which this program has executed `done`;
     returns the new number.
     """
@@ -261,7 +293,7 @@ def pass_waits(done, needed, waits, counters, base, timeout_record, max_polls, F
                 index,
                 tl.load(base + index) + tl.load(waits + done * 2 + 1),
                 timeout_record,
-                max_polls,
+                limit,
             )
             done += 1
         if FENCE:  # arrivals were written by stores; TMA reads memory through another proxy
@@ -271,7 +303,10 @@ def pass_waits(done, needed, waits, counters, base, timeout_record, max_polls, F
     return done
 
 
-@triton.jit(do_not_specialize=["first", "number", "links", "rank", "max_polls"])
+@triton.jit(
+    do_not_specialize=["first", "number", "links", "rank", "limit", "N", "stride"],
+    do_not_specialize_on_alignment=["bias", "out"],
+)
 def all_gather_matmul_kernel(
     own,  # descriptor of (rows, K): the source of the first tiles
     x,  # descriptor of (rows, K): the source of the other tiles
@@ -284,7 +319,7 @@ def all_gather_matmul_kernel(
     waits,  # int64 (waits, 2): counter, count
     notifies,  # int32 (notifies, 3): rank, counter, arrivals
     tickets,  # int32 (notifies,)
-    times,  # int64 (tiles, 3), written if there is a clock to `TRACE` by
+    times,  # int64 (tiles, 3), in nanoseconds, written if `TRACE`
     counters,
     counter_bases,
     base,
@@ -293,12 +328,14 @@ def all_gather_matmul_kernel(
     number,  # of tiles
     links,
     rank,
-    max_polls,
-    N,
+    limit: tl.int64,  # of a wait, in nanoseconds
+    N,  # in units of VECTOR elements, as the next
     stride,
     K: tl.constexpr,
     SOURCES: tl.constexpr,
     PUTS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    SLICED: tl.constexpr,
     NOTIFIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -314,13 +351,13 @@ def all_gather_matmul_kernel(
         while tile < (first if source < SOURCES - 1 else number):
             entry = tiles + tile * 7
             row, last, column = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2) * BLOCK_N
-            if TRACE != "":
-                tl.store(times + tile * 3, ticks(TRACE))
+            if TRACE:
+                tl.store(times + tile * 3, time_of_all_stores())
             done = pass_waits(
-                done, tl.load(entry + 5), waits, counters, base, timeout_record, max_polls, FENCE
+                done, tl.load(entry + 5), waits, counters, base, timeout_record, limit, FENCE
             )
-            if TRACE != "":
-                tl.store(times + tile * 3 + 1, ticks(TRACE))
+            if TRACE:
+                tl.store(times + tile * 3 + 1, time_of_all_stores())
             total = product(
                 own if source == 0 else x,
                 weight,
@@ -332,12 +369,10 @@ def all_gather_matmul_kernel(
                 BLOCK_K,
                 TRANSPOSED,
             )
-            if BIAS:
-                across = column + tl.arange(0, BLOCK_N)
-                total += tl.load(bias + across, mask=across < N, other=0.0).to(tl.float32)[None, :]
             to = row + tl.load(entry + 3)
             put_tile(
                 total,
+                bias,
                 out,
                 out_bases,
                 rank,
@@ -347,10 +382,13 @@ def all_gather_matmul_kernel(
                 last - row,
                 N,
                 stride,
+                BIAS,
                 PUTS,
+                VECTOR,
+                SLICED,
             )
-            if TRACE != "":
-                tl.store(times + tile * 3 + 2, ticks(TRACE))
+            if TRACE:
+                tl.store(times + tile * 3 + 2, time_of_all_stores())
             if NOTIFIES:
                 arrive(tl.load(entry + 6), notifies, links, tickets, counters, counter_bases, rank)
             tile += tl.num_programs(0)

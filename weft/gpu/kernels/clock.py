@@ -1,38 +1,45 @@
-"""The clock by which a kernel traces itself: nanoseconds of the GPU, or of the host if kernels are
-interpreted.
-"""
+"""The clock of kernels, in nanoseconds: the GPU's, or the host's if kernels are interpreted."""
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import globaltimer
-from triton.language.extra.hip import memrealtime
 
 import weft._native as _native
-from weft.gpu.kernels.symmetric import INTERPRETED
 
-CLOCK = "host" if INTERPRETED else "amd" if torch.version.hip else "nvidia"
-"""The clock of kernels in this process."""
 
-TICK = 10 if CLOCK == "amd" else 1
-"""Nanoseconds per tick: AMD's clock has 100 MHz."""
+def _target(_semantic: Any = None) -> Any:
+    """A constant of kernels: "cuda" or "hip", or "host" if they are interpreted."""
+    return "host" if _semantic is None else tl.constexpr(_semantic.builder.options.backend_name)
 
 
 def _host() -> int:
     return _native.now()
 
 
-_host.__triton_builtin__ = True  # type: ignore[attr-defined]  # a kernel may name it
+# kernels may name them
+_target.__triton_builtin__ = True  # type: ignore[attr-defined]
+_host.__triton_builtin__ = True  # type: ignore[attr-defined]
 
 
 @triton.jit
-def ticks(clock: tl.constexpr):
-    """The time of a `clock`, after all that this program has stored before."""
-    tl.debug_barrier()
-    if clock == "nvidia":
-        return globaltimer()
-    if clock == "amd":
-        return memrealtime()
+def nanoseconds():
+    """The time, as the warp that executes this reads it: each may get another one."""
+    if _target() == "cuda":
+        return tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;", "=l", [], tl.int64, is_pure=False, pack=1
+        )
+    if _target() == "hip":  # ticks of 10 ns; a scalar load, so another counter than vector loads
+        return 10 * tl.inline_asm_elementwise(
+            "s_memrealtime $0\n s_waitcnt lgkmcnt(0)", "=s", [], tl.int64, is_pure=False, pack=1
+        )
     return _host()
+
+
+@triton.jit
+def time_of_all_stores():
+    """The time after all that this program has stored before."""
+    tl.debug_barrier()
+    return nanoseconds()

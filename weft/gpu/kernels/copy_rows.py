@@ -20,8 +20,10 @@ from torch import Tensor
 SMS = 16
 """The default number of programs, each on an SM of its own; measured by no GPU."""
 
-_TILE = 1024
-"""Units that a program loads at once, by 8 warps: four a thread, in 16 of its registers."""
+TILE = 2048
+"""Units that a program loads at once, by 8 warps: eight a thread, 32 KiB in units of 16 bytes. It
+has no more in flight.
+"""
 
 _WORDS = {16: tl.int32, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 """The types of the words of units of these bytes; a unit of 16 bytes is four words."""
@@ -45,7 +47,7 @@ def copy_rows(dst: Tensor, src: Tensor, rows: RowsInMemory, sms: int) -> None:
     addresses = dst.data_ptr() | src.data_ptr()
     unit = math.gcd(16, addresses, rows.size, rows.dst_stride, rows.src_stride)
     units = rows.number * rows.size // unit
-    grid = max(1, min(sms, triton.cdiv(units, _TILE)))
+    grid = max(1, min(sms, triton.cdiv(units, TILE)))
     _launch(dst, src, unit, units, RowsInMemory(*rows[:1], *(n // unit for n in rows[1:])), grid)
 
 
@@ -59,7 +61,7 @@ def load(device: torch.device) -> None:
 def _launch(dst: Tensor, src: Tensor, unit: int, units: int, rows: RowsInMemory, grid: int) -> None:
     kernel: Any = copy_vectors_kernel if unit == 16 else copy_words_kernel
     target, source = (triton.reinterpret(tensor, _WORDS[unit]) for tensor in (dst, src))
-    options = {"WORDS": 4 if unit == 16 else 1, "TILE": _TILE, "num_warps": 8}
+    options = {"WORDS": 4 if unit == 16 else 1, "TILE": TILE, "num_warps": 8}
     kernel[(grid,)](target, source, units, *rows[1:], **options)
 
 
@@ -85,9 +87,8 @@ def _copy_rows(
         while start < units:
             unit = (start + tl.arange(0, TILE))[:, None]
             row = unit // size
-            column = unit - row * size
-            to = (row * dst_stride + column) * WORDS + words
-            at = (row * src_stride + column) * WORDS + words
+            to = (unit + row * (dst_stride - size)) * WORDS + words
+            at = (unit + row * (src_stride - size)) * WORDS + words
             tl.store(dst + to, tl.load(src + at, mask=unit < units), mask=unit < units)
             start += every
 

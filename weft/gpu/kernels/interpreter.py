@@ -4,8 +4,10 @@ concurrently.
 The interpreter keeps the index of a program in its grid in one variable, and unpatches the language
 whenever a kernel ends. With this patch each thread has its own index, and the language is patched
 once for all kernels: patching reads the names of a kernel's module, which fails while another
-thread's first kernel of that module adds the interpreter's names to them. It also corrects products
-of bfloat16, whose bits the interpreter multiplies as integers.
+thread's first kernel of that module adds the interpreter's names to them. Kernels are parsed in one
+thread at a time: Python 3.11 takes the depth of one thread's parser for that of another, and raises
+`SystemError`. It also corrects products of bfloat16, whose bits the interpreter multiplies as
+integers.
 """
 
 from __future__ import annotations
@@ -51,6 +53,13 @@ def _widened(factor: Any) -> Any:
 def serve_threads() -> None:
     """Let kernels run on several threads from now on."""
     interpreter.interpreter_builder.__class__ = _PerThread
+    rewrite, turn = interpreter.FunctionRewriter.rewrite_ast, threading.Lock()
+
+    def in_turn(self: Any) -> Any:
+        with turn:
+            return rewrite(self)
+
+    interpreter.FunctionRewriter.rewrite_ast = in_turn
     # kernels import the language, and the language's own functions its core
     for function in (peer_pointer, tl.cdiv):
         scope = interpreter._patch_lang(function.fn)

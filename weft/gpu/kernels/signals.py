@@ -13,7 +13,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.gpu.kernels.symmetric import peer_pointer
+from weft.gpu.kernels.symmetric import (
+    POLLS,
+    acquire,
+    limit_unless_timed_out,
+    look,
+    peer_pointer,
+    time_by,
+)
 
 COMPARISONS = {"==": 1, ">": 2, ">=": 3, "<": 4, "<=": 5, "!=": 6}
 """Comparisons as sums of the relations that satisfy them: 1 equal, 2 greater, 4 less."""
@@ -44,9 +51,7 @@ def satisfies(actual, comparison, value):
     return (relation & comparison) != 0
 
 
-@triton.jit(
-    do_not_specialize=["start", "count", "step", "comparison", "value", "first", "max_polls"]
-)
+@triton.jit(do_not_specialize=["start", "count", "step", "comparison", "value", "first", "limit"])
 def compare_kernel(
     counters,
     start,
@@ -56,27 +61,36 @@ def compare_kernel(
     value: tl.int64,
     timeout_record,  # int64*: 1 + the number of the counter, the value, the actual one, comparison
     first,  # the number of the first of `counters` in the record
-    max_polls,
+    limit: tl.int64,
 ):
     """Block this stream until a pass over a selection of this rank's counters, one after the other,
-    finds that each satisfies the comparison, for at most `max_polls` polls of counters that do not.
+    finds that each satisfies the comparison, for `limit` nanoseconds at most.
 
     Later work of the stream sees all that was put before the notifies that were seen. On a timeout
     it writes to `timeout_record` and returns; later waits then return at once.
     """
     expected = value.to(tl.int64)
-    left = tl.where(tl.load(timeout_record) == 0, max_polls, 0).to(tl.int32)
+    limit = limit_unless_timed_out(timeout_record, limit)
+    clock = counters + start.to(tl.int64) * 8
+    time_by(clock)  # what it returns may be of an earlier wait
+    begin = time_by(clock)
+    now = begin
     actual, at = expected, start * 0
     seen = start * 0  # counters in a row that satisfied it: all of them in turn are such a pass
-    while (seen < count) & (left > 0):
-        counter = counters + (start + at * step).to(tl.int64) * 8
-        actual = tl.atomic_add(counter, expected * 0, sem="acquire", scope="sys")
-        if satisfies(actual, comparison, expected):
-            seen += 1
-            at = (at + 1) % count
-        else:
-            seen = seen * 0
-            left -= 1
+    while (seen < count) & (now - begin <= limit):
+        polls = 0  # of counters that do not satisfy it
+        while (seen < count) & (polls < POLLS):
+            counter = counters + (start + at * step).to(tl.int64) * 8
+            actual = look(counter)
+            if satisfies(actual, comparison, expected):
+                actual = acquire(counter)  # it may be another value
+            if satisfies(actual, comparison, expected):
+                seen += 1
+                at = (at + 1) % count
+            else:
+                seen = seen * 0
+                polls += 1
+        now = time_by(clock)
     if seen < count:
         free = expected * 0
         index = free + first + start + at * step

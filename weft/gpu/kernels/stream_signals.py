@@ -22,9 +22,9 @@ def notify_kernel(counters, index, bases, rank, peer):
     notify(counters + index * 8, bases, rank, peer)
 
 
-@triton.jit(do_not_specialize=["index", "count", "max_polls"])
-def wait_kernel(counters, index, base, count, timeout_record, max_polls):
-    """Block this stream until the counter has reached its base plus `count`, for at most
-    `max_polls` polls.
+@triton.jit(do_not_specialize=["index", "count", "limit"])
+def wait_kernel(counters, index, base, count, timeout_record, limit: tl.int64):
+    """Block this stream until the counter has reached its base plus `count`, for at most `limit`
+    nanoseconds.
     """
-    wait(counters, index, tl.load(base + index) + count, timeout_record, max_polls)
+    wait(counters, index, tl.load(base + index) + count, timeout_record, limit)

@@ -12,6 +12,9 @@ A **counter** is 64 bits wide in symmetric memory, raised by one rank only, and 
 compares it with the value that it must have reached, not with an earlier one, so no counter is
 reset between calls.
 
+A wait polls by relaxed reads, since an acquiring one would empty the SM's cache each time, and
+acquires once when it has seen its value. Its time limit is one of the GPU's clock.
+
 A **timeout record** (created by `timeout_record`) holds the first wait of a rank that timed out. A
 kernel that waited for ever would block the GPU; so it continues with wrong data, and the record is
 reported as an error. All results after the timeout are invalid.
@@ -28,21 +31,22 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.errors import PeerTimeout
+from weft.gpu.kernels.clock import nanoseconds
 from weft.world import World, memory
-
-MAX_POLLS = 1 << 26
-"""The default number of polls after which a wait times out."""
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run on the CPU under Triton's interpreter in this process; fixed when this module
 is imported.
 """
 
-_POLLS_PER_SECOND = 1 << 13 if INTERPRETED else 1 << 20
-"""An estimate, right within a factor of two: a poll takes about 1 us, or 100 us if interpreted."""
 
 COUNTER = 8
-"""64-bit words per counter: a cache line, against false sharing."""
+"""64-bit words per counter: a cache line, against false sharing. The first is its value, the second
+the time of `time_by`.
+"""
+
+POLLS: tl.constexpr = tl.constexpr(32)
+"""The polls of a counter from one look at the clock to the next."""
 
 
 class CounterTables(NamedTuple):
@@ -79,9 +83,9 @@ def bases_of(world: World, segment: memory.Segment) -> Tensor:
     )
 
 
-def max_polls(seconds: float) -> int:
-    """The number of polls that take about `seconds`."""
-    return min(int(seconds * _POLLS_PER_SECOND), (1 << 31) - 1)
+def time_limit(seconds: float) -> int:
+    """The time limit of a wait of `seconds`, in nanoseconds as kernels take it."""
+    return int(min(seconds * 1e9, 1 << 62))
 
 
 def zeroed(world: World, count: int) -> Tensor:
@@ -213,22 +217,66 @@ def last_to_arrive(ticket, programs):
 
 
 @triton.jit
-def wait(counter, index, expected, timeout_record, max_polls):
-    """Block this program until its rank's counter number `index` has reached `expected`, for at
-    most `max_polls` polls.
+def look(counter):
+    """The value of a counter in memory, the same one in all threads; it orders nothing.
+
+    An addition of 0 is compiled to a load (by Triton 3.9 for AMD to the addition); AMD's compiler
+    would move a volatile load out of the loop.
+    """
+    return tl.atomic_add(counter, 0, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def acquire(counter):
+    """The value of a counter in memory; after the next barrier of this program all writes before
+    the notify that made it, and before earlier ones, are visible to every thread.
+
+    Compilers remove it, and the order, if the value is not used.
+    """
+    return tl.atomic_add(counter, 0, sem="acquire", scope="sys")
+
+
+@triton.jit
+def time_by(counter):
+    """A time in nanoseconds, the same one in all threads: that of the previous call with this
+    counter, of any program.
+
+    Warps read the clock one after the other. If one of them saw the end of a time limit before the
+    others, it would leave a loop that has barriers without them; but what an atomic operation
+    returns is the same for all.
+    """
+    return tl.atomic_xchg(counter + 1, nanoseconds(), sem="relaxed", scope="sys")
+
+
+@triton.jit
+def limit_unless_timed_out(timeout_record, limit):
+    """The time limit of a wait that begins: -1 if one has timed out before."""
+    return tl.where(look(timeout_record) == 0, limit, -1)
+
+
+@triton.jit
+def wait(counter, index, expected, timeout_record, limit):
+    """Block this program until its rank's counter number `index` has reached `expected`, for
+    `limit` nanoseconds at most.
 
     Pattern: all writes of the notifying rank before its notify are visible to every thread of this
     program. On a timeout it writes to `timeout_record` and returns; later waits then return at
-    once. An addition of 0 is compiled to an acquiring load (by Triton 3.9 for AMD to the addition);
-    AMD's compiler would move a volatile load out of the loop.
+    once.
     """
     address = counter + index * 8
-    actual = tl.atomic_add(address, 0, sem="acquire", scope="sys")
+    actual = acquire(address)
     if actual < expected:  # the record is in host memory, so a read of it is slow
-        left = tl.where(tl.load(timeout_record) == 0, max_polls, 0).to(tl.int32)
-        while (actual < expected) & (left > 0):
-            actual = tl.atomic_add(address, 0, sem="acquire", scope="sys")
-            left -= 1
+        limit = limit_unless_timed_out(timeout_record, limit)
+        time_by(address)  # what it returns may be of an earlier wait
+        start = time_by(address)
+        now = start
+        while (actual < expected) & (now - start <= limit):
+            polls = 0
+            while (actual < expected) & (polls < POLLS):
+                actual = look(address)
+                polls += 1
+            now = time_by(address)
+        actual = acquire(address)
         if actual < expected:
             free = actual * 0  # 0 in the counters' dtype, in Triton and in Gluon
             if (
