@@ -93,7 +93,7 @@ def test_both_readings_of_the_rows_of_system_2(published):
         assert plan.buffers["out"].rows == (gathered,) * 4
         assert {point.rows["out"] for point in system.points} == {published.Rows(5120, "float16")}
     assert (each.shipped, together.shipped) == (True, False)
-    products = (REPOSITORY / "benchmarks" / "gpu" / "products.py").read_text()
+    products = (REPOSITORY / "benchmarks" / "gpu" / "rates.py").read_text()
     assert "(4096, 10240, 5120)" in products
 
 

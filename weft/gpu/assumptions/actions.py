@@ -46,7 +46,7 @@ def copy_on_device() -> Action:
 
 def copy_from_host() -> Action:
     """A copy from pinned memory is begun at once; else rows cannot stay in the host's memory."""
-    source = torch.ones(4 << 20, dtype=torch.uint8).pin_memory()
+    source = torch.ones(4 << 20, dtype=torch.uint8, device="cpu").pin_memory()
     target = torch.zeros(4 << 20, dtype=torch.uint8, device="cuda")
     return lambda: target.copy_(source, non_blocking=True)
 
@@ -167,14 +167,14 @@ def device_memory() -> Action:
 
 def pinned_memory() -> Action:
     """The host gives new pinned memory; else a program may not pin its batches between calls."""
-    return lambda: torch.empty(33 << 20, dtype=torch.uint8, pin_memory=True)
+    return lambda: torch.empty(33 << 20, dtype=torch.uint8, pin_memory=True, device="cpu")
 
 
 def copy_from_pageable() -> Action:
     """A copy from ordinary memory is made; else a program's batches may not be copied to the GPU
     between calls.
     """
-    source = torch.ones(16 << 20, dtype=torch.uint8)
+    source = torch.ones(16 << 20, dtype=torch.uint8, device="cpu")
     target = torch.zeros(16 << 20, dtype=torch.uint8, device="cuda")
     return lambda: target.copy_(source)
 

@@ -32,7 +32,7 @@ def while_sms_are_held(prepare: Callable[[], Mapping[str, Work]]) -> Answer:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     in_an_sm = properties.max_threads_per_multi_processor // (32 * HOLDING_WARPS)
     programs = in_an_sm * properties.multi_processor_count
-    begun = torch.zeros(programs, dtype=torch.int32, pin_memory=True)
+    begun = torch.zeros(programs, dtype=torch.int32, pin_memory=True, device="cpu")
     hold = partial(hold_kernel[(programs,)], num_warps=HOLDING_WARPS, maxnreg=32)
     hold(begun, 0)
     x = torch.ones(1024, device="cuda")
@@ -82,7 +82,7 @@ def with_host() -> Mapping[str, Work]:
     Else rows of peers in the host's memory (``--peers host``) take SMs from products.
     """
     there = torch.zeros(16 << 20, dtype=torch.uint8, device="cuda")
-    here = torch.zeros(16 << 20, dtype=torch.uint8).pin_memory()
+    here = torch.zeros(16 << 20, dtype=torch.uint8, device="cpu").pin_memory()
     return {
         "to the device": partial(there.copy_, here, non_blocking=True),
         "to the host": partial(here.copy_, there, non_blocking=True),

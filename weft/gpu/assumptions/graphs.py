@@ -25,7 +25,7 @@ def branches(graphs: int) -> Answer:
     `PeerTimeout`.
     """
     flags = torch.zeros(graphs, dtype=torch.int32, device="cuda")
-    states = torch.zeros(graphs, dtype=torch.int32, pin_memory=True)
+    states = torch.zeros(graphs, dtype=torch.int32, pin_memory=True, device="cpu")
     one, other = (torch.zeros(graphs, _COPIED, dtype=torch.uint8, device="cuda") for _ in range(2))
     mark_kernel[(1,)](flags, num_warps=1)
     wait_kernel[(1,)](flags, states, _LIMIT, num_warps=1)

@@ -61,7 +61,7 @@ def polls() -> Answer:
         counter = (
             torch.zeros(1, dtype=torch.int64, device="cuda")
             if memory == "device"
-            else torch.zeros(1, dtype=torch.int64, pin_memory=True)
+            else torch.zeros(1, dtype=torch.int64, pin_memory=True, device="cpu")
         )
         for warps in (1, 8):
             poll_kernel[(1,)](counter, 10, num_warps=warps)
@@ -88,7 +88,7 @@ def swap() -> Answer:
 
     Else a later time-out overwrites an earlier one, and the error names the wrong wait.
     """
-    target = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+    target = torch.zeros(1, dtype=torch.int64, pin_memory=True, device="cpu")
     old = torch.zeros(1, dtype=torch.int64, device="cuda")
     seen = []
     for value in (7, 9):

@@ -72,7 +72,7 @@ def _held_up(
 
     The first stream whose wait held up the host is the last one that is asked.
     """
-    marks = torch.zeros(len(every), dtype=torch.int32, pin_memory=True)
+    marks = torch.zeros(len(every), dtype=torch.int32, pin_memory=True, device="cpu")
     mark_of = [marks[at:] for at in range(len(every))]
     flag = Flag(_LIMIT)
     mark_kernel[(1,)](marks, num_warps=1)
@@ -131,7 +131,7 @@ def last() -> Answer:
     Else ranks cannot have as many streams together as the GPU has queues, and they time out though
     `check_queues` has admitted them.
     """
-    mark = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    mark = torch.zeros(1, dtype=torch.int32, pin_memory=True, device="cpu")
     flag = Flag(_LIMIT, STREAMS - 1)
     mark_kernel[(1,)](mark, num_warps=1)
     with streams(STREAMS) as every, flag.lowered():

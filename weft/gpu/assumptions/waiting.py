@@ -40,8 +40,8 @@ class Flag:
 
     def __init__(self, seconds: float, kernels: int = 1) -> None:
         self.nanoseconds = int(seconds * 1e9)
-        self.flag = torch.ones(1, dtype=torch.int32, pin_memory=True)
-        self.states = torch.zeros(kernels, dtype=torch.int32, pin_memory=True)
+        self.flag = torch.ones(1, dtype=torch.int32, pin_memory=True, device="cpu")
+        self.states = torch.zeros(kernels, dtype=torch.int32, pin_memory=True, device="cpu")
         self._state_of = [self.states[at:] for at in range(kernels)]
         self.wait(0)  # which loads the kernel
         torch.cuda.synchronize()
