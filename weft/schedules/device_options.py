@@ -35,8 +35,7 @@ class DeviceOptions:
         tile: rows and columns that a program of the product kernel computes at once, one of
             `weft.schedules.device_options.TILES`; None: the largest that fits in the registers, or
             smaller ones if at least half of the programs would have no tile. Its elements are at
-            most 128 x 256; 128 x 128 on AMD's GPUs and of float32 results; 64 x 128 of float32
-            factors.
+            most 128 x 256; 128 x 128 on AMD's GPUs; 64 x 128 of float32 factors.
         compute_sms: programs of the product kernel, each on an SM of its own; None: all SMs of the
             rank but those of copies and four more, for signals.
         comm_sms: 0: the copy engine moves rows between ranks; else a kernel of this number of

@@ -44,32 +44,26 @@ class Blocks(NamedTuple):
     sliced: bool = True
 
 
-def blocks(
-    tile: Tile | None,
-    device: torch.device,
-    dtype: torch.dtype = torch.bfloat16,
-    out: torch.dtype = torch.bfloat16,
-) -> Blocks:
-    """The sizes for a tile on a GPU of this kind, for factors and results of these dtypes; without
-    a tile the largest. Raises `ValueError` for a tile that is too large for them.
+def blocks(tile: Tile | None, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Blocks:
+    """The sizes for a tile on a GPU of this kind, for factors of this dtype; without a tile the
+    largest. Raises `ValueError` for a tile that is too large for them.
     """
     amd = device.type == "cuda" and torch.version.hip is not None
-    return sizes(tile, amd, dtype == torch.float32, out == torch.float32)
+    return sizes(tile, amd, dtype == torch.float32)
 
 
-def sizes(tile: Tile | None, amd: bool, wide: bool, wide_out: bool) -> Blocks:
-    """`blocks` for AMD's or NVIDIA's GPUs; `wide` and `wide_out`: factors and results have 4 bytes
-    per element.
+def sizes(tile: Tile | None, amd: bool, wide: bool) -> Blocks:
+    """`blocks` for AMD's or NVIDIA's GPUs; `wide`: factors have 4 bytes per element.
 
     With these sizes no register is spilled, whether stores are wide or not, and all tiles fit in
     shared memory, on the GPUs that tests compile for.
     """
-    largest = (64, 128) if wide else (128, 128) if amd or wide_out else (128, 256)
+    largest = (64, 128) if wide else (128, 128) if amd else (128, 256)
     m, n = tile or largest
     if m * n > (most := largest[0] * largest[1]):
         raise ValueError(
-            f"a tile of {tile_name((m, n))} does not fit in the registers: on this GPU, with these "
-            f"dtypes, a tile has at most {most} elements, as {tile_name(largest)}"
+            f"a tile of {tile_name((m, n))} does not fit in the registers: on this GPU, with "
+            f"this dtype, a tile has at most {most} elements, as {tile_name(largest)}"
         )
     if wide:  # full float32 precision, without matrix instructions on NVIDIA's GPUs
         return Blocks(m, n, 16, 8 if m * n == most else 4, 3, sliced=not amd)
@@ -162,10 +156,10 @@ class ProductKernel:
     ) -> None:
         gpu = device.type == "cuda"
         amd = torch.version.hip is not None
-        size = blocks(tile, device, dtype, out)
+        size = blocks(tile, device, dtype)
         if tile is None:
             rows = [i.dst.rows for i in part if isinstance(i, Compute)]
-            size = blocks(smaller((size.m, size.n), rows, columns, programs), device, dtype, out)
+            size = blocks(smaller((size.m, size.n), rows, columns, programs), device, dtype)
         self.blocks = size
         across = triton.cdiv(columns, size.n)
         self.launch = launch = launch_tables(part, across, size.m)
