@@ -1,4 +1,6 @@
-"""``weft show``: a saved result of ``weft bench`` as tables, as a picture, or as CSV."""
+"""``weft show``: a saved result of ``weft bench``, or a profiler's trace of a GPU, as tables, as a
+picture, or as CSV.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,32 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def show(
-    file: Annotated[Path, typer.Argument(help="A result of weft bench --json.")],
+    file: Annotated[Path, typer.Argument(help="A result of weft bench, or a profiler's trace.")],
     plot: Plot = None,
     as_csv: Annotated[
         bool, typer.Option("--csv", help="Print a line for each row, for other programs.")
     ] = False,
 ) -> None:
-    """Show a saved result of weft bench again: its tables, a picture, or CSV.
+    """Show a saved result of weft bench again: its tables, a picture, or CSV. Of a profiler's trace
+    of a GPU: the time of each kind of work, and the part of copying that is hidden.
 
     For example: weft show result.json --plot result.png
     """
     options.check_files(None, None, plot)
-    from weft_bench import saved
+    from weft_bench import device_traces, saved
     from weft_bench.benchmarks import shown
 
+    if device_traces.is_one(file):
+        if as_csv:
+            options.refuse("--csv", "it is of results, and this file is a trace")
+        with options.failing("weft show"):
+            trace = device_traces.read(file)
+            device_traces.show(trace, Console())
+            if plot:
+                from weft_bench.pictures import timeline
+
+                timeline.draw([trace], plot, trace.title)
+        return
     with options.failing("weft show"):
         result = saved.load(file)
         kind = shown(result)

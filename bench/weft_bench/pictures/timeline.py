@@ -80,7 +80,7 @@ def _draw_panel(panel: Axes, trace: Trace, longest: float, first: Trace) -> None
                 linewidth=0.9,
                 zorder=3,
             )
-        elif span.kind not in KINDS and stop - start > 0.05 * 1e3 * longest:  # the label fits
+        elif span.rows and span.kind not in KINDS and stop - start > 50 * longest:  # the label fits
             panel.text(
                 (start + stop) / 2,
                 row,

@@ -1,0 +1,132 @@
+"""Traces of GPUs that a device's profiler has written: torch's (JSON of
+`torch.profiler.profile.export_chrome_trace`) and Nsight Systems' (``nsys export --type sqlite``).
+
+Each kernel and each copy is a span of a `Trace`, a device a rank and a stream a lane. So the part
+of copying that is hidden is computed as that of weft's own traces, of any program.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from weft.plan.trace import Span, Trace
+from weft_bench import tables
+
+_KINDS = {
+    "wait": r"^(wait|compare)_kernel",
+    "notify": r"^(notify|raise)_kernel",
+    "reduce": r"^sum_in_rank_order",
+    "copy": r"^(copy_(vectors|words)_kernel|_?put_to_all)|nccl|rccl|multimem"
+    r"|(all|reduce)_?(gather|reduce|scatter)(?!.*matmul)|one_shot|two_shot|memcpy",
+    "matmul": r"gemm|gemv|cutlass|nvjet|xmma|matmul|_mm_|Cijk_|splitK|dot_kernel",
+}
+"""Kinds of spans by the names of kernels: weft's, torch's, NCCL's, cuBLAS' and hipBLAS'. The first
+that matches counts; others are computations of another kind.
+"""
+
+_KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
+_COPIES = "CUPTI_ACTIVITY_KIND_MEMCPY"
+
+
+def kind_of(name: str) -> str:
+    """The kind of a kernel's span, by its name."""
+    found = (kind for kind, names in _KINDS.items() if re.search(names, name, re.IGNORECASE))
+    return next(found, "other")
+
+
+def is_one(file: Path) -> bool:
+    """Whether a file is a profiler's trace, rather than a result of ``weft bench``."""
+    try:
+        with file.open("rb") as opened:
+            begin = opened.read(16)
+        if begin == b"SQLite format 3\0":
+            return True
+        return begin.lstrip()[:1] in (b"{", b"[") and _events(file) is not None
+    except (OSError, ValueError):
+        return False
+
+
+def read(file: Path) -> Trace:
+    """The trace in a file. Raises `ValueError` if it has no work of a GPU or is of another form."""
+    with file.open("rb") as opened:
+        from_nsight = opened.read(16) == b"SQLite format 3\0"
+    spans = sorted(_of_nsight(file) if from_nsight else _of_torch(file), key=lambda s: s.start)
+    if not spans:
+        raise ValueError(
+            f"{file} has no work of a GPU: profile with ProfilerActivity.CUDA, or nsys --trace cuda"
+        )
+    return Trace(file.name, tuple(spans))
+
+
+def _events(file: Path) -> Sequence[dict[str, Any]] | None:
+    """The events of a trace of torch; None for another file."""
+    found = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(found, dict) or "deviceProperties" not in found:
+        return None
+    events: Sequence[dict[str, Any]] = found["traceEvents"]
+    return events
+
+
+def _of_torch(file: Path) -> Iterator[Span]:
+    """Its times are microseconds."""
+    for event in _events(file) or ():
+        if event.get("ph") != "X" or event.get("cat") not in ("kernel", "gpu_memcpy"):
+            continue
+        name, of = event["name"], event["args"]
+        kind = "copy" if event["cat"] == "gpu_memcpy" else kind_of(name)
+        start = round(1e3 * float(event["ts"]))
+        stop = start + round(1e3 * float(event["dur"]))
+        yield Span(int(of["device"]), f"stream {of['stream']}", kind, name, 0, start, stop)
+
+
+def _of_nsight(file: Path) -> Iterator[Span]:
+    """Its times are nanoseconds, and names are numbers of a table of texts."""
+    kernels = (
+        f"SELECT deviceId, streamId, value, start, end FROM {_KERNELS} "
+        "JOIN StringIds ON StringIds.id = shortName"
+    )
+    copies = f"SELECT deviceId, streamId, 'memcpy', start, end FROM {_COPIES}"
+    with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as database:
+        present = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
+        for table, query in ((_KERNELS, kernels), (_COPIES, copies)):
+            if table not in present:
+                continue
+            try:
+                for device, stream, name, start, stop in database.execute(query):
+                    yield Span(device, f"stream {stream}", kind_of(name), name, 0, start, stop)
+            except sqlite3.Error as error:
+                raise ValueError(f"{file} is no export of Nsight Systems: {error}") from None
+
+
+def show(trace: Trace, console: Console) -> None:
+    """Print the time of each kind of work on each stream, and the part of copying of each device
+    that is hidden.
+    """
+    kinds = [
+        kind
+        for kind in ("matmul", "other", "reduce", "copy", "wait", "notify")
+        if any(span.kind == kind for span in trace.spans)
+    ]
+    console.print(f"{trace.title}: {1e3 * trace.seconds:.3f} ms; milliseconds of each stream")
+    made = tables.table(("device", "stream", "launches", *kinds), left=("device", "stream"))
+    for device, lane in trace.lanes:
+        spans = [span for span in trace.spans if (span.rank, span.lane) == (device, lane)]
+        times = (sum(s.stop - s.start for s in spans if s.kind == kind) / 1e6 for kind in kinds)
+        cells = (f"{time:.3f}" if time else "-" for time in times)
+        made.add_row(str(device), lane.removeprefix("stream "), str(len(spans)), *cells)
+    tables.print_wide(console, made)
+    for device in sorted({span.rank for span in trace.spans}):
+        own = Trace(trace.title, tuple(span for span in trace.spans if span.rank == device))
+        part = own.hidden_copies()
+        hidden = "nothing is copied"
+        if part is not None:
+            hidden = f"{100 * part:.0f} % of copying is hidden behind computations"
+        console.print(f"device {device}: {hidden}")
