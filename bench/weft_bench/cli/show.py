@@ -24,8 +24,10 @@ def show(
         bool, typer.Option("--csv", help="Print a line for each row, for other programs.")
     ] = False,
 ) -> None:
-    """Show a saved result of weft bench again: its tables, a picture, or CSV. Of a profiler's trace
-    of a GPU: the time of each kind of work, and the part of copying that is hidden.
+    """Show a saved result of weft bench again: its tables, a picture, or CSV.
+
+    Of a GPU's trace, by torch's profiler or Nsight Systems, it shows the time of each kind of work
+    and the part of copying that is hidden.
 
     For example: weft show result.json --plot result.png
     """
