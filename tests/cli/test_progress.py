@@ -67,7 +67,9 @@ def test_a_benchmark_shows_each_step_and_ctrl_c_ends_it(shown):
         while b"stopped by SIGINT" not in seen:
             assert time.monotonic() < limit, seen
             seen += screen.read(1 << 16)
-        assert process.wait(timeout=20) == 130
+        # Python ends by the signal itself if that came while a text was executed, by which named
+        # tuples and data classes are made: a shell has the status 130 of both
+        assert process.wait(timeout=20) in (130, -signal.SIGINT)
     assert b"Traceback" not in seen
     hide, show = b"\x1b[?25l", b"\x1b[?25h"
     assert seen.rfind(show) >= seen.rfind(hide), "the cursor is hidden"
