@@ -26,13 +26,9 @@ done
 # As in a program whose driver loads kernels at their first launch: weft loads those of a call before a comm lane waits for its products.
 step lazy 40 env CUDA_MODULE_LOADING=LAZY "${ladder[@]}" --prefix "lazy: " --only "matmul_reduce_scatter push, torch" \
   "matmul_all_reduce one_shot, torch" "other layouts, triton"
-# As in a program that asks for the GPU before it imports weft, so that the variables are set late.
-step late-variables 40 env -u CUDA_MODULE_LOADING -u CUDA_DEVICE_MAX_CONNECTIONS "$python" -c '
-import sys, torch
-torch.cuda.is_available()
-from weft.__main__ import main
-sys.argv = ["weft", "doctor", "--gpu", "--only", "queues", "--json", sys.argv[1]]
-main()' "$out/late.json"
+# As in a program that sets no variables: the doctor asks for the GPU before it sets them, so that they may be late.
+step late-variables 40 env -u CUDA_MODULE_LOADING -u CUDA_DEVICE_MAX_CONNECTIONS "$python" -m weft doctor --gpu --only queues \
+  --json "$out/late.json"
 step rates 40 "$python" "$here/rates.py" "$out/rates.json" quick
 bench_of_processes processes 50 all-gather-matmul --device cuda --shape 4096x4096x4096 --dtype bfloat16 --warmup 1 --iterations 5
 keep_kernels

@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 
+from weft.gpu.events import milliseconds
 from weft.gpu.kernels import all_gather_matmul as kernels
 from weft.gpu.kernels.all_gather_matmul import Blocks
 from weft.measure.versions import versions
-from weft_bench.gpu import hardware, milliseconds
+from weft_bench.gpu import hardware
 from weft_bench.gpu.rates import Product, rates
 from weft_bench.harness import utc
 

@@ -52,7 +52,7 @@ class Stream:
 @pytest.fixture
 def asked(monkeypatch):
     found = Driver()
-    monkeypatch.setattr(driver, "_driver", lambda: found)
+    monkeypatch.setattr(driver, "library", lambda: found)
     monkeypatch.setattr(driver, "_unused", {})
     monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
@@ -107,7 +107,7 @@ def test_ranks_that_share_a_gpu_are_warned_of_lazy_loading(asked, caplog, mode, 
 
 
 def test_without_a_driver_the_loading_mode_is_unknown(monkeypatch):
-    monkeypatch.setattr(driver, "_driver", lambda: ctypes.CDLL("libno-such-driver.so"))
+    monkeypatch.setattr(driver, "library", lambda: ctypes.CDLL("libno-such-driver.so"))
     assert driver.loading_mode() == "unknown"
 
 

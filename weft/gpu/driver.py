@@ -20,7 +20,7 @@ import torch
 from weft.errors import WeftError
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-_LOADING = "CUDA_MODULE_LOADING"
+LOADING = "CUDA_MODULE_LOADING"
 _NON_BLOCKING = 1  # a stream that does not wait for the default stream
 _log = logging.getLogger("weft")
 _unused: dict[tuple[int, bool], list[torch.cuda.ExternalStream]] = {}
@@ -33,7 +33,7 @@ def set_variables(shared: bool) -> None:
     """
     os.environ.setdefault(QUEUES, "32")
     if shared:
-        os.environ.setdefault(_LOADING, "EAGER")
+        os.environ.setdefault(LOADING, "EAGER")
 
 
 def check_loading() -> None:
@@ -43,7 +43,7 @@ def check_loading() -> None:
             "ranks that are threads share a GPU, and the CUDA driver loads each kernel at its "
             "first launch, which may wait for kernels that wait for this rank: set %s=EAGER before "
             "anything uses CUDA, torch.cuda.is_available() too",
-            _LOADING,
+            LOADING,
         )
 
 
@@ -53,7 +53,7 @@ def loading_mode() -> str:
     """
     mode = ctypes.c_int(0)
     try:
-        code = _driver().cuModuleGetLoadingMode(ctypes.byref(mode))
+        code = library().cuModuleGetLoadingMode(ctypes.byref(mode))
     except (OSError, AttributeError):  # AMD's driver, or an old one
         return "unknown"
     return {1: "EAGER", 2: "LAZY"}.get(mode.value, "unknown") if code == 0 else "unknown"
@@ -80,7 +80,7 @@ def give_back(stream: torch.cuda.ExternalStream, urgent: bool) -> None:
 def _new_stream(urgent: bool) -> int:
     """The address of a new stream of the current device."""
     hip = torch.version.hip is not None
-    driver = _driver()
+    driver = library()
     least, greatest, made = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
     limits: Any = (
         driver.hipDeviceGetStreamPriorityRange if hip else driver.cuCtxGetStreamPriorityRange
@@ -96,5 +96,6 @@ def _new_stream(urgent: bool) -> int:
 
 
 @cache
-def _driver() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
+    """The driver of NVIDIA's GPUs, or of AMD's. Raises `OSError` without one."""
     return ctypes.CDLL("libcuda.so.1" if torch.version.hip is None else "libamdhip64.so")

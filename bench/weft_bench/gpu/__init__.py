@@ -4,12 +4,12 @@ events, and verification.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
+from weft.gpu.events import milliseconds
 from weft_bench import harness
 from weft_bench.verification import Check
 from weft_bench.views import Views
@@ -30,19 +30,6 @@ class Measured(NamedTuple):
 def hardware() -> dict[str, Any]:
     """The GPU's name and properties."""
     return harness.gpu(torch.device("cuda", torch.cuda.current_device()), 1)
-
-
-def milliseconds(call: Callable[[], object], warmup: int, iterations: int) -> list[float]:
-    """The times of `iterations` calls on the current stream, in milliseconds."""
-    for _ in range(max(1, warmup)):
-        call()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(iterations + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        call()
-        mark.record()
-    marks[-1].synchronize()
-    return [float(before.elapsed_time(after)) for before, after in itertools.pairwise(marks)]
 
 
 def measured(

@@ -13,13 +13,14 @@ import torch
 from rich.console import Console
 
 from weft.engines import engine
+from weft.gpu.events import milliseconds
 from weft.measure.timing import summarize
 from weft.measure.versions import versions
 from weft.predict import figures
 from weft.world import World, init
 from weft.world.local import local_world
 from weft_bench import tables
-from weft_bench.gpu import Measured, Timer, hardware, measured, milliseconds, slowest
+from weft_bench.gpu import Measured, Timer, hardware, measured, slowest
 from weft_bench.gpu.matmul_from_host import matmul_from_host
 from weft_bench.harness import options_of, times_ms, utc
 from weft_bench.settings.fused import AllGatherMatmul

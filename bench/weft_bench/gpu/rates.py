@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.gpu.events import milliseconds
 from weft.kernels.matmul import matmul
 from weft.measure.timing import summarize
 from weft.plan import Region
 from weft.predict import figures
-from weft_bench.gpu import Shape, Timer, measured, milliseconds
+from weft_bench.gpu import Shape, Timer, measured
 from weft_bench.torch_products import sums_in_float32
 from weft_bench.verification import Problem
 from weft_bench.views import View, Views

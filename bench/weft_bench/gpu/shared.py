@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.gpu.events import milliseconds
 from weft.measure.timing import summarize
 from weft.ops.all_gather import all_gather
 from weft.ops.all_gather_matmul import all_gather_matmul
@@ -16,7 +17,7 @@ from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from weft.ops.reduce_scatter import reduce_scatter
 from weft.world import World, init
 from weft.world.local import local_world
-from weft_bench.gpu import Measured, Shape, Timer, measured, milliseconds, slowest
+from weft_bench.gpu import Measured, Shape, Timer, measured, slowest
 from weft_bench.torch_products import sums_in_float32
 from weft_bench.verification import RUNS, Check, Problem, compare, error_bound
 from weft_bench.views import View, Views, one_by_one, product_on

@@ -6,9 +6,10 @@ All functions need a GPU; a call that fails is a `RuntimeError` with the driver'
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 
 import torch
+
+from weft.gpu import driver
 
 _P2P_ACCESS, _P2P_ATOMICS = 2, 3
 _ATTRIBUTES = {
@@ -60,11 +61,6 @@ def _device(number: int) -> ctypes.c_int:
     return device
 
 
-@cache
-def _library() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
 def _call(name: str, *arguments: object) -> None:
-    if code := getattr(_library(), name)(*arguments):
+    if code := getattr(driver.library(), name)(*arguments):
         raise RuntimeError(f"the GPU's driver refused {name}: error {code}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -57,16 +58,6 @@ def branches(graphs: int) -> Answer:
             milliseconds.append(round(1e3 * (time.perf_counter() - begun), 2))
             timed_out += int((states == TIMED_OUT).any())
     return {"ms": milliseconds, "replays": _REPLAYS, "timed_out": timed_out}
-
-
-def branch() -> Answer:
-    """Of one graph; see `branches`."""
-    return branches(1)
-
-
-def branches_of_two() -> Answer:
-    """Of two graphs; see `branches`."""
-    return branches(2)
 
 
 def run_at_once(answer: Answer) -> Finding:
@@ -131,7 +122,7 @@ QUESTIONS = (
         "graphs/branches",
         "Two branches of a graph run at once.",
         "gpu/program.py",
-        branch,
+        partial(branches, 1),
         run_at_once,
         _OUTSIDE,
     ),
@@ -139,7 +130,7 @@ QUESTIONS = (
         "graphs/two-graphs",
         "The branches of two graphs run at once.",
         "gpu/program.py",
-        branches_of_two,
+        partial(branches, 2),
         run_at_once,
         _OUTSIDE,
     ),

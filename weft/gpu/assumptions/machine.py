@@ -14,7 +14,7 @@ from weft.gpu.assumptions import attributes
 from weft.gpu.assumptions.question import Answer, Finding, Question
 from weft.gpu.backend import check_device
 
-VARIABLES = driver.QUEUES, "CUDA_MODULE_LOADING"
+VARIABLES = driver.QUEUES, driver.LOADING
 """Variables that the driver reads at its start."""
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from statistics import median
 
 import torch
 
 from weft.gpu.assumptions.question import Answer, Finding, Question
+from weft.gpu.events import milliseconds
 from weft.predict import machine
 
 PROFILE = "h100-nvlink-8"
@@ -44,16 +44,7 @@ def product() -> Answer:
 
 def _rate(work: Callable[[], object], amount: int, unit: float) -> float:
     """The median rate of a work, after three rounds that do not count."""
-    for _ in range(3):
-        work()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(_ROUNDS + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        work()
-        mark.record()
-    torch.cuda.synchronize()
-    milliseconds: float = median(start.elapsed_time(stop) for start, stop in pairwise(marks))
-    return round(1e3 * amount / milliseconds / unit, 1)
+    return round(1e3 * amount / median(milliseconds(work, 3, _ROUNDS)) / unit, 1)
 
 
 def as_predicted(key: str, unit: str, expected: float, answer: Answer) -> Finding:
