@@ -38,6 +38,11 @@ Counter& Executor::counter(int rank, uint32_t index) const {
   return reinterpret_cast<Counter*>(control_->parts[rank]->base() + Calls::kBytes)[index];
 }
 
+bool Executor::quick() const {
+  return within_host && !tracing && !link.on() &&
+         std::count(pids.begin(), pids.end(), pids[rank_]) == 1;
+}
+
 void Executor::begin(Program& program, int64_t timeout) {
   const pthread_t user = user_.load(std::memory_order_relaxed);
   if (user && user != pthread_self()) throw InUse(user);
@@ -211,6 +216,13 @@ bool Executor::wait(Execution& execution, size_t lane, int at, const Instruction
     return instruction.count && counter.call.load(std::memory_order_relaxed) == execution.mark;
   };
   const int spins = LaneThread::current() ? spins_ : execution.spins;
+  if (execution.locked) {
+    constexpr int kBrief = 100;  // about as long as releasing a lock and getting it again takes
+    if (!spin(counter, Compare::greater_equal, expected, kBrief)) {
+      execution.locked = false;
+      release_caller();
+    }
+  }
   if (spin(counter, Compare::greater_equal, expected, spins) && (!first || same_call())) {
     execution.agreed[lane][source] = 1;
     if (had_to_wait) mark_link_ready(execution, lane);

@@ -75,12 +75,22 @@ class Executor {
   void stop(Program& program, size_t lane = 0);
   // Called from time to time by waits on the caller's thread; true ends the wait.
   std::function<bool()> caller_interrupted = [] { return false; };
+  // Called once by the first wait of a program that holds a lock of its caller and does not end
+  // soon, to release the lock.
+  std::function<void()> release_caller = [] {};
+  // Whether ranks are processes of this host, so that none needs a lock of another, and nothing
+  // delays their copies.
+  bool quick() const;
   // Whether all peers are on this host, where they publish a call before they raise its signals.
   bool within_host = true;
   // Process ids of all ranks, to read memory that is not mapped here through the kernel.
   std::vector<int> pids;
   // Whether executions record the time span of each instruction.
   bool tracing = false;
+  // Whether this rank has left the world, which has no more calls then.
+  bool closed = false;
+  // Whether calls may be repeated with nothing but their operands checked.
+  bool repeats() const { return !tracing && !closed && !mesh_->failed(); }
 
  private:
   // The eager buffers of the next execution with eager buffers (E1, E3).

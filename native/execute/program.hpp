@@ -133,6 +133,7 @@ struct Execution {
   void reset(uint64_t new_call, uint64_t new_digest) {
     call = new_call;
     digest = new_digest;
+    locked = false;
     mark = digest ^ call * 0x9e3779b97f4a7c15;
     for (auto& peers : agreed) peers.assign(peers.size(), 0);
     failures.assign(failures.size(), WaitFailure{});
@@ -153,6 +154,7 @@ struct Execution {
   EagerOffset eager;
   int64_t timeout = 0;  // of each wait, in nanoseconds
   int spins = 0;        // of each wait of the caller's thread
+  bool locked = false;  // whether the caller's thread holds a lock that others may need
 };
 
 // One rank's part of a plan: its lanes, the growth of its counters in an execution, and the state
@@ -186,6 +188,10 @@ struct Program {
         growth(std::move(counter_growth)),
         text(std::move(call)),
         execution(lane_count, ranks) {}
+
+  // Whether an execution takes some microseconds if no rank is late: it moves few bytes, or none,
+  // by the caller's thread alone.
+  bool brief() const { return (eager || buffers.empty()) && lanes[1].empty(); }
 
   // Whether its ranks swap their eager buffers in every second pair of executions (E3).
   bool swaps_eager() const { return eager && buffers[0].layouts.size() == 2; }

@@ -180,6 +180,7 @@ void bind_execute(nb::module_& m) {
               int spins, size_t comm_threads) {
              new (self) Executor(mesh, control, spins, comm_threads);
              self->caller_interrupted = signal_pending;
+             self->release_caller = release_gil;
            })
       .def_static("control_bytes", &Executor::control_bytes)
       .def_prop_ro_static("header_bytes", [](nb::handle) { return Calls::kBytes; })
@@ -188,6 +189,7 @@ void bind_execute(nb::module_& m) {
       .def_ro_static("eager_sets", &Program::kEagerSets)
       .def_rw("within_host", &Executor::within_host)
       .def_rw("pids", &Executor::pids)
+      .def_rw("closed", &Executor::closed)
       .def("eager_bases", &Executor::eager_bases)
       .def_prop_ro("calls", [](Executor& self) { return self.calls.latest(); })
       .def("begin", [](Executor& self, Program& program,

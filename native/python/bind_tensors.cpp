@@ -1,6 +1,7 @@
 #include "memory/segment.hpp"
 #include "python/bind.hpp"
 #include "python/call_cache.hpp"
+#include "python/repeat.hpp"
 #include "python/tensor_view.hpp"
 
 using namespace nanobind::literals;
@@ -21,15 +22,18 @@ void bind_tensors(nb::module_& m) {
       .def_ro("left", &CallsLeft::left);
 
   nb::class_<CallCache>(m, "CallCache", nb::type_slots(CallCache::slots))
-      .def(nb::init<Executor&, nb::object>(), "executor"_a, "prepared"_a, nb::keep_alive<1, 2>())
+      .def(nb::init<Executor&, nb::object, nb::typed<nb::list, nb::any>>(), "executor"_a,
+           "prepared"_a, "pending"_a, nb::keep_alive<1, 2>())
       .def("add", &CallCache::add, "function"_a, "options"_a, "a"_a.none(), "out"_a.none(),
            "weights"_a.none(), "biases"_a.none(), "program"_a, "binding"_a, "tensors"_a,
            "results"_a, "prepare"_a.none(), "left"_a = nb::none())
-      .def("call", &CallCache::call, "function"_a, "options"_a, "a"_a.none(), "out"_a.none(),
-           "weights"_a.none(), "biases"_a.none(), "timeout"_a)
       .def("clear", &CallCache::clear)
       .def("__len__", &CallCache::size)
       .def_ro_static("most", &CallCache::kMost);
+
+  m.def("set_default_world", &set_default_world, "world"_a, "of_thread"_a);
+  m.def("repeat", &repeat, "function"_a, "options"_a, "a"_a.none(), "out"_a.none(),
+        "weights"_a.none(), "biases"_a.none(), "world"_a.none(), "timeout"_a.none());
 }
 
 }  // namespace weft

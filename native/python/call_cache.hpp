@@ -2,6 +2,7 @@
 // is one native call.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <limits>
 #include <map>
@@ -14,6 +15,7 @@
 #include "python/execute.hpp"
 #include "python/modes.hpp"
 #include "python/tensor_view.hpp"
+#include "python/weak.hpp"
 
 namespace weft {
 
@@ -69,7 +71,7 @@ struct CallsLeft {
 //     negation, changed weights.
 // C4  An entry outlives its call, although Python code that runs meanwhile may clear the cache.
 // C5  Another thread may make a call while Python code compares or hashes. So an entry changes only
-//     once the world is reserved, and the operands are read again then.
+//     once the world is reserved, and if there was such a call the operands are read again then.
 struct CachedCall {
   // A new result, as `torch.empty_strided` makes it.
   struct Result {
@@ -102,8 +104,9 @@ class CallCache {
 
   // `prepared` is the type of weights that are no tensors, with the attributes `layout`, a number,
   // `tensors`, and `source`, a tensor or None, and the method `check_unchanged`.
-  CallCache(Executor& executor, nb::object prepared)
-      : executor_(executor), prepared_(std::move(prepared)) {}
+  // `pending` lists the calls that have begun and not ended: meanwhile none is repeated.
+  CallCache(Executor& executor, nb::object prepared, nb::typed<nb::list, nb::any> pending)
+      : executor_(executor), prepared_(std::move(prepared)), pending_(std::move(pending)) {}
 
   // Cache a call of `function` that executed `program` with `binding`. `tensors` are the tensors of
   // the program's buffers; the call is not cached unless each of them is inside `a` or a result.
@@ -145,15 +148,17 @@ class CallCache {
                   nb::handle weights, nb::handle biases, double timeout) {
     const Operands operands{a, out, weights, biases};
     const bool any = !a.is_none(), exact = any && deterministic();
-    if ((any && checked_modes()) || !read(function, operands, exact)) return nb::none();
-    const auto found = calls_.find(hashed(options));
-    if (found == calls_.end()) return nb::none();
-    const std::shared_ptr<CachedCall> retained = found->second;  // C4
+    if (!executor_.repeats() || pending_.size() || (any && checked_modes()) ||
+        !read(function, operands, exact))
+      return nb::none();
+    const uint64_t latest = reads_;
+    const std::shared_ptr<CachedCall> retained = find(options);  // C4
+    if (!retained) return nb::none();
     CachedCall& cached = *retained;
-    if (cached.layouts != layouts_ || !cached.options.equal(options)) return nb::none();  // C1
     nb::object made = nb::none();
     exclusively(executor_, cached.program, [&] {
-      if (!read(function, operands, exact) || cached.layouts != layouts_) return;  // C5
+      if (reads_ != latest && (!read(function, operands, exact) || cached.layouts != layouts_))
+        return;  // C5
       cached.addresses = {a_.address, out_.address};
       if (!plain(cached, operands)) return;  // C3
       nb::object results = out.is_none() ? new_results(cached) : nb::borrow(out);
@@ -168,7 +173,10 @@ class CallCache {
   }
 
   // destructors of objects may run Python code that calls this class again
-  void clear() { std::exchange(calls_, {}); }
+  void clear() {
+    std::exchange(recent_, {});
+    std::exchange(calls_, {});
+  }
   size_t size() const { return calls_.size(); }
 
  private:
@@ -182,6 +190,7 @@ class CallCache {
   // Write the key of a call without its options to `layouts_`; false if the operands must be
   // checked. `exact`: whether algorithms are deterministic.
   bool read(nb::handle function, const Operands& operands, bool exact) {
+    ++reads_;
     layouts_.assign(1, reinterpret_cast<intptr_t>(function.ptr()));
     layouts_.push_back(exact);
     a_ = out_ = {};
@@ -247,9 +256,9 @@ class CallCache {
       if (recorded(tensor)) return false;
       if (number == cached.latest.size()) cached.latest.emplace_back();
       nb::object& latest = cached.latest[number++];
-      if (refers(latest, tensor)) return true;
+      if (latest.is_valid() && referent(latest).is(tensor)) return true;
       if (!view_.read(tensor) || !view_.reads_as_stored(tensor)) return false;
-      latest = weak(tensor);
+      latest = weak_reference(tensor);
       return true;
     };
     if (operands.a.is_none()) return true;
@@ -343,20 +352,21 @@ class CallCache {
     return operands;
   }
 
-  static bool refers(const nb::object& weak, nb::handle tensor) {
-    if (!weak.is_valid()) return false;
-#if PY_VERSION_HEX >= 0x030d0000
-    PyObject* there = nullptr;
-    if (PyWeakref_GetRef(weak.ptr(), &there) < 0) throw nb::python_error();
-    return nb::steal(there).is(tensor);
-#else  // deprecated in newer versions of Python
-    return PyWeakref_GetObject(weak.ptr()) == tensor.ptr();
-#endif
-  }
-  static nb::object weak(nb::handle tensor) {
-    nb::object made = nb::steal(PyWeakref_NewRef(tensor.ptr(), nullptr));
-    if (!made.is_valid()) throw nb::python_error();
-    return made;
+  // The cached call of the layouts that `read` has written, with these options (C1); null if there
+  // is none. Comparing with a recent one takes half the time of hashing the options.
+  std::shared_ptr<CachedCall> find(nb::handle options) {
+    const auto is = [&](const std::shared_ptr<CachedCall>& one) {
+      return one && one->layouts == layouts_ && one->options.equal(options);
+    };
+    uint64_t sum = 0;
+    for (int64_t number : layouts_) sum += static_cast<uint64_t>(number);
+    const size_t slot = (sum >> 4) % recent_.size();
+    if (std::shared_ptr<CachedCall> one = recent_[slot]; is(one)) return one;
+    const auto found = calls_.find(hashed(options));
+    if (found == calls_.end()) return nullptr;
+    std::shared_ptr<CachedCall> one = found->second;
+    if (!is(one)) return nullptr;
+    return recent_[slot] = one;
   }
 
   uint64_t hashed(nb::handle options) const {
@@ -373,6 +383,7 @@ class CallCache {
   static int traverse(PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(Py_TYPE(self));
     if (!nb::inst_ready(self)) return 0;
+    Py_VISIT(nb::inst_ptr<CallCache>(self)->pending_.ptr());
     for (auto& [hash, cached] : nb::inst_ptr<CallCache>(self)->calls_) {
       Py_VISIT(cached->program.ptr());
       Py_VISIT(cached->prepare.ptr());
@@ -396,10 +407,13 @@ class CallCache {
 
   Executor& executor_;
   nb::object prepared_;
+  nb::list pending_;
   nb::str layout_{"layout"}, tensors_{"tensors"}, source_{"source"},
       check_unchanged_{"check_unchanged"};
   std::unordered_map<uint64_t, std::shared_ptr<CachedCall>> calls_;
+  std::array<std::shared_ptr<CachedCall>, 16> recent_;  // some of them, by a sum of their layouts
   View view_;
+  uint64_t reads_ = 0;            // calls of `read`
   std::vector<int64_t> layouts_;  // of the latest call; a member, so that its memory is reused
   Place a_, out_;                 // of the latest call
 

@@ -1,6 +1,7 @@
 // A complete execution of a program as one call from Python.
 //
-// Y1  The GIL is released in all waits and copies, and held for everything that calls Python.
+// Y1  The GIL is released in all waits and copies but those of some microseconds, and held for
+//     everything that calls Python.
 // Y2  An execution that raises an error has closed the world: counters no longer agree (X2).
 // Y3  No execution returns while the lane thread still runs a lane of it.
 #pragma once
@@ -62,16 +63,25 @@ void execute_once(Executor& executor, nb::handle program, Binding& bound, double
     const Join join{executor, native, has_comm};
     try {
       if (!executor.within_host) program.attr("begin")(timeout);
-      int at = unlocked([&] {
+      const bool brief = native.brief() && executor.quick();
+      const auto run = [&](auto begin, int from) {
+        const auto work = [&] {
+          begin();
+          native.execution.locked = brief;
+          return executor.run(native, 0, from);
+        };
+        return brief ? briefly_locked(work) : unlocked(work);
+      };
+      const auto begin = [&] {
         if (executor.within_host) executor.begin(native, nanoseconds(timeout));
         if (has_comm) executor.lane_thread.start({&native, 1});
-        return executor.run(native, 0, 0);
-      });
+      };
+      int at = run(begin, 0);
       while (at >= 0 && at < end) {
         const int64_t start = executor.tracing ? now() : 0;
         multiply(at);
         if (executor.tracing) native.execution.spans[0][at] = {start, now()};
-        at = unlocked([&] { return executor.run(native, 0, at + 1); });
+        at = run([] {}, at + 1);
       }
       if (at < 0) raise(program.attr("stopped")(0, timeout));
     } catch (nb::python_error& error) {

@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 
 #include <memory>
+#include <utility>
 
 namespace weft {
 
@@ -14,6 +15,28 @@ template <class Work>
 auto unlocked(Work work) {
   auto result = [&] {
     nb::gil_scoped_release release;
+    return work();
+  }();
+  if (PyErr_Occurred()) throw nb::python_error();
+  return result;
+}
+
+// The GIL of a thread that holds it in native work, until `release_gil`.
+inline thread_local PyThreadState* released_gil = nullptr;
+inline void release_gil() { released_gil = PyEval_SaveThread(); }
+
+// Call `work`, which calls `release_gil` before it waits for long, and raise the exception of a
+// signal handler that ran meanwhile. To release the GIL and get it again takes as long as passing a
+// cache line to another core.
+template <class Work>
+auto briefly_locked(Work work) {
+  struct Again {
+    ~Again() {
+      if (released_gil) PyEval_RestoreThread(std::exchange(released_gil, nullptr));
+    }
+  };
+  auto result = [&] {
+    const Again again;
     return work();
   }();
   if (PyErr_Occurred()) throw nb::python_error();

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import weakref
 
 import pytest
@@ -17,6 +18,7 @@ import weft
 import weft._native as _native
 from weft.engines import engine
 from weft.engines.recording import record
+from weft.ops.all_reduce import check as all_reduce_check
 from weft.schedules.barrier import barrier
 
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -192,14 +194,14 @@ def rows_of_other_layouts(world, name):
 
 def many_calls(world):
     """More calls than the cache keeps, with all sorts of options; `most` of them stay cached."""
-    own, counted = engine(world), []
+    own, counted, none = engine(world), [], [None] * 4
     program = own.program(barrier(world.levels), {})
     for number in range(_native.CallCache.most + 10):
-        key = counted.append, (number,), None, None, None, None
+        key = counted.append, (number,), *none
         own.calls.add(*key, program, program.bind({}, ()), {}, [], None)
-        assert own.calls.call(*key, 1.0) is True
-        assert own.calls.call(counted.append, (-1,), None, None, None, None, 1.0) is None
-        assert own.calls.call(counted.append, ([],), None, None, None, None, 1.0) is None
+        assert _native.repeat(*key, world, 1.0) is True
+        for other in (-1,), ([],):
+            assert _native.repeat(counted.append, other, *none, world, 1.0) is None
         counted_now = len(own.calls)
         assert 0 < counted_now <= _native.CallCache.most
     assert counted_now == 10
@@ -446,3 +448,68 @@ def test_a_process_with_cached_calls_exits_cleanly():
         command, env={**os.environ, **place, "MASTER_PORT": "0"}, capture_output=True, text=True
     )
     assert ended.returncode == 0, ended.stderr
+
+
+def a_thread_runs_while_a_peer_is_late(world, fifo):
+    """Rank 1 makes its calls only after a thread of rank 0, which runs Python while rank 0 waits in
+    repeated calls.
+    """
+    a = torch.ones(2)
+    for call in (weft.barrier, lambda: weft.all_reduce(a, out=a)):
+        for _ in range(3):
+            call()
+        waiting = threading.Event()
+
+        def tell(waiting=waiting):
+            waiting.wait()
+            with open(fifo, "w") as to:
+                to.write("go")
+
+        if world.rank == 0:
+            thread = threading.Thread(target=tell)
+            thread.start()
+            waiting.set()
+        else:
+            with open(fifo) as told:
+                assert told.read() == "go"
+        call()
+        if world.rank == 0:
+            thread.join()
+    assert torch.equal(a, torch.full((2,), 2.0**4))
+
+
+def test_repeated_small_calls_let_other_threads_run_while_they_wait(tmp_path):
+    os.mkfifo(fifo := tmp_path / "fifo")
+    on_ranks(a_thread_runs_while_a_peer_is_late, 2, fifo)
+
+
+def not_repeated(world):
+    """Calls that were cached, in the states in which none may be repeated unchecked."""
+    a = torch.ones(2)
+    key = all_reduce_check, ("sum", "auto"), a, a, None, None
+    for _ in range(3):
+        weft.all_reduce(a, out=a)
+    assert _native.repeat(*key, None, None) is a
+    with record(world) as recording:
+        assert _native.repeat(*key, None, None) is None
+        weft.all_reduce(a, out=a)
+    assert len(recording.executions) == 1
+    for timeout in (0, -1.0, float("nan"), float("inf"), "1", True):
+        assert _native.repeat(*key, world, timeout) is None
+    with pytest.raises(ValueError, match="timeout"):
+        weft.all_reduce(a, out=a, timeout=-1.0)
+    with pytest.raises(TypeError, match=r"world must be a weft\.World"):
+        weft.all_reduce(a, out=a, world=3)
+    handle = weft.all_reduce_async(a, out=a)
+    assert _native.repeat(*key, world, None) is None
+    handle.wait()
+    assert _native.repeat(*key, world, 5) is a
+    weft.barrier()
+    world.close()
+    assert _native.repeat(*key, world, None) is None
+    with pytest.raises(weft.WeftError, match="closed"):
+        weft.all_reduce(a, out=a)
+
+
+def test_calls_are_not_repeated_unchecked():
+    on_ranks(not_repeated, 2)

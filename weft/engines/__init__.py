@@ -13,6 +13,7 @@ def engine(world: World) -> Engine:
     found: Engine | None = world.engine
     if found is None:
         found = world.engine = _create(world)
+        world.repeats = found.calls
     return found
 
 

@@ -76,7 +76,7 @@ class Engine(ABC):
         self.parts: dict[tuple[int, torch.dtype], Tensor] = {}  # of the workspace
         self.segment: memory.Segment | None = None  # the workspace's
         self.pending: list[Program] = []  # started and not yet joined, in the order of their starts
-        self.calls = _native.CallCache(world.executor, PreparedWeight)
+        self.calls = _native.CallCache(world.executor, PreparedWeight, self.pending)
         self.selections: dict[Hashable, Any] = {}  # variants by class (`weft.ops.autotune`)
 
     def execute(

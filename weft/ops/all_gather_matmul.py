@@ -108,7 +108,6 @@ def all_gather_matmul(
         tensor([[0., 0.],
                 [1., 1.]])
     """
-    world = current(world)
     several = isinstance(b, (list, tuple))  # no union: the compiler of torch 2.9 does not know them
     weights: list[Weight] = [*b] if several else [b]  # type: ignore[list-item, misc]
     biases = arguments.listed(bias, weights, several, "bias")
@@ -118,8 +117,9 @@ def all_gather_matmul(
     if plain and (out is None or isinstance(out, Tensor)):
         choices = dim, out_dtype, shards, algorithm, chunk_rows, order
         key = check, choices, a, out, weights, biases
-        if (cached := driver.repeat(world, key, timeout)) is not None:
+        if (cached := driver.repeat(key, world, timeout)) is not None:
             return [cached] if several and isinstance(cached, Tensor) else cached
+    world = current(world)
     outs = arguments.listed(out, weights, several, "out")
     rows, weights = float8.scaled(
         a, weights, scale_a, arguments.listed(scale_b, weights, several, "scale_b"), world

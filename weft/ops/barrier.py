@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weft._native import repeat
 from weft.checks import check_timeout
 from weft.engines import engine
 from weft.schedules import barrier as schedule
@@ -27,18 +28,16 @@ def barrier(world: World | None = None, timeout: float | None = None) -> None:
         ...     local.run(together)
         [2, 2]
     """
+    if repeat(barrier, (), None, None, None, None, world, timeout):
+        return
     check_timeout(timeout)
     world = current(world)
     own = engine(world)
-    seconds = world.timeout if timeout is None else timeout
-    if own.pending or world.recorder is not None:
-        own.drain()
-    elif own.calls.call(barrier, (), None, None, None, None, seconds):
-        return
+    own.drain()
     program = own.program(schedule.barrier(world.levels), {})
     binding = program.bind({}, ())
     with world.exclusive:
-        program.execute(binding, seconds)
+        program.execute(binding, timeout)
     if own.caches_calls:
         no_operands = None, None, None, None
         own.calls.add(barrier, (), *no_operands, program, binding, {}, [], program.prepare)

@@ -38,11 +38,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft._native import Binding
+from weft._native import Binding, repeat
 from weft.checks import check_timeout, suggestion
 from weft.checks import name as dtype_name
-from weft.engines import engine
-from weft.engines.engine import Engine
 from weft.engines.program import Program
 from weft.kernels.weights import DTYPES as FLOATS
 from weft.ops import arguments, dims, driver, handle
@@ -171,16 +169,12 @@ def run(
     timeout: float | None,
 ) -> Tensor:
     """The result of a collective; a repeated call is one native call."""
+    cached: Any = repeat(check, options, a, out, None, None, world, timeout)
+    if cached is not None:
+        result: Tensor = cached
+        return result
     world = current(world)
-    own: Engine = world.engine or engine(world)
-    if timeout is not None:
-        check_timeout(timeout)
-    if world.recorder is None and not own.pending:
-        seconds = world.timeout if timeout is None else timeout
-        cached: Any = own.calls.call(check, options, a, out, None, None, seconds)
-        if cached is not None:
-            result: Tensor = cached
-            return result
+    check_timeout(timeout)
     with world.tell_refusal:
         call = _checked(check, world, a, out, options, timeout)
         made: Tensor = driver.run(call, (check, options, a, out, None, None))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from weft.checks import check_timeout
+from weft import _native
 from weft.engines.program import Program
 from weft.ops.autotune import measure, select
 from weft.ops.call import Call, Key, Selection
@@ -22,18 +22,11 @@ if TYPE_CHECKING:
     from weft.ops.options import Operands, Options
 
 
-def repeat(world: World, key: Key, timeout: float | None) -> Any:
+def repeat(key: Key, world: World | None, timeout: float | None) -> Any:
     """The result (a list of several) of a call that has the key of an earlier one: one native call,
     but for its products. None, with nothing done, if there was none or the call must be checked.
     """
-    own = world.engine
-    if torch.compiler.is_compiling() or own is None or own.pending or world.recorder is not None:
-        return None
-    if timeout is None:
-        timeout = world.timeout
-    else:
-        check_timeout(timeout)
-    return own.calls.call(*key, timeout)
+    return None if torch.compiler.is_compiling() else _native.repeat(*key, world, timeout)
 
 
 def call(

@@ -83,13 +83,13 @@ def matmul_all_reduce(
         tensor([[8., 8., 8.],
                 [8., 8., 8.]])
     """
-    world = current(world)
     key: Key | None = None
     if scale_a is None and scale_b is None:
         key = check, (op, out_dtype, algorithm, chunk_rows), a, out, (b,), (bias,)
-        cached: Tensor | None = driver.repeat(world, key, timeout)
+        cached: Tensor | None = driver.repeat(key, world, timeout)
         if cached is not None:
             return cached
+    world = current(world)
     a, (b,) = float8.scaled(a, [b], scale_a, [scale_b], world)
     options = Options(
         op=op, out_dtype=out_dtype, algorithm=algorithm, chunk_rows=chunk_rows, timeout=timeout

@@ -110,15 +110,15 @@ def matmul_reduce_scatter(
         ...     local.run(one_row_of_the_sum)
         [tensor([[8., 8., 8.]]), tensor([[8., 8., 8.]])]
     """
-    world = current(world)
     shards = None if shard_rows is None else arguments.as_key(shard_rows)
     key: Key | None = None
     if scale_a is None and scale_b is None:
         choices = op, dim, out_dtype, shards, algorithm, chunk_rows, order
         key = check, choices, a, out, (b,), (bias,)
-        cached: Tensor | None = driver.repeat(world, key, timeout)
+        cached: Tensor | None = driver.repeat(key, world, timeout)
         if cached is not None:
             return cached
+    world = current(world)
     a, (b,) = float8.scaled(a, [b], scale_a, [scale_b], world)
     options = Options(
         dim=dim,

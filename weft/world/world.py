@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -117,7 +117,9 @@ class World(Peers):
     ) -> None:
         super().__init__(rank, infos, mesh, timeout, backend, relay)
         self.name = (self.number, self.rank, self.ranks)  # an argument of torch's operators
-        self.engine: Any = None  # set by `weft.engines.engine`, as engines depend on worlds
+        # both set by `weft.engines.engine`, as engines depend on worlds
+        self.engine: Any = None
+        self.repeats: _native.CallCache | None = None  # the cache of repeated calls
         self.recorder: Recorder | None = None
         self.emulated_link: tuple[float, float] | None = None
         # number 0 is no world's: a world of streams puts its copies on them
@@ -258,6 +260,7 @@ class World(Peers):
         keep(self)
         self.forked = True
         self.closed = f"it belongs to process {self.pids[self.rank]}"
+        self.executor.closed = True
         self.mesh.disown()
         self.transfers.disown()
         if self.relay is not None:
@@ -283,6 +286,7 @@ class World(Peers):
                 self.relay.finish()
             self.mesh.leave()
             self.closed = "close() was called, or its with block ended"
+            self.executor.closed = True
             _log.info("closed world %s after call %d", self.identity, self.executor.calls)
             if self.engine is not None:
                 self.engine.abandon()
@@ -300,16 +304,24 @@ class World(Peers):
             self.fail(error)
         self.close()
 
-    if not TYPE_CHECKING:  # a type checker would accept every name
-
-        def __getattr__(self, name: str) -> NoReturn:
-            hint = f"; use world.{_OTHER_NAMES[name]}" if name in _OTHER_NAMES else ""
-            raise AttributeError(
-                f"'World' object has no attribute {name!r}{hint}", name=name, obj=self
-            )
-
     def __repr__(self) -> str:
         return f"World(rank={self.rank}, ranks={self.ranks}{', closed' if self.closed else ''})"
+
+
+def _missing(name: str, right: str) -> property:
+    """What stands for an attribute that a world does not have: its error names the `right` one."""
+
+    def get(world: World) -> NoReturn:
+        raise AttributeError(
+            f"'World' object has no attribute {name!r}; use world.{right}", name=name, obj=world
+        )
+
+    return property(get)
+
+
+# properties, since a `__getattr__` would triple the time of every attribute
+for _name, _right in _OTHER_NAMES.items():
+    setattr(World, _name, _missing(_name, _right))
 
 
 def init(
@@ -382,6 +394,7 @@ def init(
     world.device_options = device_options
     if group is None:
         _default = world
+        _native.set_default_world(world, of_thread=False)
     return world
 
 
@@ -495,6 +508,7 @@ weft.log.rank_here = _rank_here
 def default_here(world: World) -> None:
     """Make `world` the default of this thread."""
     _thread.world = world
+    _native.set_default_world(world, of_thread=True)
 
 
 def of_thread() -> World | None:
