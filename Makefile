@@ -107,7 +107,7 @@ test-torch: .torches/$(TORCH)/installed
 
 # What became slower since the commit BASE, which is built in build/speed: both run the same calls in turn. SPEED has further options.
 speed: .venv/installed
-	$(BIN)/python benchmarks/speed $(or $(BASE),HEAD) $(SPEED)
+	$(BIN)/python benchmarks/speed.py $(or $(BASE),HEAD) $(SPEED)
 
 # torch's own tests of backends, on weft, once for each number of RANKS; TESTS selects tests by name.
 torch-suite: .venv/installed
