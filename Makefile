@@ -30,11 +30,12 @@ ONLY_ERRORS := 2> >(grep --invert-match ^WARNING >&2)
 	@touch $@
 
 # Each part ends with the page of all results so far.
-BENCH := $(BIN)/weft bench all-gather-matmul --shape 1024x1024x1024
+BENCH := $(BIN)/weft bench all-gather-matmul --shape 1024x1024x1024 --seconds 20
 REPORT := $(BIN)/weft report $(RESULTS)/link.json --trace $(RESULTS)/trace.json --output $(RESULTS)/report.html
 
 bench: .venv/command
 	@mkdir -p $(RESULTS)
+	@echo "Three parts that measure for at most 20 seconds each, and a page after each: about two minutes at most"
 	@echo "Part 1 of 3: float32, over an emulated link that takes as long as the product"
 	@$(BENCH) --link-gbps auto --json $(RESULTS)/link.json --timeline $(RESULTS)/timeline.png --trace $(RESULTS)/trace.json
 	@$(REPORT)
@@ -106,7 +107,7 @@ test-torch: .torches/$(TORCH)/installed
 
 # What became slower since the commit BASE, which is built in build/speed: both run the same calls in turn. SPEED has further options.
 speed: .venv/installed
-	$(BIN)/python benchmarks/speed $(or $(BASE),HEAD) $(SPEED)
+	$(BIN)/python benchmarks/speed.py $(or $(BASE),HEAD) $(SPEED)
 
 # torch's own tests of backends, on weft, once for each number of RANKS; TESTS selects tests by name.
 torch-suite: .venv/installed

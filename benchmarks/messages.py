@@ -8,7 +8,6 @@ gloo's threads may use other cores.
 """
 
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rounds import seconds
 
 from weft import launch
 
@@ -84,19 +84,12 @@ CASES: dict[str, tuple[Exchange, int]] = {
 }
 
 
-def seconds(call: Callable[[], object], group: Any, calls: int) -> float:
-    dist.barrier(group)
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    return (time.perf_counter() - start) / calls
-
-
 def measure(rounds: int) -> list[str]:
     """The lines of the table."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     groups = {backend: dist.new_group(backend=backend) for backend in BACKENDS}
+    barriers = {backend: partial(dist.barrier, group) for backend, group in groups.items()}
     rows = []
     for name, (exchange, count) in CASES.items():
         for size in SIZES:
@@ -105,14 +98,14 @@ def measure(rounds: int) -> list[str]:
                 backend: partial(exchange, group, tensors) for backend, group in groups.items()
             }
             first = torch.tensor(
-                [seconds(call, groups[backend], 3) for backend, call in by_backend.items()]
+                [seconds(call, 3, barriers[backend]) for backend, call in by_backend.items()]
             ).max()
             dist.all_reduce(first, dist.ReduceOp.MAX)
             calls = max(1, min(500, int(SECONDS / first.item())))
             times: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
             for number in range(rounds):
                 for backend in BACKENDS[:: -1 if number % 2 else 1]:
-                    took = seconds(by_backend[backend], groups[backend], calls)
+                    took = seconds(by_backend[backend], calls, barriers[backend])
                     times[backend].append(took)
             ratio = median(a / b for a, b in zip(*times.values(), strict=True))
             microseconds = "".join(

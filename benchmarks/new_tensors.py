@@ -13,7 +13,7 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from few_rows import Call, seconds
+from rounds import Call, alternating, seconds
 
 import weft
 
@@ -63,16 +63,13 @@ def measure(sizes: list[int]) -> list[str]:
     with weft.init() as world:
         for kib in sizes:
             calls = calls_of(world, groups, kib)
-            times: dict[str, list[float]] = {name: [] for name in calls}
             counts = {}
             for name, call in calls.items():
                 seconds(call, 10)  # plans are chosen
                 first = torch.tensor(seconds(call, 5))
                 dist.all_reduce(first, dist.ReduceOp.MAX)
                 counts[name] = max(1, min(300, int(SECONDS / first.item())))
-            for _ in range(ROUNDS):
-                for name, call in calls.items():
-                    times[name].append(seconds(call, counts[name]))
+            times = alternating(calls, counts, ROUNDS)
             lines += [
                 f"{kib:6d} KiB  {name:30s} {1e6 * median(each):9.1f} {1e6 * min(each):9.1f}"
                 for name, each in times.items()

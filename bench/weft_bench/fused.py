@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
+from time import monotonic
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +24,7 @@ from weft.engines import engine
 from weft.kernels.packed import pack
 from weft.kernels.weights import Weight
 from weft.measure.progress import progress
-from weft.measure.timing import Statistics, Stopwatch, session, stopwatch_of
+from weft.measure.timing import Statistics, Stopwatch, largest, session, stopwatch_of
 from weft.ops import driver
 from weft.ops.autotune import select
 from weft.ops.call import Selection
@@ -42,9 +44,16 @@ from weft_bench.cascade import Agreement, compare_with_cascade
 from weft_bench.fused_baselines import call_of
 from weft_bench.harness import environment, link_of
 from weft_bench.neighbours import neighbours
+from weft_bench.scaled import measured_rows, scaled
 from weft_bench.settings.fused import FusedSettings
 from weft_bench.systems import SYSTEMS
-from weft_bench.torch_products import computed_in, sentence, sums_in_float32
+from weft_bench.torch_products import (
+    faster,
+    multiplying_in,
+    sentence,
+    slowdown,
+    sums_in_float32,
+)
 from weft_bench.traces import traces
 from weft_bench.verification import Check, Problem
 from weft_bench.views import View, Views, product_on, timed
@@ -69,6 +78,9 @@ class Result:
             the versions, as in the JSON.
         notes: further sentences that explain the times.
         multiplied_in: the dtype in which the baselines multiply, "" if it is that of the results.
+        slow: then the times of the baselines that multiply in the dtype of the results, scaled to
+            all rows.
+        measured_rows: the rows on which these were measured.
         streamed: where auto has selected to communicate first, the times of an algorithm that
             multiplies while rows arrive.
         without_gathered: if the calls return the gathered rows, the times of one that does not.
@@ -86,14 +98,16 @@ class Result:
     traces: list[Trace]
     notes: tuple[str, ...] = ()
     multiplied_in: str = ""
+    slow: dict[str, Statistics] = field(default_factory=dict)
+    measured_rows: int = 0
     streamed: dict[str, Statistics] = field(default_factory=dict)
     without_gathered: dict[str, Statistics] = field(default_factory=dict)
     cascade: list[Agreement] = field(default_factory=list)
 
 
 class Subject(Views):
-    """The tensors of one rank and the views on them: `VIEWS`, the baselines, the algorithm
-    `streamed`, if any, and the steps that `ablation` names, in order.
+    """The tensors of one rank and the views on them: `VIEWS`, the baselines, those that are `slow`,
+    the algorithm `streamed`, if any, and the steps that `ablation` names, in order.
 
     On a CPU the weight is packed, as in a model that runs many times; the baselines have plain
     ones. `compared` tells whether the operator has baselines, `biased` whether it can add a bias.
@@ -178,7 +192,11 @@ class Subject(Views):
         self.streamed = ""
         self.ablation: dict[str, str] = {}
         self.views = self._own_views(compute)
-        self.views |= self._baselines()
+        self.slowdown = self._slowdown()
+        with multiplying_in(faster(self.out_dtype, self.slowdown)):
+            self.views |= self._baselines()
+        self.slow = self._slow_baselines()
+        self.views |= self.slow
         self.views |= self._streaming()
         self.views |= self._in_chunks()
 
@@ -221,6 +239,36 @@ class Subject(Views):
             views[ALONE] = View(call, (out,), check, partial(all_cores, world))
         return views
 
+    def _slowdown(self) -> float:
+        """How many times as long as by float32 the products of baselines take on the slowest rank,
+        1 without baselines.
+        """
+        if not self.settings.baselines or not self.compared or self.world.device.type == "cuda":
+            return 1.0
+        return largest(self.world, [slowdown(self.out_dtype)])[0]
+
+    def _slow_baselines(self) -> dict[str, View]:
+        """The views of the baselines that multiply in the dtype of the results, where torch is
+        faster by float32, on `few_rows`.
+        """
+        if not self.multiplied_in:
+            return {}
+        few = copy(self)
+        few.settings = replace(self.settings, shape=replace(self.settings.shape, m=self.few_rows))
+        few.rows = split(self.few_rows, self.world.ranks)
+        few.prepare()
+        with multiplying_in(self.out_dtype):
+            views = few._baselines()
+        return {
+            f"{name} in {self.settings.result_dtype}": view._replace(renew=few.renew)
+            for name, view in views.items()
+        }
+
+    @property
+    def few_rows(self) -> int:
+        """The rows of all ranks on which slow baselines are measured."""
+        return measured_rows(self.settings.shape.m, self.world.ranks, self.slowdown)
+
     def _streaming(self) -> dict[str, View]:
         """The view of the algorithm that multiplies while rows arrive, where auto has selected to
         communicate first.
@@ -256,10 +304,8 @@ class Subject(Views):
     @property
     def multiplied_in(self) -> str:
         """The dtype in which the baselines multiply, "" if it is that of the results."""
-        dtype = self.out_dtype
-        if not self.settings.baselines or not self.compared or self.world.device.type == "cuda":
-            return ""
-        return "" if computed_in(dtype) == dtype else dtype_name(computed_in(dtype))
+        fast = faster(self.out_dtype, self.slowdown)
+        return "" if fast == self.out_dtype else dtype_name(fast)
 
     @property
     def general_notes(self) -> Iterator[str]:
@@ -269,7 +315,7 @@ class Subject(Views):
                 "; baselines have a plain weight." if self.compared else "."
             )
         if self.multiplied_in:
-            yield sentence(self.out_dtype)
+            yield sentence(self.out_dtype, self.slowdown)
         if self.world.backend.products == "triton":
             yield "compute is torch's product; all others multiply by weft's kernel."
 
@@ -368,6 +414,7 @@ def measure(
     make_subject: Callable[[FusedSettings, World, Stopwatch], Subject], settings: FusedSettings
 ) -> Result:
     """The result on this rank; collective. Only rank 0 has the traces."""
+    ends = monotonic() + settings.seconds
     with (
         session(
             settings.threads,
@@ -385,7 +432,7 @@ def measure(
             if settings.trace or settings.timeline:
                 traced.extend(traces(subject, stopwatch))
 
-        times, checks = timed(subject, stopwatch, settings, trace, settings.graph)
+        times, checks = timed(subject, stopwatch, settings, trace, settings.graph, ends)
         cascade = []
         if settings.return_gathered:
             cascade = compare_with_cascade(subject, world, 2 * len(subject.views))
@@ -415,6 +462,11 @@ def measure(
             traces=traced,
             notes=(*subject.notes, *subject.general_notes),
             multiplied_in=subject.multiplied_in,
+            slow={
+                name: scaled(times[name], settings.shape.m / subject.few_rows)
+                for name in subject.slow
+            },
+            measured_rows=subject.few_rows,
             streamed={name: times[name] for name in filter(None, [subject.streamed])},
             without_gathered={name: times[name] for name in (WITHOUT_GATHERED,) if name in times},
             cascade=cascade,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from weft.predict import figures
-from weft_bench import noise, tables
+from weft_bench import noise, report, tables
 
 
 class LimitPart(NamedTuple):
@@ -18,12 +18,15 @@ class LimitPart(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """The median time of a measured call in milliseconds, and its parts from the beginning."""
+    """The median time of a measured call in milliseconds, and its parts from the beginning; of one
+    that is `scaled` the bar may be cut.
+    """
 
     name: str
     milliseconds: float
     parts: list[LimitPart]
     text: str  # the time without digits that are noise
+    scaled: bool = False
 
 
 class Limit(NamedTuple):
@@ -55,16 +58,24 @@ def limit_of(result: dict[str, Any]) -> Limit | None:
     *_, own = views
     measured = tables.times_of(result)
     times = {name: time["median"] for name, time in measured.items()} | views
-    limit, longest = max(views["compute"], views["communicate"]), max(times.values())
+    scaled = {name for name in times if tables.is_scaled(result, name)}
+    limit = max(views["compute"], views["communicate"])
+    longest = max(time for name, time in times.items() if name not in scaled)
     lost = _lost(result, views["compute"], limit)
 
     def parts(name: str, time: float) -> Iterator[LimitPart]:
         splits = name == own and lost and all(value >= 0 for value in lost.values())
         for part, value in ({"limit": limit} | lost if splits else {name: time}).items():
-            yield LimitPart(part, value, 100 * value / longest)
+            yield LimitPart(part, value, min(100.0, 100 * value / longest))
 
     bars = [
-        Bar(name, time, [*parts(name, time)], f"{time:.{noise.decimals(measured[name])}f} ms")
+        Bar(
+            name if name in views else report.called(result, name),
+            time,
+            [*parts(name, time)],
+            f"{time:.{noise.decimals(measured[name])}f} ms",
+            name in scaled,
+        )
         for name, time in times.items()
     ]
     sentences = _sentences(views, limit, lost, noise.decimals(*(measured[name] for name in views)))

@@ -25,7 +25,7 @@ def over_sizes(axes: Axes, sizes: Sequence[int], label: str) -> None:
 
 def draw_times(result: dict[str, Any], path: Path) -> None:
     """Draw the times of a fused operator and its baselines, median and range, and the limit, as a
-    PNG or SVG file.
+    PNG or SVG file. Bars of scaled times are hatched, and end at the edge if they are longer.
     """
     steps = list(result.get("ablation_ms", {}).items())[1:]  # the first is sequential
     times = (
@@ -33,16 +33,21 @@ def draw_times(result: dict[str, Any], path: Path) -> None:
         | result.get("without_gathered_ms", {})
         | result.get("streamed_ms", {})
         | result["baselines_ms"]
+        | result.get("slow_baselines_ms", {})
         | {f"step: {name}": time for name, time in steps}
     )
     size = f"{Shape(**result['shape'])} {result['dtype']}"
     link = f", emulated link of {result['link']['gbps']:g} Gbit/s" if result["link"] else ""
     title = f"{result['benchmark']}: {result['ranks']} ranks, {size}, {result['algorithm']}{link}"
-    longest = max(time["max"] for time in times.values())
+    scaled = {name for name in times if tables.is_scaled(result, name)}
+    longest = max(time["max"] for name, time in times.items() if name not in scaled)
     height, about = 0.42 * len(times) + 1.8, tables.about(result)
     with picture(path, 9, height, title, verified=result["verified"], about=about) as figure:
         axes = figure.subplots()
         for row, (name, time) in enumerate(times.items()):
+            if name in scaled:
+                _draw_scaled(axes, row, time["median"])
+                continue
             colour = COLOURS.get(name, COLOURS["other"])
             axes.barh(row, time["median"], 0.66, color=colour, zorder=2)
             spread = [[time["median"] - time["min"]], [time["max"] - time["median"]]]
@@ -83,6 +88,22 @@ def draw_times(result: dict[str, Any], path: Path) -> None:
         axes.set_xlim(0, 1.1 * longest)
         axes.set_xlabel("milliseconds: median (number and bar), and range of all runs (line)")
         axes.grid(visible=False, axis="y")
+
+
+def _draw_scaled(axes: Axes, row: int, median: float) -> None:
+    """Draw a time that was measured on fewer rows, which may be much longer than all others."""
+    axes.barh(row, median, 0.66, color="white", edgecolor=COLOURS["other"], hatch="///", zorder=2)
+    axes.annotate(
+        f"{median:.0f}, scaled",
+        (0, row),
+        (6, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=9,
+        color=COLOURS["text"],
+        bbox={"color": "white", "pad": 1.5},
+        zorder=4,
+    )
 
 
 def draw_sweep(result: dict[str, Any], path: Path) -> None:

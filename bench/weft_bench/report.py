@@ -34,7 +34,7 @@ def to_json(result: Result) -> dict[str, Any]:
     products = [
         check
         for name, check in result.checks.items()
-        if name != "communicate" and name not in result.baselines
+        if name != "communicate" and name not in {*result.baselines, *result.slow}
     ]
     report = {
         "benchmark": settings.operator.replace("_", "-"),
@@ -53,6 +53,10 @@ def to_json(result: Result) -> dict[str, Any]:
         "times_ms": times_ms(result.times),
         "baselines_ms": times_ms(result.baselines),
         "baselines_multiply_in": result.multiplied_in or settings.result_dtype,
+        "slow_baselines_ms": {
+            name: times | {"measured_rows": result.measured_rows}
+            for name, times in times_ms(result.slow).items()
+        },
         "streamed_ms": times_ms(result.streamed),
         **_figures(result),
         "hidden_percent": {trace.title: hidden(trace) for trace in result.traces},
@@ -73,7 +77,7 @@ def print_tables(report: dict[str, Any], console: Console) -> None:
     console.print(Text(title(report), "bold"), soft_wrap=True)
     baselines, ablation = report["baselines_ms"], report.get("ablation_ms", {})
     rows = report["times_ms"] | report.get("without_gathered_ms", {}) | report["streamed_ms"]
-    rows |= baselines
+    rows |= baselines | report.get("slow_baselines_ms", {})
     tables.print_wide(console, _table(report, rows, baselines), _figure_table(report))
     if ablation:
         first = next(iter(ablation))
@@ -125,7 +129,7 @@ def _table(report: dict[str, Any], rows: Times, compared: Times) -> Table:
     table = tables.table(("", *tables.TIMES.values(), "runs", *versus))
     for name, times in rows.items():
         parts = "compute", figures.IN_CHUNKS, "communicate"
-        incomparable = name in parts or name in compared
+        incomparable = name in parts or name in compared or tables.is_slow(report, name)
         ratios = [
             Text() if incomparable else tables.compared(times, baseline)
             for baseline in compared.values()
@@ -143,10 +147,13 @@ def overlaps(report: dict[str, Any]) -> bool:
 
 def called(report: dict[str, Any], name: str) -> str:
     """The name of a measured call for readers: that of weft's call has its algorithm, that of a
-    baseline the dtype of its product if it is not that of the results.
+    baseline the dtype of its product if it is not that of the results, and a mark if its times are
+    scaled.
     """
+    if tables.is_scaled(report, name):
+        return f"{name}, SCALED"
     other = report.get("baselines_multiply_in", report.get("out_dtype"))
-    if name in report["baselines_ms"] and other != report.get("out_dtype"):
+    if name in report.get("baselines_ms", ()) and other != report.get("out_dtype"):
         return f"{name} in {other}"
     if name != "pipelined":
         return name
@@ -211,6 +218,7 @@ def _notes(report: dict[str, Any]) -> Iterator[Text]:
             f"{ALONE}: the products of all ranks by torch.mm on rank 0 with {threads} threads, "
             "while the others sleep."
         )
+    yield from _slow_baselines(report)
     yield from tables.checking(report)
     yield from tables.disturbed(report)
     if overlaps(report):
@@ -231,6 +239,25 @@ def _notes(report: dict[str, Any]) -> Iterator[Text]:
             "green",
         )
     yield tables.machine(report)
+
+
+def _slow_baselines(report: dict[str, Any]) -> Iterator[Text]:
+    """How baselines were measured that multiply more slowly than others."""
+    slow = report.get("slow_baselines_ms", {})
+    if not slow:
+        return
+    names, rows = " and ".join(slow), report["shape"]["m"]
+    measured = next(iter(slow.values()))["measured_rows"]
+    if measured == rows:
+        yield Text(f"{names}: by torch.mm as it is, without ratios.")
+        return
+    verb = "was" if len(slow) == 1 else "were"
+    yield Text(
+        f"SCALED: {names} {verb} measured, and verified, on {measured} of {rows} rows, and the "
+        f"times multiplied by {rows / measured:g}, since all rows would take seconds, and rather "
+        "more than that. No ratio is to them.",
+        "yellow",
+    )
 
 
 def _why_not_streamed(report: dict[str, Any], name: str, streamed: float) -> str:

@@ -74,7 +74,8 @@ def _rows(result: Result) -> Iterator[dict[str, Any]]:
         yield {"implementation": name} | _flat(figures)
     for name, times in tables.times_of(result).items():
         yield {"view": name} | {
-            f"{key}_ms" if key != "runs" else key: time for key, time in times.items()
+            key if key in ("runs", "measured_rows") else f"{key}_ms": time
+            for key, time in times.items()
         }
 
 

@@ -65,8 +65,26 @@ def loaded(result: dict[str, Any]) -> str:
 
 def times_of(result: dict[str, Any]) -> dict[str, dict[str, float]]:
     """The times in milliseconds of all measured calls of a result, by their names."""
-    kinds = ("times_ms", "without_gathered_ms", "streamed_ms", "baselines_ms", "ablation_ms")
+    kinds = (
+        "times_ms",
+        "without_gathered_ms",
+        "streamed_ms",
+        "baselines_ms",
+        "slow_baselines_ms",
+        "ablation_ms",
+    )
     return {name: times for kind in kinds for name, times in result.get(kind, {}).items()}
+
+
+def is_slow(result: dict[str, Any], name: str) -> bool:
+    """Whether this is a baseline that multiplies more slowly than another of torch."""
+    return name in result.get("slow_baselines_ms", {})
+
+
+def is_scaled(result: dict[str, Any], name: str) -> bool:
+    """Whether the times of a call were measured on fewer rows than it is said to have."""
+    times = result.get("slow_baselines_ms", {}).get(name, {})
+    return bool(times) and times["measured_rows"] != result["shape"]["m"]
 
 
 def cut_short(result: dict[str, Any]) -> Iterator[Text]:

@@ -1,5 +1,6 @@
-"""How torch multiplies where it is measured: on a CPU in float32 where it has no fast product of a
-dtype, as on processors without instructions for bfloat16; on a GPU with sums in float32.
+"""How torch multiplies where it is measured: on a CPU in float32, there and back, where that is
+faster than its own product of a dtype, as on processors without instructions for bfloat16; on a GPU
+with sums in float32.
 """
 
 from __future__ import annotations
@@ -11,44 +12,64 @@ from time import perf_counter
 
 import torch
 
-_SLOW = 8.0
-"""A product that takes this many times as long as in float32 is by no kernel made for its dtype."""
+_SLOWER = 1.2  # times as long as by float32: less is noise
 _ROWS, _WIDTH = 64, 512
 _RUNS = 3  # after one that makes the kernel
 _REDUCED = "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"
 
 
+_chosen: torch.dtype | None = None
+
+
+@contextmanager
+def multiplying_in(dtype: torch.dtype) -> Iterator[None]:
+    """Baselines that are made in this context multiply in `dtype`."""
+    global _chosen
+    _chosen = dtype
+    try:
+        yield
+    finally:
+        _chosen = None
+
+
 def computed_in(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which baselines multiply operands of `dtype`."""
-    return torch.float32 if slowdown(dtype) > _SLOW else dtype
+    """The dtype in which baselines multiply operands of `dtype`: the chosen one, or the faster."""
+    return _chosen or faster(dtype, slowdown(dtype))
 
 
-def sentence(dtype: torch.dtype) -> str:
-    """Why baselines multiply in another dtype than theirs, "" if they do not."""
-    if computed_in(dtype) == dtype:
-        return ""
+def faster(dtype: torch.dtype, slowdown: float) -> torch.dtype:
+    """`dtype`, or float32 if that is faster."""
+    return torch.float32 if slowdown > _SLOWER else dtype
+
+
+def sentence(dtype: torch.dtype, slowdown: float) -> str:
+    """Why baselines multiply in float32."""
     name = str(dtype).removeprefix("torch.")
     return (
         f"torch has no fast {name} product on this processor: of {_ROWS} rows torch.mm takes "
-        f"{slowdown(dtype):.0f} times as long as in float32. So the baselines multiply in float32."
+        f"{slowdown:.1f} times as long as a conversion to float32, torch.mm and a conversion back. "
+        "Ratios are to baselines that do that, the fastest that torch has."
     )
 
 
 @functools.cache
 def slowdown(dtype: torch.dtype) -> float:
-    """How many times as long as in float32 ``torch.mm`` takes for a product of few rows."""
+    """How many times as long as by float32, there and back, ``torch.mm`` takes for a product of few
+    rows.
+    """
     if dtype not in (torch.float16, torch.bfloat16):
         return 1.0
-    return _seconds(dtype) / _seconds(torch.float32)
+    return _seconds(dtype, dtype) / _seconds(dtype, torch.float32)
 
 
 @torch.inference_mode()
-def _seconds(dtype: torch.dtype) -> float:
+def _seconds(dtype: torch.dtype, multiplied_in: torch.dtype) -> float:
+    """The time of a product of operands of `dtype`, of which the weight is converted ahead."""
     x, b = (torch.randn(rows, _WIDTH, device="cpu").to(dtype) for rows in (_ROWS, _WIDTH))
-    times = []
+    wide, times = b.to(multiplied_in), list[float]()
     for _ in range(1 + _RUNS):
         start = perf_counter()
-        torch.mm(x, b)
+        torch.mm(x.to(multiplied_in), wide).to(dtype)
         times.append(perf_counter() - start)
     return min(times[1:])
 

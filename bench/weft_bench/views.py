@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from time import monotonic
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from weft.kernels.methods import on_device
 from weft.kernels.products import multiply
 from weft.measure.progress import Advance, progress, unseen
-from weft.measure.timing import Statistics, Stopwatch
+from weft.measure.timing import Statistics, Stopwatch, largest
 from weft.world import World
 from weft_bench.graphs import captured
 from weft_bench.harness import poison, verified, worst
@@ -34,13 +35,15 @@ class Rounds(Protocol):
 
 class View(NamedTuple):
     """A measured call that all ranks make, the tensors that it writes, a check of the tensors for a
-    run, and the context in which it is called.
+    run, the context in which it is called, and the function that fills its inputs with the data of
+    a run, if they are not those of the other views.
     """
 
     call: Callable[[], object]
     outputs: tuple[Tensor, ...]
     check: Callable[[int], Check]
     around: Callable[[], AbstractContextManager[None]] = nullcontext
+    renew: Callable[[int], None] | None = None
 
 
 class Views(ABC):
@@ -59,13 +62,24 @@ def timed(
     rounds: Rounds,
     also: Callable[[], None] = lambda: None,
     graph: bool = False,
+    ends: float | None = None,
 ) -> tuple[dict[str, Statistics], dict[str, Check]]:
     """The times of all views, measured alternately, and their checks as of `verify`, with a
     progress bar on rank 0. `also` is called between the measurement and the last checks. With
-    `graph` replays of captured calls are timed, and checked then.
+    `graph` replays of captured calls are timed, and checked then. There are fewer iterations if all
+    would not end at `ends`, a time of `monotonic`.
     """
     steps = 3 * len(subject.views) + rounds.iterations + max(rounds.warmup, 1) - 1
     with progress("verifying", steps, shown=stopwatch.world.rank == 0) as advance:
+
+        def left() -> float | None:
+            """The seconds for the iterations; the checks after them take as long as before."""
+            if ends is None:
+                return None
+            now = monotonic()
+            return max(0.0, -largest(stopwatch.world, [(now - began) - (ends - now)])[0])
+
+        began = monotonic()
 
         def race() -> dict[str, Statistics]:
             if graph:
@@ -73,7 +87,7 @@ def timed(
                     name: view._replace(call=captured(stopwatch.world, view.call))
                     for name, view in subject.views.items()
                 }
-            times = _interleave(subject, stopwatch, rounds, advance)
+            times = _interleave(subject, stopwatch, rounds, advance, left())
             also()
             return times
 
@@ -92,7 +106,7 @@ def verify(
     def check(name: str, run: int) -> Check:
         advance(f"verifying {name}")
         view = subject.views[name]
-        subject.renew(run)
+        (view.renew or subject.renew)(run)
         poison(*view.outputs)
         with view.around():
             view.call()
@@ -104,7 +118,11 @@ def verify(
 
 
 def _interleave(
-    subject: Views, stopwatch: Stopwatch, rounds: Rounds, advance: Advance
+    subject: Views,
+    stopwatch: Stopwatch,
+    rounds: Rounds,
+    advance: Advance,
+    budget: float | None,
 ) -> dict[str, Statistics]:
     """The times of all views, measured alternately."""
     calls = {name: view.call for name, view in subject.views.items()}
@@ -115,6 +133,7 @@ def _interleave(
         lambda: advance("measuring"),
         lambda name: subject.views[name].around(),
         lambda name: advance(f"first call of {name}"),
+        budget,
     )
 
 

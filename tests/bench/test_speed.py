@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "speed"
-speed = runpy.run_path(str(FOLDER / "__main__.py"), run_name="speed")
-GROUPS = runpy.run_path(str(FOLDER / "calls.py"), run_name="calls")["GROUPS"]
-
-
-def test_groups_are_those_that_can_be_measured():
-    assert speed["GROUPS"] == tuple(GROUPS)
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(FOLDER)
+    speed = runpy.run_path(str(FOLDER / "speed.py"), run_name="speed")
+GROUPS = speed["GROUPS"]
 
 
 @pytest.mark.parametrize(
@@ -35,6 +33,30 @@ def test_a_call_is_slower_in_the_median_and_in_most_rounds(base, now, slower):
     Console(width=100, file=printed).print(speed["table"]([row], "0123456789abcdef"))
     assert ("SLOWER" in printed.getvalue()) == slower
     assert "012345678 us" in printed.getvalue()
+
+
+def test_the_table_of_a_kind_of_processor_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setitem(speed["kept"].__globals__, "KEPT", tmp_path)
+    monkeypatch.setattr(speed["cache"], "processor", lambda: "A (R) Processor:25:17")
+    rows = [
+        speed["Row"]("collectives", "all_reduce 8 B", [10.0], [8.0]),
+        speed["Row"]("messages", "weft ring 8 B", [10.0], [20.0]),
+    ]
+    about = {
+        "base": "0123456789abcdef",
+        "commit": "fedcba9876543210",
+        "changed": True,
+        "ranks": 2,
+        "date": "2026-11-27T00:00:00+00:00",
+        "machine": {"cpu": "A (R) Processor", "cores": 2},
+        "versions": {"weft": "0", "torch": "1"},
+    }
+    file = speed["kept"](rows, about)
+    assert file == tmp_path / "a-r-processor-25-17-2-cores.md"
+    text = file.read_text()
+    assert "`make speed BASE=012345678` at fedcba987 with changes, 2 ranks" in text
+    assert "| collectives: all_reduce 8 B | 10.00 | 8.00 | 1.25 |" in text
+    assert "| messages: weft ring 8 B | 10.00 | 20.00 | **0.50** |" in text
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from weft.plan.trace import Span, Trace
 from weft.predict import figures
 from weft.predict.planners import PLANNERS
 from weft.schedules.workload import Variant, Workload
-from weft_bench import plots, report, torch_products, verification
+from weft_bench import fused, plots, report, saved, scaled, torch_products, verification, views
 from weft_bench import subjects as case
 from weft_bench.alone import ALONE
 from weft_bench.baselines import (
@@ -40,10 +40,11 @@ from weft_bench.baselines import (
     products,
 )
 from weft_bench.fused import Result, measure
+from weft_bench.limit import limit_of
 from weft_bench.settings.fused import AllGatherMatmul, FusedSettings
 from weft_bench.systems import SYSTEMS
 from weft_bench.verification import RUNS, Check, Problem, Sums, compare
-from weft_bench.views import verify
+from weft_bench.views import View, Views, verify
 
 SMALL = ["--shape", "64x64x32", "--warmup", "1", "--iterations", "2", "--threads", "1"]
 TIMES = dict.fromkeys(("median", "mean", "min", "max", "p99"), float) | {"runs": int}
@@ -66,6 +67,7 @@ SCHEMA = {
     ),
     "baselines_ms": dict.fromkeys(("gloo+torch.mm", "one process"), TIMES),
     "baselines_multiply_in": str,
+    "slow_baselines_ms": dict,
     "streamed_ms": dict,
     "speedup": float,
     "overlap_percent": float,
@@ -207,6 +209,33 @@ class Paced(Stopwatch):
 
     def time(self, call, calls=1):
         return float(call())
+
+
+def test_iterations_fit_into_the_budget_of_a_call():
+    with weft.init() as world:
+        times = Paced(world).interleave(
+            {"slow": lambda: 0.5, "fast": lambda: 0.01}, warmup=1, iterations=100, budget=8.0
+        )
+    assert {name: time.iterations for name, time in times.items()} == {"slow": 8, "fast": 100}
+
+
+@pytest.mark.parametrize(("end", "runs"), [(1000.0, 20), (60.0, 10), (0.0, 1)])
+def test_checks_after_the_iterations_are_within_the_time(monkeypatch, end, runs):
+    """The clock ticks by ten seconds in the first checks; the last ones take as long."""
+    clock = [0.0]
+    monkeypatch.setattr(views, "monotonic", lambda: clock[0])
+
+    class Ticking(Views):
+        def __init__(self):
+            self.views = {"slow": View(lambda: 4.0, (), lambda run: Check(0))}
+
+        def renew(self, run):
+            clock[0] += 10.0
+
+    settings = AllGatherMatmul(warmup=1, iterations=20)
+    with weft.init() as world:
+        times, _ = views.timed(Ticking(), Paced(world), settings, ends=end)
+    assert times["slow"].iterations == runs
 
 
 def test_slow_views_get_their_share_of_the_budget(monkeypatch):
@@ -385,13 +414,77 @@ def test_a_result_says_in_which_dtype_baselines_multiply():
     assert " in float32" not in text_of(result(settings=settings))
 
 
-def test_the_reason_for_another_dtype_is_measured(monkeypatch):
+def test_baselines_multiply_in_the_faster_dtype(monkeypatch):
+    """Of which the time by float32 includes the conversions."""
     seconds = {torch.bfloat16: 0.05, torch.float16: 0.0011, torch.float32: 0.001}
-    monkeypatch.setattr(torch_products, "_seconds", seconds.__getitem__)
+    monkeypatch.setattr(torch_products, "_seconds", lambda _, product: seconds[product])
     torch_products.slowdown.cache_clear()
-    assert "takes 50 times as long as in float32" in torch_products.sentence(torch.bfloat16)
-    assert torch_products.sentence(torch.float16) == torch_products.sentence(torch.float32) == ""
+    chosen = {dtype: torch_products.computed_in(dtype) for dtype in seconds}
+    assert chosen == {**{dtype: dtype for dtype in seconds}, torch.bfloat16: torch.float32}
+    with torch_products.multiplying_in(torch.bfloat16):
+        assert torch_products.computed_in(torch.bfloat16) == torch.bfloat16
+    assert "takes 50.0 times as long" in torch_products.sentence(torch.bfloat16, 50.0)
     torch_products.slowdown.cache_clear()
+
+
+def test_rows_of_a_slow_baseline():
+    assert scaled.measured_rows(1024, 2, slowdown=40) == 16
+    assert scaled.measured_rows(5, 2, slowdown=40) == 5
+    assert scaled.measured_rows(1024, 2, slowdown=3) == 1024
+    assert scaled.scaled(Statistics(2, 3, 1, 4, 4, 20), 64) == Statistics(
+        128, 192, 64, 256, 256, 20
+    )
+
+
+SLOW = "gloo+torch.mm in bfloat16"
+
+
+def slow_result(rows):
+    """A result whose baseline in bfloat16 takes ten seconds, measured on this many rows."""
+    settings = AllGatherMatmul(shape=Shape(1024, 1000, 500), dtype="bfloat16")
+    slow = {SLOW: Statistics(1e4, 1e4, 9e3, 2e4, 2e4, 20)}
+    more = {"multiplied_in": "float32", "slow": slow, "measured_rows": rows}
+    checks = result().checks | {SLOW: Check(0, 7.0, 9.0)}
+    return result(settings=settings, checks=checks, **more)
+
+
+def test_a_scaled_baseline_is_marked_and_no_ratio_is_to_it():
+    made = report.to_json(slow_result(16))
+    assert made["slow_baselines_ms"][SLOW] == {
+        "median": 1e4,
+        "mean": 1e4,
+        "min": 9e3,
+        "max": 2e4,
+        "p99": 2e4,
+        "runs": 20,
+        "measured_rows": 16,
+    }
+    assert made["max_error"] == 1e-6, "of weft's products"
+    text = text_of(slow_result(16))
+    assert f"SCALED: {SLOW} was measured, and verified, on 16 of 1024 rows" in text
+    assert "times multiplied by 64" in text
+    [row] = [line for line in text.splitlines() if line.strip().startswith(f"{SLOW}, SCALED")]
+    assert "x" not in row.removeprefix(f" {SLOW}")
+    assert "vs gloo" in text
+    assert "2.00x" in text, "24 ms in float32 to 12 ms"
+    assert f"{SLOW},10000" in saved.to_csv(made)
+
+
+def test_a_slow_baseline_of_all_rows_is_not_marked():
+    text = text_of(slow_result(1024))
+    assert "SCALED" not in text
+    assert f"{SLOW}: by torch.mm as it is, without ratios" in text
+
+
+def test_a_scaled_bar_does_not_shorten_the_others(tmp_path):
+    made = report.to_json(slow_result(16))
+    by_name = {bar.name: bar for bar in limit_of(made).bars}
+    assert by_name[f"{SLOW}, SCALED"].scaled
+    assert by_name[f"{SLOW}, SCALED"].parts[0].percent == 100
+    assert by_name["gloo+torch.mm in float32"].parts[0].percent == 100
+    assert not by_name["gloo+torch.mm in float32"].scaled
+    plots.draw_times(made, tmp_path / "times.svg")
+    assert "10000, scaled" in (tmp_path / "times.svg").read_text()
 
 
 def test_json_of_a_result():
@@ -591,6 +684,36 @@ def test_the_product_of_one_process_is_verified(operator, dtype):
     assert nothing == 41 * 8
 
 
+def slow_baselines(world, operator):
+    """The baselines where torch has no fast product, those that are slow, and the wrong elements of
+    the latter: as they are, and of calls that do nothing.
+    """
+    fused.slowdown = lambda dtype: 40.0
+    settings = FusedSettings(operator, shape=Shape(41, 24, 8), dtype="bfloat16")
+    subject = case.subject(operator)(settings, world, Stopwatch(world))
+    every, found = [*subject.views], []
+    for measured in (
+        subject.slow,
+        {name: view._replace(call=lambda: None) for name, view in subject.slow.items()},
+    ):
+        subject.views = measured
+        _, checks = verify(subject, world, lambda: None)
+        found.append([check.wrong for check in checks.values()])
+    return subject.few_rows, every, found
+
+
+@pytest.mark.parametrize(
+    ("operator", "rows"),
+    [("all_gather_matmul", 16), ("matmul_reduce_scatter", 8), ("matmul_all_reduce", 16)],
+)
+def test_slow_baselines_are_verified_on_few_rows(operator, rows):
+    [(few, views, [right, nothing]), _] = on_ranks(slow_baselines, 2, operator)
+    assert few == 16
+    assert {GLOO, ALONE, SLOW, "one process in bfloat16"} <= {*views}
+    assert right == [0, 0]
+    assert nothing == [rows * 8, 16 * 8]
+
+
 def test_ranks_must_agree_with_the_launcher(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)
@@ -666,7 +789,10 @@ def test_a_bench_that_is_terminated_says_so_in_one_line():
         os.sched_yield()
     bench.terminate()
     _, messages = bench.communicate(timeout=60)
-    assert (bench.returncode, messages) == (143, "weft bench: stopped by SIGTERM\n")
+    assert bench.returncode == 143
+    budget, *others = messages.splitlines()
+    assert budget == "all-gather-matmul: about 60 s at most, as --seconds says"
+    assert others == ["weft bench: stopped by SIGTERM"]
 
 
 def check_saved_data(folder, bound):

@@ -188,6 +188,7 @@ class Stopwatch:
         advance: Callable[[], None] = lambda: None,
         around: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
         begins: Callable[[str], object] = lambda name: None,
+        budget: float | None = None,
     ) -> dict[str, Statistics]:
         """The statistics of each of `views`, timed once per round of a `race`.
 
@@ -195,9 +196,10 @@ class Stopwatch:
         `begins` is called with the name of each view before its first call.
 
         There is at least one warm-up round. The first one finds views whose iterations would take
-        longer than their share of the `BUDGET`: they get fewer iterations. If a single call takes a
-        quarter of it, its first time is the only one.
+        longer than their share of the budget, by default `BUDGET`: they get fewer iterations. If a
+        single call takes a quarter of it, its first time is the only one.
         """
+        budget = BUDGET if budget is None else budget
 
         def time(name: str) -> float:
             with around(name):
@@ -208,10 +210,10 @@ class Stopwatch:
             return time(name)
 
         first = largest(self.world, [first_time(name) for name in views])
-        share = BUDGET / len(views)
+        share = budget / len(views)
         most = [
             0
-            if seconds >= BUDGET / 4
+            if seconds >= budget / 4
             else min(iterations, max(FEWEST, int(share / max(seconds, 1e-9))))
             for seconds in first
         ]

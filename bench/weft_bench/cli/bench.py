@@ -52,6 +52,7 @@ def _fused(settings: FusedSettings) -> None:
         refuse("--baseline", f"{name} has no baseline to compare with: use --baseline none")
     if settings.bias and not kind.biased:
         refuse("--bias", f"{name} is not known to add a bias: omit it")
+    running.announce(f"{name}: about {settings.seconds:g} s at most, as --seconds says")
     running.run_benchmark(
         settings,
         partial(fused.measure, kind),

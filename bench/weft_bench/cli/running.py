@@ -77,6 +77,12 @@ def sharing_one_gpu(settings: Any) -> bool:
     return together
 
 
+def announce(text: str) -> None:
+    """Print a line on stderr, of several ranks of a launcher once."""
+    if not options.world_size(None)[0]:
+        typer.echo(text, err=True)
+
+
 def run_benchmark(
     settings: Any,
     measure: Callable[[Any], Any],

@@ -58,6 +58,8 @@ _COMPUTE_SMS = "SMs of the product kernel."
 ComputeSms = Annotated[int | None, Option(min=1, help=_COMPUTE_SMS), Unless(reasons.of_kernel)]
 _COMM_SMS = "SMs of a kernel that copies rows between ranks; 0: the copy engine."
 CommSms = Annotated[int, Option(min=0, help=_COMM_SMS), Unless(reasons.comm_sms)]
+_SECONDS = "Time of the measurement, about: slow calls get fewer iterations."
+Seconds = Annotated[float, Option(min=0, help=_SECONDS)]
 _LINKS = "Streams in which a rank sends at the same time, each to its share of the peers."
 Links = Annotated[int, Option(min=1, help=_LINKS), Unless(reasons.links)]
 
@@ -85,6 +87,7 @@ class FusedSettings(Compared):
     symmetric_out: SymmetricOut = False
     warmup: Warmup = 3
     iterations: Iterations = 20
+    seconds: Seconds = 60.0
     seed: Seed = 0
     baseline: Annotated[str | None, Option(help=_FUSED_BASELINE)] = None
     link_gbps: Annotated[Gbps, Unless(reasons.link_gbps)] = None

@@ -1,38 +1,34 @@
 """What became slower since another commit: ``make speed BASE=COMMIT``.
 
 The commit is built in ``build/speed``, beside this one; both run the same calls (`calls.py`)
-alternately, in several rounds, and a table has the medians and their ratio.
+alternately, in several rounds, and a table has the medians and their ratio. ``--keep`` writes it to
+``benchmarks/results/speed``, a file for each kind of processor.
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from statistics import median
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from calls import GROUPS
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+import weft.cache as cache
 from weft.measure.versions import versions
 from weft_bench import tables
 from weft_bench.harness import host, utc
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-GROUPS = (
-    "collectives",
-    "symmetric",
-    "in place",
-    "torch.distributed",
-    "few rows",
-    "first calls",
-    "products",
-)
+ROOT = HERE.parent
+KEPT = HERE / "results" / "speed"
 TOLERATED = 1.05
 """Times the base's time: a call above it, in the median of all rounds and in most of them, became
 slower; on a machine that is not idle medians differ by some percent.
@@ -125,12 +121,40 @@ def table(rows: list[Row], base: str) -> Table:
     return made
 
 
+def kept(rows: list[Row], about: dict[str, Any]) -> Path:
+    """The file in which the table of this kind of processor is written, in Markdown."""
+    machine = about["machine"]
+    words = re.findall(r"[a-z0-9]+", f"{cache.processor()} {machine['cores']} cores".lower())
+    commit = about["commit"][:9] + (" with changes" if about["changed"] else "")
+    lines = [
+        f"# {machine['cpu']}, {machine['cores']} cores",
+        "",
+        f"`make speed BASE={about['base'][:9]}` at {commit}, {about['ranks']} ranks, "
+        f"{about['date']}, {', '.join(' '.join(each) for each in about['versions'].items())}.",
+        "Medians in microseconds; a ratio above 1: it became faster.",
+        "",
+        "| | base | now | ratio |",
+        "|---|---|---|---|",
+    ]
+    for row in rows:
+        ratio = f"**{row.ratio:.2f}**" if row.slower else f"{row.ratio:.2f}"
+        cells = f"{row.group}: {row.name}", f"{median(row.base):.2f}", f"{median(row.now):.2f}"
+        lines.append(f"| {' | '.join((*cells, ratio))} |")
+    KEPT.mkdir(exist_ok=True)
+    file = KEPT / f"{'-'.join(words)}.md"
+    file.write_text("\n".join([*lines, ""]))
+    return file
+
+
 def main(
     base: Annotated[str, typer.Argument(help="The commit to compare with.")],
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each commit.")] = 3,
     ranks: Annotated[int, typer.Option(min=2)] = 2,
     only: Annotated[list[str] | None, typer.Option(help=f"Groups: {', '.join(GROUPS)}.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all times.")] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep the table for this processor.")
+    ] = False,
 ) -> None:
     """Compare this commit with an earlier one, interleaved, and list what became slower."""
     console = Console()
@@ -144,17 +168,19 @@ def main(
         f"{len(slower)} of {len(rows)} calls take more than {TOLERATED:g} times as long as at "
         f"{name[:9]}, in the median of {rounds} rounds and in most of them."
     )
+    about = {
+        "benchmark": "speed",
+        "base": name,
+        "commit": _output("git", "rev-parse", "HEAD"),
+        "changed": bool(_output("git", "status", "--porcelain", "--untracked-files=no")),
+        "ranks": ranks,
+        "date": utc(),
+        "machine": host(len(os.sched_getaffinity(0)), 1),
+        "versions": versions(),
+    }
+    if keep:
+        console.print(f"Kept in {kept(rows, about)}.")
     if json_file is not None:
-        about = {
-            "benchmark": "speed",
-            "base": name,
-            "commit": _output("git", "rev-parse", "HEAD"),
-            "changed": bool(_output("git", "status", "--porcelain", "--untracked-files=no")),
-            "ranks": ranks,
-            "date": utc(),
-            "machine": host(len(os.sched_getaffinity(0)), 1),
-            "versions": versions(),
-        }
         json_file.write_text(json.dumps(about | {"rows": [r._asdict() for r in rows]}, indent=1))
 
 

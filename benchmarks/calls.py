@@ -1,7 +1,7 @@
 """The calls that `make speed` times, in groups; public names only, so that earlier versions of weft
 run them too.
 
-``weft run -n 2 benchmarks/speed/calls.py GROUP [ROUNDS]`` prints the microseconds of each as JSON:
+``weft run -n 2 benchmarks/calls.py GROUP [ROUNDS]`` prints the microseconds of each as JSON:
 medians of rank 0's rounds.
 """
 
@@ -10,17 +10,18 @@ import os
 import random
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
+from messages import ring, round_trip
+from rounds import Call, alternating, seconds
 
 import weft
 
-Call = Callable[[], object]
 Calls = Iterator[tuple[str, Call]]
 SIZES = {
     "8 B": 8,
@@ -38,25 +39,18 @@ MOST_CALLS = 200  # in a round
 FIRST_ROWS = range(1, 65)
 
 
-def seconds(call: Call, calls: int) -> float:
-    """The time of a call, of several from a barrier on."""
-    weft.barrier()
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    return (time.perf_counter() - start) / calls
-
-
 def repeated(calls: Calls, size: int, rounds: int) -> dict[str, float]:
     """The microseconds of calls that move `size` bytes; they alternate in every round."""
     every = dict(calls)
     number = max(1, min(MOST_CALLS, ROUND_BYTES // max(size, 1)))
-    times: dict[str, list[float]] = {name: [] for name in every}
-    for call in every.values():
-        seconds(call, SETTLED)
-    for _ in range(rounds):
-        for name, call in every.items():
-            times[name].append(seconds(call, number))
+    return medians(every, number, rounds, SETTLED)
+
+
+def medians(calls: dict[str, Call], number: int, rounds: int, settled: int) -> dict[str, float]:
+    """The microseconds of calls, after `settled` ones, each made `number` times in a round."""
+    for call in calls.values():
+        seconds(call, settled)
+    times = alternating(calls, dict.fromkeys(calls, number), rounds)
     return {name: 1e6 * median(each) for name, each in times.items()}
 
 
@@ -115,13 +109,44 @@ def through_torch(name: str, n: int) -> Calls:
         )
 
 
-def few_rows(rounds: int) -> dict[str, float]:
-    """One row and eight rows of 256 columns, as in decoding, and the parts of a fused call."""
+def messages(name: str, n: int) -> Calls:
+    """Messages of torch.distributed between two ranks, by weft's backend and by gloo."""
+    if dist.get_world_size() != 2:
+        return
+    tensors = [torch.ones(n), torch.ones(n)]
+    for backend in ("weft", "gloo"):
+        group = dist.new_group(backend=backend)
+        yield f"{backend} ring {name}", partial(ring, group, tensors)
+        yield f"{backend} there and back {name}", partial(round_trip, group, tensors)
+
+
+def training(rounds: int) -> dict[str, float]:
+    """Training steps through torch.distributed of each of examples/torch_distributed.py."""
+    sys.path.append(str(Path(__file__).parents[1] / "examples"))
+    import torch_distributed as example
+
     found = {}
+    with torch.inference_mode(False):
+        tokens = torch.randint(example.VOCABULARY, (2 * dist.get_world_size(), 8))
+        dist.broadcast(tokens, 0)
+        groups = {backend: dist.new_group(backend=backend) for backend in example.BACKENDS}
+        for name, made in example.VARIANTS.items():
+            calls = {
+                f"{backend} {name}": partial(made(example.transformer(256, 4, 4), group), tokens)
+                for backend, group in groups.items()
+            }
+            found |= medians(calls, 1, rounds, 3)
+    return found
+
+
+def few_rows(rounds: int) -> dict[str, float]:
+    """Few rows of 256 columns of each rank, as in decoding, and the parts of a fused call."""
+    found = repeated(iter([("barrier", weft.barrier)]), 0, rounds)
     weight = torch.randn(256, 256)
-    for rows in (2, 8):
+    packed, ranks = weft.pack(weight), weft.init().ranks
+    for rows in (1, 2, 8):
         a, y = torch.randn(rows, 256), torch.empty(rows, 256)
-        gathered = torch.empty(2 * rows, 256)
+        gathered, every = torch.empty(ranks * rows, 256), torch.randn(ranks * rows, 256)
 
         def parts_of_gather(a: torch.Tensor = a, gathered: torch.Tensor = gathered) -> object:
             return torch.mm(weft.all_gather(a, out=gathered), weight)
@@ -130,13 +155,18 @@ def few_rows(rounds: int) -> dict[str, float]:
             return weft.all_reduce(torch.mm(a, weight, out=y), out=y)
 
         calls: dict[str, Call] = {
+            "torch.mm": lambda a=a, y=y: torch.mm(a, weight, out=y),
             "all_gather_matmul": lambda a=a: weft.all_gather_matmul(a, weight),
+            "all_gather_matmul, packed": lambda a=a: weft.all_gather_matmul(a, packed),
             "all_gather, torch.mm": parts_of_gather,
             "matmul_all_reduce": lambda a=a: weft.matmul_all_reduce(a, weight),
+            "matmul_all_reduce, packed": lambda a=a: weft.matmul_all_reduce(a, packed),
             "torch.mm, all_reduce": parts_of_reduce,
-            "matmul_reduce_scatter": lambda a=a: weft.matmul_reduce_scatter(a, weight),
+            "matmul_reduce_scatter": lambda a=every: weft.matmul_reduce_scatter(a, weight),
+            "matmul_reduce_scatter, packed": lambda a=every: weft.matmul_reduce_scatter(a, packed),
         }
-        named = ((f"{name}, {rows} rows", call) for name, call in calls.items())
+        size = f"{rows} row{'s' if rows > 1 else ''}"
+        named = ((f"{name}, {size}", call) for name, call in calls.items())
         found |= repeated(named, 0, rounds)
     return found
 
@@ -147,6 +177,7 @@ def first_calls(rounds: int) -> dict[str, float]:
     operators: dict[str, Callable[[torch.Tensor], object]] = {
         "all_gather_matmul": lambda a: weft.all_gather_matmul(a, weight),
         "matmul_all_reduce": lambda a: weft.matmul_all_reduce(a, weight),
+        "matmul_reduce_scatter": lambda a: weft.matmul_reduce_scatter(a, weight),
         "all_reduce": weft.all_reduce,
         "all_gather": weft.all_gather,
     }
@@ -173,13 +204,7 @@ def products(rounds: int) -> dict[str, float]:
             f"all_gather_matmul {name}": lambda a=a, b=b: weft.all_gather_matmul(a, b),
             f"all_gather_matmul {name}, packed": lambda a=a, b=packed: weft.all_gather_matmul(a, b),
         }
-        for call in calls.values():
-            seconds(call, 5)
-        times: dict[str, list[float]] = {each: [] for each in calls}
-        for _ in range(rounds):
-            for each, call in calls.items():
-                times[each].append(seconds(call, 1))
-        found |= {each: 1e6 * median(own) for each, own in times.items()}
+        found |= medians(calls, 1, rounds, 5)
     return found
 
 
@@ -188,6 +213,8 @@ GROUPS: dict[str, Callable[[int], dict[str, float]]] = {
     "symmetric": lambda rounds: of_sizes(symmetric, rounds),
     "in place": lambda rounds: of_sizes(in_place, rounds),
     "torch.distributed": lambda rounds: of_sizes(through_torch, rounds),
+    "messages": lambda rounds: of_sizes(messages, rounds),
+    "training": training,
     "few rows": few_rows,
     "first calls": first_calls,
     "products": products,
