@@ -52,4 +52,21 @@ inline nb::object repeat(nb::handle function, nb::handle options, nb::handle a, 
   return nb::cast<CallCache&>(cache).call(function, options, a, out, weights, biases, seconds);
 }
 
+// What makes a collective that is not repeated, run(check, a, out, options, world, timeout). Not
+// released, since Python ends before static objects.
+inline PyObject* first_call = nullptr;
+
+inline void set_first_call(nb::handle run) {
+  Py_XDECREF(std::exchange(first_call, run.inc_ref().ptr()));
+}
+
+// The result of a collective, repeated if it can be.
+inline nb::object run(nb::handle check, nb::handle a, nb::handle out, nb::handle options,
+                      nb::handle world, nb::handle timeout) {
+  const nb::handle none = Py_None;
+  nb::object repeated = repeat(check, options, a, out, none, none, world, timeout);
+  if (!repeated.is_none()) return repeated;
+  return nb::handle(first_call)(check, a, out, options, world, timeout);
+}
+
 }  // namespace weft

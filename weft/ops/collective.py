@@ -38,7 +38,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft._native import Binding, repeat
+from weft import _native
+from weft._native import Binding
 from weft.checks import check_timeout, suggestion
 from weft.checks import name as dtype_name
 from weft.engines.program import Program
@@ -160,7 +161,7 @@ Check = Callable[..., CollectiveCall]
 """An operator's ``check(world, a, out, *options)``, which raises an error for bad arguments."""
 
 
-def run(
+def _run(
     check: Check,
     a: Tensor,
     out: Tensor | None,
@@ -168,17 +169,18 @@ def run(
     world: World | None,
     timeout: float | None,
 ) -> Tensor:
-    """The result of a collective; a repeated call is one native call."""
-    cached: Any = repeat(check, options, a, out, None, None, world, timeout)
-    if cached is not None:
-        result: Tensor = cached
-        return result
+    """The result of a collective that is not repeated."""
     world = current(world)
     check_timeout(timeout)
     with world.tell_refusal:
         call = _checked(check, world, a, out, options, timeout)
         made: Tensor = driver.run(call, (check, options, a, out, None, None))
         return made
+
+
+_native.set_first_call(_run)
+run: Callable[..., Any] = _native.run
+"""The result of a collective, with the arguments of `_run`: a repeated call is one native call."""
 
 
 def start(
