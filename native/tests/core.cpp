@@ -17,6 +17,7 @@
 #include "execute/binding.hpp"
 #include "execute/executor.hpp"
 #include "kernels/float16.hpp"
+#include "kernels/half_product.hpp"
 #include "memory/signal_array.hpp"
 #include "kernels/team.hpp"
 #include "memory/transfers.hpp"
@@ -180,6 +181,70 @@ void test_conversions() {
     CHECK(narrowed[i].bits == narrow<Float16>(numbers[i]).bits);
   CHECK(widen(Float16{0x3555}) == 0x1.554p-2f && narrow<Float16>(65519.f).bits == 0x7bff &&
         narrow<Float16>(65520.f).bits == 0x7c00);
+}
+
+// Random halves, one in eight of which has any bits: infinite, subnormal, or no number.
+template <class Half>
+std::vector<Half> random_halves(size_t n, std::mt19937& random) {
+  std::vector<Half> all(n);
+  for (Half& x : all) {
+    x = narrow<Half>(static_cast<float>(static_cast<int>(random() % 2001) - 1000) / 256);
+    if (random() % 8 == 0) x.bits = static_cast<uint16_t>(random());
+  }
+  return all;
+}
+
+// Each element is one sum of fused multiply-adds in order, whatever the layout and number of rows.
+template <class Half>
+void test_half_products(Dtype dtype) {
+  if (!half::columns()) return;
+  std::mt19937 random(5);
+  auto below = [&](size_t n) { return static_cast<size_t>(random() % n); };
+  for (int round = 0; round < 150; ++round) {
+    const size_t rows = below(30), depth = below(round % 2 ? 5 : 200), columns = below(150);
+    const size_t x_stride = depth + below(3), out_stride = columns + below(3);
+    const bool plain = below(2), biased = below(2);
+    const size_t row_stride = plain ? columns + below(3) : 1,
+                 column_stride = plain ? 1 : depth + below(3);
+    const auto x = random_halves<Half>(rows * x_stride, random);
+    const auto weight =
+        random_halves<Half>(plain ? depth * row_stride : columns * column_stride, random);
+    std::vector<float> bias(columns);
+    for (float& b : bias) b = static_cast<float>(below(100));
+    const half::Matrix b{reinterpret_cast<const uint16_t*>(weight.data()), row_stride,
+                         column_stride};
+    std::vector<uint16_t> panels((columns / half::columns() + 1) * half::columns() * depth);
+    half::pack_panels(b, depth, columns, panels.data());
+    for (bool packed : {false, true}) {
+      std::vector<float> wide(rows * out_stride, -1.f);
+      std::vector<Half> narrowed(rows * out_stride, Half{7});
+      auto product = [&](Dtype out_dtype, auto& out) {
+        half::multiply(
+            {dtype, out_dtype, reinterpret_cast<const uint16_t*>(x.data()), x_stride,
+             reinterpret_cast<char*>(out.data()), out_stride, biased ? bias.data() : nullptr,
+             packed ? half::Matrix{panels.data(), 0, 0} : b, packed, rows, depth, columns});
+      };
+      product(Dtype::float32, wide);
+      product(dtype, narrowed);
+      for (size_t row = 0; row < rows; ++row)
+        for (size_t column = 0; column < out_stride; ++column) {
+          const float found = wide[row * out_stride + column];
+          const uint16_t half = narrowed[row * out_stride + column].bits;
+          float sum = 0;
+          for (size_t k = 0; column < columns && k < depth; ++k)
+            sum = std::fma(widen(x[row * x_stride + k]),
+                           widen(weight[k * row_stride + column * column_stride]), sum);
+          if (biased && column < columns) sum += bias[column];
+          if (column >= columns)
+            CHECK(found == -1 && half == 7);
+          else if (sum != sum)
+            CHECK(found != found && widen(Half{half}) != widen(Half{half}));
+          else
+            CHECK(bits_as<uint32_t>(found) == bits_as<uint32_t>(sum) &&
+                  half == narrow<Half>(sum).bits);
+        }
+    }
+  }
 }
 
 // The functions of an OpenMP library by which teams run, but with threads that a sanitizer tracks.
@@ -685,6 +750,8 @@ int main() {
   test_wrapping_sums<int32_t>(Dtype::int32);
   test_wrapping_sums<int64_t>(Dtype::int64);
   test_conversions();
+  test_half_products<Float16>(Dtype::float16);
+  test_half_products<BFloat16>(Dtype::bfloat16);
   test_teams();
   test_lanes(2, 300);
   test_lanes(4, 200);

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import weft.cache as cache
+from weft.kernels import half
 from weft.kernels.methods import METHODS
 
 SMALL = 512 * 1024
@@ -50,8 +51,8 @@ Table = dict[str, dict[str, dict[str, str]]]
 def method(
     dtype: torch.dtype, out_dtype: torch.dtype, layout: str, rows: int, elements: int
 ) -> str:
-    """The name of the fastest method for `rows` rows and a weight of so many `elements`: ``mm`` or
-    ``onednn``, with ``/float32`` if it computes in float32.
+    """The name of the fastest method for `rows` rows and a weight of so many `elements`: ``mm``,
+    ``onednn`` or ``native``, with ``/float32`` if it computes in float32.
     """
     size = "small" if elements <= SMALL else "large"
     nearest = max(case for case in CASES[size] if case <= rows)
@@ -68,9 +69,9 @@ def _method(
 @functools.cache
 def _table(dtype: torch.dtype, out_dtype: torch.dtype, threads: int) -> Table:
     kind = f"{dtype}-{out_dtype}".replace("torch.", "")
-    software = f"torch {torch.__version__} {threads} threads"
-    machine = {"machine": f"{cache.processor()} {software}"}
     methods = candidates(dtype, out_dtype)
+    software = f"torch {torch.__version__} {threads} threads {' '.join(methods)}"
+    machine = {"machine": f"{cache.processor()} {software}"}
 
     def fits(found: Table) -> bool:
         return all(
@@ -94,6 +95,8 @@ def candidates(dtype: torch.dtype, out_dtype: torch.dtype) -> list[str]:
         return ["mm"]
     onednn = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     names = ["mm/float32", "onednn/float32"] if dtype != torch.float32 else []
+    if names and half.COLUMNS:
+        names.append("native/float32")
     if dtype == out_dtype:
         names += ["mm", "onednn"]
     return [name for name in names if onednn or not name.startswith("onednn")]

@@ -79,7 +79,7 @@ def pack(b: Tensor) -> PackedWeight:
 
     Operators take the result in place of `b`. It keeps `b`, and at most one copy of it for each
     dtype of results, made at the first product that is faster with it: of b's dtype, or in float32
-    on processors that do not multiply 16-bit numbers themselves.
+    where that is fastest for 16-bit numbers, as on processors other than x86-64.
 
     If `b` requires a gradient it gets it: a call that is recorded, or compiled, multiplies by `b`
     itself, with its current values.
