@@ -1,7 +1,7 @@
-"""Print the tables of docs/five-systems.md from the results of `five_systems.sh` in a directory:
-the published figures of five systems, and weft on this machine.
+"""Print the tables of docs/five-systems.md from results of `five_systems.sh`: the published figures
+of five systems, and weft's. Of several directories the first that has a result counts.
 
-    python benchmarks/five_systems.py DIRECTORY
+    python benchmarks/five_systems.py DIRECTORY…
 """
 
 import csv
@@ -167,13 +167,14 @@ def gather(load: Callable[[str], Any]) -> None:
     table(heads, rows)
 
 
-def main(directory: Path) -> None:
+def main(directories: Sequence[Path]) -> None:
     def load(name: str) -> Any:
-        return json.loads((directory / f"{name}.json").read_text())
+        files = (directory / f"{name}.json" for directory in directories)
+        return json.loads(next(file for file in files if file.exists()).read_text())
 
     for part in (streaming, steps, copies, linear, gather):
         part(load)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main([*map(Path, sys.argv[1:])])

@@ -7,7 +7,7 @@ are complete (latency, and the cycles of the whole transfer), then a window of c
 (bandwidth, and the cycles of the calling thread). An asynchronous copy costs its caller only the
 submission. A staged get fetches one tile after the other into a small buffer, which stays in the
 core's cache, and copies it on from there, as a processor does that reaches memory only through a
-buffer of its own.
+buffer of its own; it is one native call.
 """
 
 from __future__ import annotations
@@ -218,19 +218,9 @@ class HostCopies(Copies):
         return partial(ctypes.memmove, target.data_ptr(), source.data_ptr(), size)
 
     def _staged(self, size: int) -> Callable[[], object]:
-        """A staged get: two calls for each tile."""
+        """A staged get, of all tiles in one call."""
         shared, _, target = self.part(size)
-        steps = list[Callable[[], object]]()
-        for part, there in zip(*(t.split(len(self.tile)) for t in (target, shared)), strict=True):
-            tile = self.tile[: len(part)]
-            steps.append(partial(get, tile, there, self.peer))
-            steps.append(partial(ctypes.memmove, part.data_ptr(), tile.data_ptr(), part.nbytes))
-
-        def staged_get() -> None:
-            for step in steps:
-                step()
-
-        return staged_get
+        return lambda: _native.copy_at_once(False, shared, target, self.peer, self.tile)
 
 
 def complete(handle: object) -> None:

@@ -87,6 +87,23 @@ def test_a_copy_that_does_nothing_is_wrong_in_every_element():
         assert found == [(0, True)] * 3 * len(NAMES)
 
 
+def tiles_of_a_staged_get(world):
+    bench = HostCopies(CopySettings(sizes="1000", dtype="int8", tile="256"), world)
+    [staged] = [one for one in bench.contenders(1000) if one.implementation == "weft (staged)"]
+    wrong = bench.verify(staged, 0).wrong
+    if world.rank:
+        return wrong
+    moved = staged.target
+    return wrong, torch.equal(bench.tile, torch.cat([moved[768:], moved[744:768]]))
+
+
+@pytest.mark.data
+def test_a_staged_get_goes_through_its_tile():
+    first, other = on_ranks(tiles_of_a_staged_get, 2)
+    assert first == (0, True)
+    assert other == 0
+
+
 STREAMED = ["copy engine", "copy engine (async)"]
 
 
