@@ -5,7 +5,6 @@ a kernel on several numbers of SMs.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -14,11 +13,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-import weft._native as _native
 from weft.measure.timing import session
 from weft_bench import tables
 from weft_bench.copies import ASYNC, COPY_, MEMCPY, WEFT, HostCopies
 from weft_bench.gpu.copies import ENGINE, StreamCopies
+from weft_bench.gpu.ticks import DEVICE, INTERPRETED
 from weft_bench.harness import environment, every_size
 from weft_bench.neighbours import neighbours
 from weft_bench.pictures import COLOURS, DASHED, picture
@@ -41,25 +40,17 @@ def measure(settings: CopySettings) -> dict[str, Any]:
         neighbours(world, settings.neighbours),
     ):
         copies = (StreamCopies if world.stream_ordered else HostCopies)(settings, world)
-        start = _native.cycles(), _native.now()
         rows = every_size(settings, world, copies.rows)
-        ticks, nanoseconds = _native.cycles() - start[0], _native.now() - start[1]
         return {
             "benchmark": "p2p",
             "ranks": world.ranks,
             "hosts": len(set(world.hosts)),
             "neighbours": settings.neighbours,
-            "counter": {"name": _counter(), "mhz": round(1e3 * ticks / nanoseconds, 1)},
+            "counter": copies.ticks.counter(),
             "rows": rows,
             "verified": not any(row["wrong"] for row in rows),
             **environment(world, settings),
         }
-
-
-def _counter() -> str | None:
-    """The name of the counter of cycles of this processor."""
-    names = {"x86_64": "time-stamp counter", "aarch64": "virtual counter"}
-    return names.get(platform.machine())
 
 
 def print_tables(result: dict[str, Any], console: Console) -> None:
@@ -142,9 +133,14 @@ def _thousands(cycles: float | None) -> str:
 def _of_cycles(counter: dict[str, Any] | None) -> str:
     if counter is None or counter["name"] is None:
         return "kcycles: the result does not name a counter of the processor."
+    costs = (
+        "for how long a copy holds the caller's stream"
+        if counter["name"] in (DEVICE, INTERPRETED)
+        else "what a copy costs its thread"
+    )
     return (
         f"kcycles: 1000 ticks of the {counter['name']}, {counter['mhz']:,g} MHz, of a single copy "
-        "until it is complete; caller: what a copy costs its thread, asynchronous its submission."
+        f"until it is complete; caller: {costs}, asynchronous its submission."
     )
 
 

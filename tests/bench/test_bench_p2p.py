@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.interpreter import triton_world
 from support.ranks import on_ranks, stream_world
 from typer.testing import CliRunner
 
+import weft._native as _native
 from weft.cli import app
 from weft_bench.copies import HostCopies
 from weft_bench.gpu.copies import StreamCopies
+from weft_bench.gpu.ticks import DeviceTicks
 from weft_bench.p2p import draw
 from weft_bench.settings.copies import CopySettings
 
@@ -142,10 +145,33 @@ def test_the_kernel_and_the_copy_engine_are_compared_by_the_interpreter(tmp_path
         ("local", "torch.copy_", None),
     ]
     assert result["verified"]
+    assert result["counter"] == {"name": "clock of interpreted kernels", "mhz": 1000}
+    assert all(row["transfer_cycles"] > 0 < row["cycles"] for row in result["rows"])
+    assert "kcycles: 1000 ticks of the clock of interpreted kernels" in done.stdout
+    assert "caller: for how long a copy holds the caller's stream" in " ".join(done.stdout.split())
     assert "get 3 SMs" in done.stdout
     assert "The engine interpreter checks results" in done.stdout
     assert "kernel, 3 SMs" in picture.read_text()
     assert CliRunner().invoke(app, ["show", str(saved)]).output == done.stdout
+
+
+def ticks_of_two_milliseconds(world):
+    ticks = DeviceTicks(world.device)
+
+    def work():
+        start = _native.now()
+        while _native.now() < start + 2_000_000:
+            pass
+
+    start = _native.now()
+    spent = ticks.spent(work)
+    return spent, _native.now() - start
+
+
+def test_ticks_of_a_device_are_by_the_clock_of_its_kernels():
+    pytest.importorskip("triton", "3.6")
+    [(spent, elapsed)] = on_ranks(ticks_of_two_milliseconds, 1, context=triton_world)
+    assert 2_000_000 <= spent < elapsed
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -12,6 +12,7 @@ from support.compiled import SHARED, TARGETS, Compiled, build
 
 from weft.gpu.kernels.all_gather import KERNELS, VECTOR, Access, tile_layout
 from weft.gpu.kernels.all_gather_matmul import all_gather_matmul_kernel, sizes
+from weft.gpu.kernels.clock import stamp_kernel
 from weft.gpu.kernels.copy_rows import TILE, copy_vectors_kernel, copy_words_kernel
 from weft.gpu.kernels.signals import compare_kernel, raise_kernel
 from weft.gpu.kernels.stream_signals import wait_kernel
@@ -439,3 +440,10 @@ def test_signals_are_waited_for(target: str) -> None:
     assert any(clock(target) in loop for loop in polling)
     assert made.count(r"set\S*\.(?:[gl][te]|hi|lo)\.u64|v_cmp_\w+_u64|s_cmp_\w+_u64") > 0
     assert made.spills == 0
+
+
+def test_a_stamp_is_one_read_of_the_clock_and_one_store(target):
+    patterns = NVIDIA if target.startswith("sm") else AMD
+    made = build(stamp_kernel, {"times": "*i64", "index": "i32"}, {}, target, num_warps=1)
+    assert made.assembly.count(clock(target)) == 1
+    assert made.count(patterns.any_store) == 1
