@@ -16,7 +16,7 @@ from rich.text import Text
 from weft.measure.timing import session
 from weft_bench import tables
 from weft_bench.copies import ASYNC, COPY_, MEMCPY, WEFT, HostCopies
-from weft_bench.gpu.copies import ENGINE, StreamCopies
+from weft_bench.gpu.copies import ENGINE, ENGINE_ASYNC, StreamCopies
 from weft_bench.gpu.ticks import DEVICE, INTERPRETED
 from weft_bench.harness import environment, every_size
 from weft_bench.neighbours import neighbours
@@ -85,7 +85,7 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
         "us: median of single copies, until complete. GB/s of 1e9 bytes: copies back to back; "
         "these are compared" + (", with the copy engine in that direction." if on_streams else "."),
         _of_cycles(result.get("counter")),
-        *([] if on_streams else _bought(result["rows"])),
+        *_bought(result["rows"]),
         *(
             ["On a CPU the engine is torch's copy, and streams are threads."]
             if on_streams and tables.options_of(result).get("device") == "cpu"
@@ -145,21 +145,37 @@ def _of_cycles(counter: dict[str, Any] | None) -> str:
 
 
 def _bought(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What asynchrony buys, and does not, at the smallest and the largest size."""
-    found = {(row["size_bytes"], row["operation"], row["implementation"]): row for row in rows}
-    sizes = sorted({row["size_bytes"] for row in rows})
-    ends = dict.fromkeys([sizes[0], sizes[-1]])
-    pairs = {size: (found[size, "get", ASYNC], found[size, "get", WEFT]) for size in ends}
-    if any(not row["cycles"] for pair in pairs.values() for row in pair):
-        return []
-    said = (
-        f"{one['algbw_gbps'] / other['algbw_gbps']:.2f} of the bandwidth of get for "
-        f"{one['cycles'] / other['cycles']:.2f} of its caller's cycles ({size_name(size)})"
-        for size, (one, other) in pairs.items()
-    )
-    return [
-        f"On a CPU asynchrony buys the caller's time, not bandwidth. get async: {', '.join(said)}."
+    """What an asynchronous get buys at the smallest and the largest size, by its figures."""
+    found = {
+        (row["size_bytes"], row["implementation"]): row for row in rows if row["operation"] == "get"
+    }
+    sizes = sorted({size for size, _ in found})
+    said = list[str]()
+    for size in dict.fromkeys([sizes[0], sizes[-1]]):
+        one, other = (
+            next(found[size, name] for name in names if (size, name) in found)
+            for names in ((ASYNC, ENGINE_ASYNC), (WEFT, ENGINE))
+        )
+        if not one["cycles"] or not other["cycles"]:
+            return []
+        bandwidth = one["algbw_gbps"] / other["algbw_gbps"]
+        cycles = one["cycles"] / other["cycles"]
+        said.append(
+            f"{size_name(size)}: {bandwidth:.2f} of the bandwidth of get for {cycles:.2f} of its "
+            f"caller's cycles, which buys {bought(bandwidth, cycles)}"
+        )
+    return [f"get async, {'; '.join(said)}."]
+
+
+def bought(bandwidth: float, cycles: float) -> str:
+    """What one copy has more of than another, with this part of its bandwidth and of its caller's
+    cycles; a twentieth is none.
+    """
+    gains = [
+        *(["bandwidth"] if bandwidth > 1.05 else []),
+        *(["the caller's time"] if cycles < 0.95 else []),
     ]
+    return " and ".join(gains) or "nothing"
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

@@ -18,7 +18,7 @@ from weft.cli import app
 from weft_bench.copies import HostCopies
 from weft_bench.gpu.copies import StreamCopies
 from weft_bench.gpu.ticks import DeviceTicks
-from weft_bench.p2p import draw
+from weft_bench.p2p import bought, draw
 from weft_bench.settings.copies import CopySettings
 
 NAMES = [
@@ -61,7 +61,7 @@ def test_rows_and_picture(tmp_path):
         assert 0 < row["cycles"] < 1e12
     assert result["counter"]["name"] in ("time-stamp counter", "virtual counter")
     assert result["counter"]["mhz"] > 1
-    assert "On a CPU asynchrony buys the caller's time, not bandwidth." in done.stdout
+    assert "get async, 100: " in done.stdout
     assert picture.stat().st_size > 1000
     assert "Verified: every element, bit by bit" in done.stdout
     shown = CliRunner().invoke(app, ["show", str(saved)])
@@ -184,8 +184,27 @@ def test_a_missing_gpu_is_refused():
 def test_results_of_earlier_versions_are_shown():
     file = Path(__file__).parents[2] / "benchmarks/results/amd-epyc-zen3-2-cores/p2p.json"
     shown = CliRunner().invoke(app, ["show", str(file)])
-    assert "get async: 0.49 of the bandwidth of get" in shown.output
+    sentence = (
+        "get async, 4K: 0.49 of the bandwidth of get for 1.80 of its caller's cycles, which buys "
+        "nothing; 64M: 1.02 of the bandwidth of get for 0.00 of its caller's cycles, which buys "
+        "the caller's time."
+    )
+    assert sentence in " ".join(shown.output.split())
     assert shown.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "cycles", "what"),
+    [
+        (0.1, 10.0, "nothing"),
+        (1.04, 0.96, "nothing"),
+        (0.9, 0.1, "the caller's time"),
+        (2.0, 1.5, "bandwidth"),
+        (2.0, 0.5, "bandwidth and the caller's time"),
+    ],
+)
+def test_what_asynchrony_buys_follows_from_its_figures(bandwidth, cycles, what):
+    assert bought(bandwidth, cycles) == what
 
 
 def test_invalid_options_are_refused():
