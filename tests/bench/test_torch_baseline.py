@@ -2,8 +2,6 @@
 
 from types import SimpleNamespace
 
-import torch
-
 from weft_bench import fused_baselines
 
 
