@@ -146,19 +146,24 @@ def test_the_largest_tile_of_an_all_gather_fits_in_the_registers(target: str, wa
         assert gather(target, Access(VECTOR, rows), launch).spills == 0
 
 
+DEFAULT_TILE = Launch().tile_bytes
+
+
 @pytest.mark.parametrize(
-    ("access", "gluon"),
+    ("access", "gluon", "tile"),
     [
-        (Access(VECTOR, rows=False), False),
-        pytest.param(Access(VECTOR, rows=False), True, marks=pytest.mark.slow),
-        pytest.param(Access(VECTOR, rows=True), False, marks=pytest.mark.slow),
-        (Access(VECTOR, rows=True), True),
-        (Access(8, rows=False), True),
-        (Access(1, rows=True), False),
+        (Access(VECTOR, rows=False), False, DEFAULT_TILE),
+        pytest.param(Access(VECTOR, rows=False), True, DEFAULT_TILE, marks=pytest.mark.slow),
+        pytest.param(Access(VECTOR, rows=True), False, DEFAULT_TILE, marks=pytest.mark.slow),
+        (Access(VECTOR, rows=True), True, DEFAULT_TILE),
+        (Access(VECTOR, rows=False), True, DEFAULT_TILE // 4),
+        (Access(VECTOR, rows=False), True, DEFAULT_TILE // 2),
+        (Access(8, rows=False), True, DEFAULT_TILE),
+        (Access(1, rows=True), False, DEFAULT_TILE),
     ],
     ids=str,
 )
-def test_all_gather(target: str, access: Access, gluon: bool) -> None:
+def test_all_gather(target: str, access: Access, gluon: bool, tile: int) -> None:
     """In the loop over tiles all accesses have the same width: one load and a store for each rank
     of each of a thread's vectors, all loads before the first store. Only rows that are not
     contiguous need divisions, of 32 bits.
@@ -166,7 +171,7 @@ def test_all_gather(target: str, access: Access, gluon: bool) -> None:
     After the loop synchronize all threads, then all programs, then the peers; and a wait reads
     memory in every poll.
     """
-    launch = Launch(gluon=gluon)
+    launch = Launch(gluon=gluon, tile_bytes=tile)
     vectors = launch.tile_bytes // VECTOR
     made = gather(target, access, launch)
     patterns, every = NVIDIA if target.startswith("sm") else AMD, loops(made.assembly)

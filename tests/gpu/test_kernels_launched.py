@@ -62,6 +62,9 @@ def variants(kernel) -> int:
     return len(kernel.device_caches[0][0])
 
 
+TILES = (8 << 10, 16 << 10, 32 << 10)
+
+
 def operators():
     world = weft.init()
     a, b = torch.ones(32, 64, dtype=torch.float16), torch.ones(64, 32, dtype=torch.float16)
@@ -70,8 +73,8 @@ def operators():
     weft.matmul_reduce_scatter(a, b, algorithm="put")
     every = (a, torch.ones(33, 64)[world.rank : world.rank + 32], torch.ones(32, 8).bfloat16())
     out = {each: world.empty(64, each.shape[1], dtype=each.dtype) for each in every}
-    for gluon, each in itertools.product((False, True), every):
-        launch = weft.Launch(gluon=gluon)
+    for gluon, tile, each in itertools.product((False, True), TILES, every):
+        launch = weft.Launch(gluon=gluon, tile_bytes=tile)
         for timeout in (1, 1000):
             weft.all_gather(each, out=out[each], algorithm="kernel", launch=launch, timeout=timeout)
 
@@ -81,15 +84,10 @@ def test_every_kernel_compiles_once_for_all_ranks(monkeypatch):
     with weft.local_world(2, products="triton") as local:
         local.run(operators)
     signals = stream_signals.notify_kernel, stream_signals.wait_kernel
-    assert [
-        variants(kernel)
-        for kernel in (
-            *signals,
-            KERNELS[False, True],
-            KERNELS[True, True],
-            sum_in_rank_order_kernel,
-        )
-    ] == [1] * 5
+    assert [variants(kernel) for kernel in (*signals, sum_in_rank_order_kernel)] == [1] * 3
+    # one for each tile
+    gathers = KERNELS[False, True], KERNELS[True, True]
+    assert [variants(kernel) for kernel in gathers] == [len(TILES)] * 2
     # rows from two tensors into this rank's own; from one into peers'
     assert variants(all_gather_matmul_kernel) == 2
 
@@ -114,6 +112,8 @@ def gathers_of_any_alignment(compiled):
 def test_a_shard_of_any_alignment_needs_no_further_kernel(monkeypatch):
     monkeypatch.setattr(gpu_backend, "check_products", lambda *_: None)
     compiled = []
+    for wide in (False, True):  # of other tests
+        KERNELS[False, wide].device_caches.clear()
     with weft.local_world(2, products="triton") as local:
         local.run(gathers_of_any_alignment, compiled)
     assert compiled[-1] == compiled[0] == [1, 2]
