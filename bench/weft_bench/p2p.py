@@ -183,7 +183,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     into a PNG or SVG file.
     """
     title = f"p2p: rank 0 and rank {result['ranks'] - 1}, and local copies"
-    with picture(path, 11, 4.4, title, verified=result["verified"]) as figure:
+    about = tables.about(result)
+    with picture(path, 11, 4.4, title, verified=result["verified"], about=about) as figure:
         for axes, operation in zip(figure.subplots(1, 2, sharey=True), ("put", "get"), strict=True):
             rows = [row for row in result["rows"] if row["operation"] in (operation, "local")]
             series = dict[str, list[dict[str, Any]]]()
