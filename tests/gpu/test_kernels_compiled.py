@@ -239,19 +239,30 @@ BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 
 
 def product(
-    target: str, factor: str, out: str, tile: Tile | None = None, wide: bool = True, **flags: bool
+    target: str,
+    factor: str,
+    out: str,
+    tile: Tile | None = None,
+    wide: bool = True,
+    own_tile: Tile | None = None,
+    **flags: bool,
 ) -> Compiled:
     """The product kernel with the sizes of its users, for factors and results of these dtypes;
     `wide`: rows of the result begin and end at multiples of 16 bytes. Its stores are checked.
     """
     nvidia = target.startswith("sm")
-    m, n, k, warps, stages, sliced = sizes(tile, not nvidia, factor == "fp32")
-    rows = f"tensordesc<{factor}[{m},{k}]>"
-    weight = f"{n},{k}" if flags.get("TRANSPOSED") else f"{k},{n}"
+    of_any = sizes(tile, not nvidia, factor == "fp32")
+    own = sizes(own_tile or tile, not nvidia, factor == "fp32")
+    m, n, k, _, stages, sliced = of_any
+    warps = max(of_any.warps, own.warps)
+
+    def factors(m: int, n: int) -> tuple[str, str]:
+        weight = f"{n},{k}" if flags.get("TRANSPOSED") else f"{k},{n}"
+        return f"tensordesc<{factor}[{m},{k}]>", f"tensordesc<{factor}[{weight}]>"
+
     types = {
-        "own": rows,
-        "x": rows,
-        "weight": f"tensordesc<{factor}[{weight}]>",
+        **dict(zip(("own", "own_weight"), factors(own.m, own.n), strict=True)),
+        **dict(zip(("x", "weight"), factors(m, n), strict=True)),
         "bias": f"*{out}",
         "out": f"*{out}",
         **TYPES,
@@ -263,6 +274,8 @@ def product(
         "TRACE": False,
         "VECTOR": 16 // BYTES[out] if wide else 1,
         "SLICED": sliced,
+        "OWN_M": own.m,
+        "OWN_N": own.n,
         "BLOCK_M": m,
         "BLOCK_N": n,
         "BLOCK_K": k,
@@ -274,11 +287,12 @@ def product(
     made = build(all_gather_matmul_kernel, types, constants, target, (), unaligned, **options)
     # AMD's compiler leaves elements in the threads that have computed them, so that some of its
     # stores have 8 bytes; as have those of a timeout.
-    found, per_thread = stores(made), m * n // (warps * TARGETS[target].warp_size)
+    elements = own.m * own.n + (constants["SOURCES"] - 1) * m * n
+    found, per_thread = stores(made), elements // (warps * TARGETS[target].warp_size)
     if not wide:
-        assert found[BYTES[out]] == per_thread * constants["SOURCES"]
+        assert found[BYTES[out]] == per_thread
     elif nvidia:
-        assert found[16] == per_thread * BYTES[out] // 16 * constants["SOURCES"]
+        assert found[16] == per_thread * BYTES[out] // 16
     assert not wide or {*found} <= {8, 16}
     return made
 
@@ -286,6 +300,15 @@ def product(
 def clock(target: str) -> str:
     """What reads the clock in the assembly."""
     return "%globaltimer" if target.startswith("sm") else "s_memrealtime"
+
+
+@pytest.mark.parametrize(
+    ("tile", "own_tile"), [((64, 128), (128, 128)), ((128, 128), (64, 64))], ids=str
+)
+def test_own_rows_have_tiles_of_their_own(target: str, tile: Tile, own_tile: Tile) -> None:
+    for transposed in (False, True):
+        made = product(target, "bf16", "bf16", tile, own_tile=own_tile, TRANSPOSED=transposed)
+        multiplies(made, target)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -149,7 +149,9 @@ class DeviceEngine(Engine):
             rows = x.new_empty(2, x.shape[1])
             out = x.new_empty(1, 1, dtype=out_dtype)
             check(rows, as_tensor(weight), out)
-            blocks(self.world.device_options.tile, x.device, x.dtype)
+            options = self.world.device_options
+            for tile in (options.tile, options.own_tile):
+                blocks(tile, x.device, x.dtype)
 
     def check_launch(self, launch: Launch) -> None:
         if not self.launches:
