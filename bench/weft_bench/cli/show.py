@@ -44,12 +44,14 @@ def show(
     from weft_bench import device_traces, saved
     from weft_bench.benchmarks import shown
 
-    file = files[0]
-    if len(files) == 1 and device_traces.is_one(file):
+    trace = None
+    if len(files) == 1:
+        with options.failing("weft show"):
+            trace = device_traces.read(files[0])
+    if trace is not None:
         if as_csv:
             options.refuse("--csv", "it is of results, and this file is a trace")
         with options.failing("weft show"):
-            trace = device_traces.read(file)
             device_traces.show(trace, Console())
             if plot:
                 from weft_bench.pictures import timeline
@@ -59,7 +61,7 @@ def show(
     with options.failing("weft show"):
         result = saved.load_together(files)
         kind = shown(result)
-        with saved.reading(file):
+        with saved.reading(files[0]):
             if as_csv:
                 typer.echo(saved.to_csv(result), nl=False)
             else:
