@@ -13,7 +13,7 @@ NATIVE := $(wildcard native/CMakeLists.txt native/*/*)
 INSTALL := -m pip install --constraint constraints.txt
 ONLY_ERRORS := 2> >(grep --invert-match ^WARNING >&2)
 
-.PHONY: bench baselines vllm test test-all check speed test-torch torch-suite collected gpu-kit docs docs-version house storm sanitize portable wheels wheel-test clean
+.PHONY: bench baselines vllm test test-all check speed test-torch torch-suite collected gpu-kit docs docs-version house images storm sanitize portable wheels wheel-test clean
 
 # weft, its command and its benchmarks
 .venv/command: pyproject.toml bench/pyproject.toml constraints.txt $(NATIVE)
@@ -145,6 +145,10 @@ docs-version: .venv/documentation
 house: .venv/installed
 	$(BIN)/python .ci/house.py
 	$(BIN)/python .ci/call.py
+
+# The pictures of docs/images from the source, predictions and kept results; MEASURED=1 measures the timelines too.
+images: .venv/installed
+	benchmarks/images.sh $(BIN) $(MEASURED)
 
 # Random faults of ranks at random moments: number of TRIALS, first SEED, KIND of faults (default all; KIND=list names them), PLACES.
 storm: .venv/installed

@@ -1,11 +1,12 @@
-"""Print the tables of docs/five-systems.md from the results of `five_systems.sh` in a directory:
-the published figures of five systems, and weft on this machine.
+"""Write the tables of docs/five-systems.md from results of `five_systems.sh`: the published figures
+of five systems, and weft's. Of several directories the first that has a result counts.
 
-    python benchmarks/five_systems.py DIRECTORY
+    python benchmarks/five_systems.py DIRECTORY…
 """
 
 import csv
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -14,6 +15,9 @@ from typing import Any
 Row = dict[str, str]
 _GATHERS = "weft", "weft (plain)", "gloo"
 PUBLISHED = Path(__file__).parent / "published_results.csv"
+PAGE = Path(__file__).parents[1] / "docs/five-systems.md"
+GIB = 1.073741824
+"""GB of a GiB."""
 
 
 def published(system: str) -> list[Row]:
@@ -22,12 +26,13 @@ def published(system: str) -> list[Row]:
         return [row for row in csv.DictReader(file) if row["system"] == system]
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table in Markdown."""
-    print(f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", sep="\n")
-    for row in rows:
-        print(f"| {' | '.join(map(str, row))} |")
-    print()
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table in Markdown."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(
+        f"|{'|'.join(line)}|" if line[0] == "---" else f"| {' | '.join(map(str, line))} |"
+        for line in lines
+    )
 
 
 def median(result: dict[str, Any], name: str, kind: str = "times_ms") -> float:
@@ -44,8 +49,7 @@ def overlapped(result: dict[str, Any]) -> list[str]:
 OVERLAPPED = "compute", "sequential", "pipelined", "speedup", "limit ratio"
 
 
-def streaming(load: Callable[[str], Any]) -> None:
-    print("## 1. Streaming AllGather + GEMM\n")
+def streaming(load: Callable[[str], Any]) -> list[str]:
     rows = []
     for row in published("allgather_gemm"):
         m, k, n = (int(row[name]) for name in "mkn")
@@ -55,17 +59,19 @@ def streaming(load: Callable[[str], Any]) -> None:
         ours = load(f"streaming-{ranks}-{m // 2}x{k // 2}x{n // 2}")
         rows.append((ranks, f"{m}x{k}x{n}", *theirs, *overlapped(ours)))
     theirs_heads = "ranks", "M x K x N", "910B1", "TFLOP/s"
-    table((*theirs_heads, *(f"half: {OVERLAPPED[0]}", *OVERLAPPED[1:])), rows)
     every = [(ranks, load(f"ranks-{ranks}")) for ranks in (2, 4, 8, 16)]
-    table(("ranks", *OVERLAPPED), ((ranks, *overlapped(result)) for ranks, result in every))
-    table(
-        ("chunks of each source", *OVERLAPPED),
-        ((chunks, *overlapped(load(f"chunks-{chunks}"))) for chunks in (4, 16, 64, 128)),
-    )
+    cuts = [(chunks, load(f"chunks-{chunks}")) for chunks in (4, 16, 64, 128)]
+    return [
+        table((*theirs_heads, *(f"half: {OVERLAPPED[0]}", *OVERLAPPED[1:])), rows),
+        table(("ranks", *OVERLAPPED), ((ranks, *overlapped(found)) for ranks, found in every)),
+        table(
+            ("chunks of each source", *OVERLAPPED),
+            ((chunks, *overlapped(found)) for chunks, found in cuts),
+        ),
+    ]
 
 
-def steps(load: Callable[[str], Any]) -> None:
-    print("## 2. AllGatherMatmul in steps\n")
+def steps(load: Callable[[str], Any]) -> list[str]:
     theirs = [float(row["value"]) for row in published("all_gather_matmul_v2")]
     ours = {ranks: load(f"steps-{ranks}")["ablation_ms"] for ranks in (2, 4)}
     names = [*ours[2]]
@@ -83,11 +89,10 @@ def steps(load: Callable[[str], Any]) -> None:
         )
         for at, name in enumerate(names)
     ]
-    table(("step", "Ascend 950, 4 ranks", "", "2 ranks", "", "4 ranks", ""), rows)
+    return [table(("step", "Ascend 950, 4 ranks", "", "2 ranks", "", "4 ranks", ""), rows)]
 
 
-def copies(load: Callable[[str], Any]) -> None:
-    print("## 3. get and asynchronous get\n")
+def copies(load: Callable[[str], Any]) -> list[str]:
     found = {
         (row["size_bytes"], row["implementation"]): row
         for row in load("copies")["rows"]
@@ -113,39 +118,40 @@ def copies(load: Callable[[str], Any]) -> None:
             )
         )
     heads = "GET, ASYNC: GB/s", "ticks", "staged, get, async: GB/s", "kcycles", "of the caller"
-    table(("size", *heads), rows)
+    return [table(("size", *heads), rows)]
 
 
 def _thousands(cycles: float | None) -> str:
     return "-" if cycles is None else f"{cycles / 1e3:,.0f}"
 
 
-def linear(load: Callable[[str], Any]) -> None:
-    print("## 4. A linear layer and its sum in chunks; a product beside an all-gather\n")
-    table(
-        ("chunks of a rank's rows", *OVERLAPPED),
-        ((chunks, *overlapped(load(f"linear-{chunks}"))) for chunks in (1, 2, 4)),
-    )
+def linear(load: Callable[[str], Any]) -> list[str]:
+    cut = [(chunks, load(f"linear-{chunks}")) for chunks in (1, 2, 4)]
     theirs = [float(row["value"]) for row in published("bench_overlapped_matmul_allgather")]
     ours = load("beside")
     medians = [median(ours, name) for name in ("sequential", "overlapped")]
     rows = [
-        ("sequential", theirs[0], "1.00x", f"{medians[0]:.2f}", "1.00x"),
+        ("sequential", theirs[0], "1.00x", f"{medians[0]:.2f}", "1.00x", ""),
         (
             "overlapped",
             theirs[1],
             f"{theirs[0] / theirs[1]:.2f}x",
             f"{medians[1]:.2f}",
             f"{medians[0] / medians[1]:.2f}x",
+            f"{ours['limit_ratio']:.2f}",
         ),
-        ("by copy engines", theirs[2], f"{theirs[0] / theirs[2]:.2f}x", "", ""),
+        ("by copy engines", theirs[2], f"{theirs[0] / theirs[2]:.2f}x", "", "", ""),
     ]
-    table(("", "8 x H100, ms", "", "2 ranks, ms", ""), rows)
-    print(f"Limit ratio {ours['limit_ratio']:.2f}.\n")
+    return [
+        table(
+            ("chunks of a rank's rows", *OVERLAPPED),
+            ((chunks, *overlapped(found)) for chunks, found in cut),
+        ),
+        table(("", "8 x H100, ms", "", "2 ranks, ms", "", "limit ratio"), rows),
+    ]
 
 
-def gather(load: Callable[[str], Any]) -> None:
-    print("## 5. All-gather\n")
+def gather(load: Callable[[str], Any]) -> list[str]:
     found = {
         (row["size_bytes"], row["implementation"]): row["busbw_gbps"]
         for row in load("gather")["rows"]
@@ -153,7 +159,8 @@ def gather(load: Callable[[str], Any]) -> None:
     }
     theirs: dict[int, list[str]] = {}
     for row in published("iris_all_gather"):
-        theirs.setdefault(int(row["bytes"]), []).append(row["value"])
+        assert row["unit"] == "GiB/s"
+        theirs.setdefault(int(row["bytes"]), []).append(f"{GIB * float(row['value']):.0f}")
     sizes = sorted({*theirs, *(size for size, _ in found)})
     rows = [
         (
@@ -163,17 +170,31 @@ def gather(load: Callable[[str], Any]) -> None:
         )
         for size in sizes
     ]
-    heads = "of each rank", "RCCL, Triton, Gluon: GiB/s", "weft: GB/s", "weft (plain)", "gloo"
-    table(heads, rows)
+    heads = "of each rank", "RCCL, Triton, Gluon", "weft", "weft (plain)", "gloo"
+    return [table(heads, rows)]
 
 
-def main(directory: Path) -> None:
+def tables(directories: Sequence[Path]) -> list[list[str]]:
+    """The tables of each of the page's numbered sections."""
+
     def load(name: str) -> Any:
-        return json.loads((directory / f"{name}.json").read_text())
+        files = (directory / f"{name}.json" for directory in directories)
+        return json.loads(next(file for file in files if file.exists()).read_text())
 
-    for part in (streaming, steps, copies, linear, gather):
-        part(load)
+    return [part(load) for part in (streaming, steps, copies, linear, gather)]
+
+
+def with_tables(page: str, sections: Sequence[Sequence[str]]) -> str:
+    """A page whose numbered sections have these tables, in their order, in place of others."""
+    first, *parts = re.split(r"(?=^### \d)", page, flags=re.MULTILINE)
+    made = [first]
+    for part, own in zip(parts, sections, strict=True):
+        others = re.findall(r"(?:^\|.*\n)+", part, flags=re.MULTILINE)
+        for other, new in zip(others, own, strict=True):
+            part = part.replace(other, new + "\n")
+        made.append(part)
+    return "".join(made)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    PAGE.write_text(with_tables(PAGE.read_text(), tables([*map(Path, sys.argv[1:])])))

@@ -1,7 +1,7 @@
 #!/bin/sh
-# The measurements of the five published systems that weft takes over, scaled to a machine without accelerators; docs/five-systems.md has
-# their tables beside the published figures: benchmarks/five_systems.py DIRECTORY prints them from the JSON.
-# usage: benchmarks/five_systems.sh WEFT DIRECTORY      from the root of the repository; some 15 minutes on two cores
+# The measurements of the five published systems that weft takes over, scaled to a machine without accelerators. At the end it draws the
+# pictures of docs/five-systems.md and writes its tables, beside the published figures.
+# usage: benchmarks/five_systems.sh WEFT DIRECTORY      from the root of the repository; 7 minutes on two cores of a Xeon
 set -eu
 weft=$1 into=$2
 mkdir -p "$into"
@@ -43,3 +43,8 @@ done
 
 # 5. all-gather of 2 to 128 MiB for each rank
 "$weft" bench all-gather --sizes 2M:128M:4 --dtype float16 --iterations 7 --json "$into/gather.json" >"$into/gather.txt"
+
+# the page
+cp "$into/steps-2.png" docs/images/steps.png
+cp "$into/copies.png" docs/images/copies.png
+python3 benchmarks/five_systems.py "$into"

@@ -72,7 +72,7 @@ ASCEND: dict[str, Any] = {
     "reduce_gbs": 1400,
     "notify_us": 1.02,
     "notify_source": "at most the time in which the published get of Ascend A2/A3 reads and stores "
-    "4 KiB of a peer: 50.85 ticks of 20 ns",
+    "4 KiB of a peer: 50.85 ticks, taken to be of 20 ns",
 }
 COUNTER_MHZ = 50.0
 """Of the counter of an Ascend A2/A3: the 24 figures of system 3 fit 49."""

@@ -4,17 +4,17 @@ own, and DeepSpeed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from weft.measure.timing import largest
-from weft.plan.launch import Launch
 from weft.world import World
-from weft_bench import deepspeed
+from weft_bench import deepspeed, nccl
 from weft_bench.baselines import collective, group_of, symmetric_gather
 from weft_bench.collectives import COLLECTIVES, limit_of
 from weft_bench.contenders import PLAIN, WEFT, Baseline, Contender, Local, total
@@ -85,7 +85,10 @@ class Library:
         tensors = bench.tensors(PLAIN, in_place, count)
         operation, op = bench.settings.operation, bench.settings.op
         call = collective(operation, *tensors, op, self.group)
-        return Local(self.name, in_place, call, tensors, bench)
+        if self.name != "nccl":
+            return Local(self.name, in_place, call, tensors, bench)
+        about = {"channels": nccl.channels()}
+        return Local(nccl.named(self.name), in_place, call, tensors, bench, about)
 
 
 class Symmetric:
@@ -144,7 +147,7 @@ class MpiCalls:
     gloo.
     """
 
-    launch: Launch | None = None
+    about: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, name: str, in_place: bool, ranks: MpiRanks | None, world: World) -> None:
         self.implementation = name

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from weft.plan.launch import Launch
 from weft_bench.between_ranks import sum_over_ranks
 from weft_bench.harness import poison
 from weft_bench.verification import Check
@@ -25,8 +25,8 @@ class Contender(Protocol):
 
     implementation: str
     in_place: bool
-    launch: Launch | None
-    """The launch of the kernel that it is, if it is one."""
+    about: Mapping[str, Any]
+    """Further entries of its rows: the launch of a kernel, the channels of NCCL."""
 
     def verify(self, run: int) -> Check:
         """The check of one call on the data of `run` into poisoned outputs, with the wrong elements
@@ -64,11 +64,11 @@ class Local:
         call: Callable[[], object],
         tensors: tuple[Tensor, Tensor],
         bench: Bench,
-        launch: Launch | None = None,
+        about: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.implementation, self.in_place, self.call, self.bench = name, in_place, call, bench
         self.a, self.out = tensors
-        self.launch = launch
+        self.about = about
 
     def verify(self, run: int) -> Check:
         poison(self.out)

@@ -7,7 +7,7 @@ are complete (latency, and the cycles of the whole transfer), then a window of c
 (bandwidth, and the cycles of the calling thread). An asynchronous copy costs its caller only the
 submission. A staged get fetches one tile after the other into a small buffer, which stays in the
 core's cache, and copies it on from there, as a processor does that reaches memory only through a
-buffer of its own.
+buffer of its own; it is one native call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from weft.world import World
 from weft_bench import sweep
 from weft_bench.harness import batches, verified, worst
 from weft_bench.settings.copies import CopySettings
+from weft_bench.ticks import HostTicks
 from weft_bench.verification import RUNS, Check
 
 MEMCPY, COPY_ = "memcpy", "torch.copy_"
@@ -68,6 +69,16 @@ class Samples(NamedTuple):
     callers: list[float]
 
 
+class Ticks(Protocol):
+    """The counter of cycles by which copies are measured."""
+
+    def counter(self) -> dict[str, Any]:
+        """The counter's `name` and its frequency, `mhz`."""
+
+    def spent(self, work: Callable[[], object]) -> int:
+        """The ticks that `work` costs its caller."""
+
+
 class Copies:
     """The buffers of one rank, shared by all sizes: random elements, a source and a target."""
 
@@ -86,6 +97,7 @@ class Copies:
         # allocates the pages before anything is timed
         self.shared = world.empty(self.count, dtype=self.dtype).zero_()
         self.source, self.target = self.zeros(self.count), self.zeros(self.count)
+        self.ticks: Ticks = HostTicks()
 
     def zeros(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=self.dtype, device=self.world.device)
@@ -218,19 +230,9 @@ class HostCopies(Copies):
         return partial(ctypes.memmove, target.data_ptr(), source.data_ptr(), size)
 
     def _staged(self, size: int) -> Callable[[], object]:
-        """A staged get: two calls for each tile."""
+        """A staged get, of all tiles in one call."""
         shared, _, target = self.part(size)
-        steps = list[Callable[[], object]]()
-        for part, there in zip(*(t.split(len(self.tile)) for t in (target, shared)), strict=True):
-            tile = self.tile[: len(part)]
-            steps.append(partial(get, tile, there, self.peer))
-            steps.append(partial(ctypes.memmove, part.data_ptr(), tile.data_ptr(), part.nbytes))
-
-        def staged_get() -> None:
-            for step in steps:
-                step()
-
-        return staged_get
+        return lambda: _native.copy_at_once(False, shared, target, self.peer, self.tile)
 
 
 def complete(handle: object) -> None:

@@ -42,23 +42,17 @@ def kind_of(name: str) -> str:
     return next(found, "other")
 
 
-def is_one(file: Path) -> bool:
-    """Whether a file is a profiler's trace, rather than a result of ``weft bench``."""
+def read(file: Path) -> Trace | None:
+    """The trace in a file; None for another file, and for one that cannot be read. Raises
+    `ValueError` if it has no work of a GPU or is of another form.
+    """
     try:
-        with file.open("rb") as opened:
-            begin = opened.read(16)
-        if begin == b"SQLite format 3\0":
-            return True
-        return begin.lstrip()[:1] in (b"{", b"[") and _events(file) is not None
-    except (OSError, ValueError):
-        return False
-
-
-def read(file: Path) -> Trace:
-    """The trace in a file. Raises `ValueError` if it has no work of a GPU or is of another form."""
-    with file.open("rb") as opened:
-        from_nsight = opened.read(16) == b"SQLite format 3\0"
-    spans = sorted(_of_nsight(file) if from_nsight else _of_torch(file), key=lambda s: s.start)
+        found = _spans(file)
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+        return None
+    if found is None:
+        return None
+    spans = sorted(found, key=lambda span: span.start)
     if not spans:
         raise ValueError(
             f"{file} has no work of a GPU: profile with ProfilerActivity.CUDA, or nsys --trace cuda"
@@ -66,18 +60,20 @@ def read(file: Path) -> Trace:
     return Trace(file.name, tuple(spans))
 
 
-def _events(file: Path) -> Sequence[dict[str, Any]] | None:
-    """The events of a trace of torch; None for another file."""
+def _spans(file: Path) -> Iterator[Span] | None:
+    """The spans of a trace; None for another file."""
+    with file.open("rb") as opened:
+        if opened.read(16) == b"SQLite format 3\0":
+            return _of_nsight(file)
     found = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(found, dict) or "deviceProperties" not in found:
         return None
-    events: Sequence[dict[str, Any]] = found["traceEvents"]
-    return events
+    return _of_torch(found["traceEvents"])
 
 
-def _of_torch(file: Path) -> Iterator[Span]:
+def _of_torch(events: Sequence[dict[str, Any]]) -> Iterator[Span]:
     """Its times are microseconds."""
-    for event in _events(file) or ():
+    for event in events:
         if event.get("ph") != "X" or event.get("cat") not in ("kernel", "gpu_memcpy"):
             continue
         name, of = event["name"], event["args"]

@@ -347,11 +347,11 @@ class Subject(Views):
         return call if "out" in accepted else lambda: self.out.copy_(call())
 
     def _unlinked(self, call: Callable[[], object]) -> object:
-        """A call of an algorithm that can honour neither links nor a kernel that copies: with the
-        other options.
+        """A call of an algorithm that can honour neither links, nor a kernel that copies, nor tiles
+        of own rows: with the other options.
         """
         options = self.world.device_options
-        self.world.configure(replace(options, links=1, comm_sms=0))
+        self.world.configure(replace(options, links=1, comm_sms=0, own_tile=None))
         try:
             return call()
         finally:

@@ -72,5 +72,6 @@ def _by_torch(operator: str, a: Tensor, b: Tensor, world: World) -> Callable[[],
     fused: Any = torch.ops.symm_mem
     group: str = world.backend.group.group_name
     if operator == "all_gather_matmul":
-        return lambda: fused.fused_all_gather_matmul(a, [b], 0, group)[1][0]
+        # without the gathered rows, so that it may multicast few rows (torch: up to 2,048)
+        return lambda: fused.fused_all_gather_matmul(a, [b], 0, group, return_A=False)[1][0]
     return lambda: fused.fused_matmul_reduce_scatter(a, b, "sum", 0, group)

@@ -20,18 +20,19 @@ from weft_bench.settings.overlap import OverlapSettings
 
 
 class Way(NamedTuple):
-    """An all-gather into `gathered`.
+    """An all-gather of `source` into `gathered`.
 
     `gather` orders it before later work of the caller's stream; `begin` lets it run in the
-    background and returns an object to wait for. `comm_sms` is the number of SMs that it occupies,
-    None if unknown.
+    background and returns an object to wait for. `comm_sms` is the number of SMs that it occupies
+    at most.
     """
 
     name: str
+    source: Tensor
     gathered: Tensor
     gather: Callable[[], object]
     begin: Callable[[], Any]
-    comm_sms: int | None = 0
+    comm_sms: int = 0
 
 
 def ways(settings: OverlapSettings, world: World, a: Tensor) -> list[Way]:
@@ -60,9 +61,8 @@ def _by_weft(
     empty = partial(torch.empty, device=world.device) if settings.plain_out else world.empty
     gathered = empty(len(a) * world.ranks, dtype=a.dtype)
     given: dict[str, Any] = {"out": gathered, "world": world, **options}
-    return Way(
-        label, gathered, partial(all_gather, a, **given), partial(all_gather_async, a, **given), sms
-    )
+    gather, begin = partial(all_gather, a, **given), partial(all_gather_async, a, **given)
+    return Way(label, a, gathered, gather, begin, sms)
 
 
 def _multicast(world: World, a: Tensor) -> Way:
@@ -77,12 +77,20 @@ def _multicast(world: World, a: Tensor) -> Way:
         raise WeftError("--gather multicast needs GPUs on an NVSwitch: leave it out")
     gathered = world.empty(len(a) * world.ranks, dtype=a.dtype)
     gather = partial(operator, a, world.backend.group.group_name, gathered)
-    return Way("multicast", gathered, gather, _in_background(gather), None)
+    sms = multicast_sms(a.nbytes)
+    return Way("multicast", a, gathered, gather, _in_background(gather), sms)
+
+
+def multicast_sms(size: int) -> int:
+    """The programs by which torch stores `size` bytes by multicast: 1024 threads of 16 bytes each,
+    in torch from 2.9 on.
+    """
+    return max(1, min(8, -(-size // (1024 * 16))))
 
 
 def _zero_cta(world: World, a: Tensor) -> Way:
-    """NCCL with the policy that leaves all SMs to products, which copies by copy engines into
-    memory of its own.
+    """NCCL with the policy that leaves all SMs to products: it copies by copy engines from and to
+    symmetric memory of its own. With NCCL 2.28 both must be: an input that is not goes by SMs.
     """
     nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
     policy = getattr(nccl, "NCCL_CTA_POLICY_ZERO", None)
@@ -95,6 +103,7 @@ def _zero_cta(world: World, a: Tensor) -> Way:
     backend.eager_connect_single_device(world.device)
     pool = torch.cuda.MemPool(backend.mem_allocator)
     with torch.cuda.use_mem_pool(pool):
+        source = torch.empty_like(a)
         gathered = torch.empty(len(a) * world.ranks, dtype=a.dtype, device=world.device)
     try:
         backend.register_mem_pool(pool, symm=True)
@@ -103,8 +112,8 @@ def _zero_cta(world: World, a: Tensor) -> Way:
             "--gather nccl-zero-cta needs a torch that registers symmetric memory: leave it out"
         ) from None
     world.keepalive.append(pool)
-    gather = partial(dist.all_gather_into_tensor, gathered, a, group=group)
-    return Way("nccl-zero-cta", gathered, gather, partial(gather, async_op=True), None)
+    gather = partial(dist.all_gather_into_tensor, gathered, source, group=group)
+    return Way("nccl-zero-cta", source, gathered, gather, partial(gather, async_op=True))
 
 
 class _Ended(NamedTuple):

@@ -22,7 +22,7 @@ from weft.kernels.weights import Weight
 from weft.measure.timing import Statistics, Stopwatch, session, stopwatch_of
 from weft.predict import figures
 from weft.world import World
-from weft_bench import collectives, tables
+from weft_bench import collectives, nccl, tables
 from weft_bench.baselines import collective, group_of
 from weft_bench.gather_ways import Way, ways
 from weft_bench.harness import environment, link_of, times_ms
@@ -87,7 +87,8 @@ class Overlap(Views):
 
     def renew(self, run: int) -> None:
         self.x.copy_(self.problem.rows(run))
-        self.a.copy_(self.data.own(run, len(self.a)))
+        for source in (self.a, *(way.source for way in self.ways)):
+            source.copy_(self.data.own(run, len(self.a)))
 
     def _both(self, gathered: Tensor, call: Callable[[], object]) -> View:
         return View(
@@ -145,7 +146,12 @@ def _figures(overlap: Overlap, way: Way, times: Mapping[str, Statistics]) -> dic
     suffix = overlap.suffix(way)
     medians = [times[f"{name}{'' if name == 'compute' else suffix}"].median for name in _VIEWS]
     symmetric = overlap.world.is_symmetric(way.gathered)
-    about = {"gather": way.name, "comm_sms": way.comm_sms, "symmetric_out": symmetric}
+    about = {
+        "gather": way.name,
+        "comm_sms": way.comm_sms,
+        "channels": nccl.channels() if way.name == "nccl-zero-cta" else None,
+        "symmetric_out": symmetric,
+    }
     return about | figures.of_overlap(*medians)
 
 

@@ -5,7 +5,6 @@ a kernel on several numbers of SMs.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -14,11 +13,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-import weft._native as _native
 from weft.measure.timing import session
 from weft_bench import tables
 from weft_bench.copies import ASYNC, COPY_, MEMCPY, WEFT, HostCopies
-from weft_bench.gpu.copies import ENGINE, StreamCopies
+from weft_bench.gpu.copies import ENGINE, ENGINE_ASYNC, StreamCopies
+from weft_bench.gpu.ticks import DEVICE, INTERPRETED
 from weft_bench.harness import environment, every_size
 from weft_bench.neighbours import neighbours
 from weft_bench.pictures import COLOURS, DASHED, picture
@@ -41,25 +40,17 @@ def measure(settings: CopySettings) -> dict[str, Any]:
         neighbours(world, settings.neighbours),
     ):
         copies = (StreamCopies if world.stream_ordered else HostCopies)(settings, world)
-        start = _native.cycles(), _native.now()
         rows = every_size(settings, world, copies.rows)
-        ticks, nanoseconds = _native.cycles() - start[0], _native.now() - start[1]
         return {
             "benchmark": "p2p",
             "ranks": world.ranks,
             "hosts": len(set(world.hosts)),
             "neighbours": settings.neighbours,
-            "counter": {"name": _counter(), "mhz": round(1e3 * ticks / nanoseconds, 1)},
+            "counter": copies.ticks.counter(),
             "rows": rows,
             "verified": not any(row["wrong"] for row in rows),
             **environment(world, settings),
         }
-
-
-def _counter() -> str | None:
-    """The name of the counter of cycles of this processor."""
-    names = {"x86_64": "time-stamp counter", "aarch64": "virtual counter"}
-    return names.get(platform.machine())
 
 
 def print_tables(result: dict[str, Any], console: Console) -> None:
@@ -94,7 +85,7 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
         "us: median of single copies, until complete. GB/s of 1e9 bytes: copies back to back; "
         "these are compared" + (", with the copy engine in that direction." if on_streams else "."),
         _of_cycles(result.get("counter")),
-        *([] if on_streams else _bought(result["rows"])),
+        *_bought(result["rows"]),
         *(
             ["On a CPU the engine is torch's copy, and streams are threads."]
             if on_streams and tables.options_of(result).get("device") == "cpu"
@@ -142,28 +133,49 @@ def _thousands(cycles: float | None) -> str:
 def _of_cycles(counter: dict[str, Any] | None) -> str:
     if counter is None or counter["name"] is None:
         return "kcycles: the result does not name a counter of the processor."
+    costs = (
+        "for how long a copy holds the caller's stream"
+        if counter["name"] in (DEVICE, INTERPRETED)
+        else "what a copy costs its thread"
+    )
     return (
         f"kcycles: 1000 ticks of the {counter['name']}, {counter['mhz']:,g} MHz, of a single copy "
-        "until it is complete; caller: what a copy costs its thread, asynchronous its submission."
+        f"until it is complete; caller: {costs}, asynchronous its submission."
     )
 
 
 def _bought(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What asynchrony buys, and does not, at the smallest and the largest size."""
-    found = {(row["size_bytes"], row["operation"], row["implementation"]): row for row in rows}
-    sizes = sorted({row["size_bytes"] for row in rows})
-    ends = dict.fromkeys([sizes[0], sizes[-1]])
-    pairs = {size: (found[size, "get", ASYNC], found[size, "get", WEFT]) for size in ends}
-    if any(not row["cycles"] for pair in pairs.values() for row in pair):
-        return []
-    said = (
-        f"{one['algbw_gbps'] / other['algbw_gbps']:.2f} of the bandwidth of get for "
-        f"{one['cycles'] / other['cycles']:.2f} of its caller's cycles ({size_name(size)})"
-        for size, (one, other) in pairs.items()
-    )
-    return [
-        f"On a CPU asynchrony buys the caller's time, not bandwidth. get async: {', '.join(said)}."
+    """What an asynchronous get buys at the smallest and the largest size, by its figures."""
+    found = {
+        (row["size_bytes"], row["implementation"]): row for row in rows if row["operation"] == "get"
+    }
+    sizes = sorted({size for size, _ in found})
+    said = list[str]()
+    for size in dict.fromkeys([sizes[0], sizes[-1]]):
+        one, other = (
+            next(found[size, name] for name in names if (size, name) in found)
+            for names in ((ASYNC, ENGINE_ASYNC), (WEFT, ENGINE))
+        )
+        if not one["cycles"] or not other["cycles"]:
+            return []
+        bandwidth = one["algbw_gbps"] / other["algbw_gbps"]
+        cycles = one["cycles"] / other["cycles"]
+        said.append(
+            f"{size_name(size)}: {bandwidth:.2f} of the bandwidth of get for {cycles:.2f} of its "
+            f"caller's cycles, which buys {bought(bandwidth, cycles)}"
+        )
+    return [f"get async, {'; '.join(said)}."]
+
+
+def bought(bandwidth: float, cycles: float) -> str:
+    """What one copy has more of than another, with this part of its bandwidth and of its caller's
+    cycles; a twentieth is none.
+    """
+    gains = [
+        *(["bandwidth"] if bandwidth > 1.05 else []),
+        *(["the caller's time"] if cycles < 0.95 else []),
     ]
+    return " and ".join(gains) or "nothing"
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -171,7 +183,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     into a PNG or SVG file.
     """
     title = f"p2p: rank 0 and rank {result['ranks'] - 1}, and local copies"
-    with picture(path, 11, 4.4, title, verified=result["verified"]) as figure:
+    about = tables.about(result)
+    with picture(path, 11, 4.4, title, verified=result["verified"], about=about) as figure:
         for axes, operation in zip(figure.subplots(1, 2, sharey=True), ("put", "get"), strict=True):
             rows = [row for row in result["rows"] if row["operation"] in (operation, "local")]
             series = dict[str, list[dict[str, Any]]]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -110,13 +111,14 @@ def draw_sweep(result: dict[str, Any], path: Path) -> None:
     """Draw time and bus bandwidth over size, a line for each implementation, as a PNG or SVG file.
 
     Rows in place are drawn only if all rows are in place. Kernels are drawn over the SMs that they
-    take, a panel for each size, beside the others, which take none.
+    take, and NCCL over its channels, which take an SM each, a panel for each size, beside the
+    others.
     """
     in_place = all(row["in_place"] for row in result["rows"])
     rows = [row for row in result["rows"] if row["in_place"] == in_place]
     title = f"{result['benchmark']}: {result['ranks']} ranks, {result['dtype']}"
     title += ", in place" if in_place else ""
-    if any("comm_sms" in row for row in rows):
+    if any("comm_sms" in row for row in rows) or len({row.get("channels") for row in rows}) > 2:
         _draw_over_sms(rows, title, result, path)
         return
     about = tables.about(result)
@@ -153,34 +155,47 @@ def draw_sweep(result: dict[str, Any], path: Path) -> None:
 def _draw_over_sms(
     rows: Sequence[dict[str, Any]], title: str, result: dict[str, Any], path: Path
 ) -> None:
-    """Draw bus bandwidth over SMs: a line for each compiler, tile and number of warps."""
+    """Draw bus bandwidth over SMs: a line for each compiler, tile and number of warps, and for
+    NCCL with several limits of its channels.
+    """
     sizes = sorted({row["size_bytes"] for row in rows})
     width, about = max(9, 3.6 * len(sizes)), tables.about(result)
+    others = dict.fromkeys(_line(row) for row in rows if _line(row) not in COLOURS)
+    colours = COLOURS | {name: f"C{number}" for number, name in enumerate(others)}
     with picture(path, width, 4.6, title, verified=result["verified"], about=about) as figure:
         panels = figure.subplots(1, len(sizes), squeeze=False)[0]
         for axes, size in zip(panels, sizes, strict=True):
             lines = dict[str, list[tuple[int, float]]]()
             for row in (row for row in rows if row["size_bytes"] == size):
-                name, sms = row["implementation"], row.get("comm_sms")
+                name, sms = _line(row), _sms(row)
                 if sms is not None:
-                    lines.setdefault(name.replace(f"{sms} SMs, ", ""), []).append(
-                        (sms, row["busbw_gbps"])
-                    )
+                    lines.setdefault(name, []).append((sms, row["busbw_gbps"]))
                     continue
                 axes.axhline(
                     row["busbw_gbps"],
-                    color=COLOURS.get(name),
+                    color=colours[name],
                     linestyle=DASHED,
                     linewidth=1.2,
                     label=name,
                 )
             for name, points in lines.items():
-                axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
+                along = zip(*sorted(points), strict=True)
+                axes.plot(*along, marker="o", label=name, color=colours[name])
             axes.set_title(f"{size_name(size)} of each rank")
             axes.set_xlabel("SMs")
             axes.set_ylim(bottom=0)
         panels[0].set_ylabel("bus bandwidth, GB/s")
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+
+
+def _sms(row: dict[str, Any]) -> int | None:
+    """The SMs of a kernel, or the channels to which NCCL is limited; None for other rows."""
+    return row.get("comm_sms") or row.get("channels")
+
+
+def _line(row: dict[str, Any]) -> str:
+    """The implementation of a row without its SMs or channels."""
+    return re.sub(rf"{_sms(row)} SMs?, |, {_sms(row)} channels?", "", row["implementation"])
 
 
 def size_name(size: int) -> str:

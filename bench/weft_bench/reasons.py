@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from weft.schedules.device_options import DeviceOptions, honours
+from weft.schedules.device_options import DeviceOptions, honours, tile_of
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Operator, Request
 
@@ -60,6 +60,12 @@ def of_kernel(settings: Any) -> str:
         kernels = "--engine triton" if settings.device == "cuda" else "--engine interpreter"
         return f"the engine {engine} does not multiply by weft's kernel: use {kernels}"
     return ""
+
+
+def own_tile(settings: Any) -> str:
+    return of_kernel(settings) or _honoured(
+        settings, DeviceOptions(own_tile=tile_of(settings.own_tile))
+    )
 
 
 def comm_sms(settings: Any) -> str:

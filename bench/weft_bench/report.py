@@ -111,9 +111,15 @@ def _options(options: dict[str, Any]) -> Iterator[str]:
         yield "gathered rows returned"
     if (threads := options.get("comm_threads", 1)) > 1:
         yield f"{threads} comm threads"
-    tile, sms = options.get("tile"), options.get("compute_sms")
+    tile, own = (
+        tile_of(name) if (name := options.get(option)) else None for option in ("tile", "own_tile")
+    )
     device = DeviceOptions(
-        tile_of(tile) if tile else None, sms, options.get("comm_sms", 0), options.get("links", 1)
+        tile,
+        options.get("compute_sms"),
+        options.get("comm_sms", 0),
+        options.get("links", 1),
+        own,
     )
     if device != DEFAULT:
         yield str(device)

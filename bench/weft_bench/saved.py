@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
@@ -21,6 +21,38 @@ def load(file: Path) -> Result:
     if not isinstance(found, dict) or not isinstance(found.get("benchmark"), str):
         raise ValueError(f"{file} is no result of weft bench --json")
     return found
+
+
+def load_together(files: Sequence[Path]) -> Result:
+    """The result in a file; of several files of one benchmark over sizes one result with the rows
+    of all, of which an implementation that an earlier file has too is named after its own file.
+    Raises as `load`, and `ValueError` for results that do not compare.
+    """
+    first, *others = map(load, files)
+    if not others:
+        return first
+    rows = list(first.get("rows", []))
+    for file, other in zip(files[1:], others, strict=True):
+        for key in ("benchmark", "ranks", "hosts", "dtype", "op"):
+            if first.get(key) != other.get(key):
+                raise ValueError(
+                    f"{file} is of {key} {other.get(key)}, and {files[0]} of {first.get(key)}: "
+                    "show them one by one"
+                )
+        if "rows" not in first or first["benchmark"] == "p2p":
+            raise ValueError(f"{files[0]} is no result of a collective over sizes: show it alone")
+        known = {_case(row) for row in rows}
+        for row in other["rows"]:
+            if _case(row) in known:
+                row = row | {"implementation": f"{row['implementation']} ({file.stem})"}
+            rows.append(row)
+    rows.sort(key=lambda row: row["size_bytes"])
+    verified = all(result["verified"] for result in (first, *others))
+    return first | {"rows": rows, "verified": verified}
+
+
+def _case(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("implementation", "size_bytes", "in_place"))
 
 
 def load_traces(file: Path) -> list[Trace]:

@@ -77,7 +77,8 @@ class Bench:
             tensors = self.tensors(WEFT, in_place, count)
             for launch in self.settings.launches:
                 call = weft_collective(self.settings, *tensors, self.world, launch)
-                contenders.append(Local(_kernel(launch), in_place, call, tensors, self, launch))
+                about = launch._asdict()
+                contenders.append(Local(_kernel(launch), in_place, call, tensors, self, about))
             others = (each.contender(self, in_place, count) for each in self.baselines)
             contenders += filter(None, others)
         return contenders
@@ -115,7 +116,7 @@ class Bench:
                 "operation": self.settings.operation,
                 "implementation": one.implementation,
                 "in_place": one.in_place,
-                **(one.launch._asdict() if one.launch else {}),
+                **one.about,
             }
             widths = bandwidths(self.settings.operation, size, self.world.ranks, times.median)
             counts = {"wrong": check.wrong, "batches": len(seconds), "calls": calls}
@@ -242,8 +243,8 @@ def _print_rows(rows: Sequence[dict[str, Any]], console: Console, p99: bool) -> 
     """
     keys = ["median", "p99"] if p99 else ["median"]
     implementations = dict.fromkeys(row["implementation"] for row in rows)
-    own = {WEFT, PLAIN, *(row["implementation"] for row in rows if "comm_sms" in row)}
-    baselines = [name for name in implementations if name not in own]
+    # also those of further files
+    baselines = [name for name in implementations if not name.startswith((WEFT, "kernel"))]
     places = sorted({row["in_place"] for row in rows})
     columns = ["\nsize B", "\ncount", "\ntype", ""]
     for place in places:

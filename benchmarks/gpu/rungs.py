@@ -4,7 +4,6 @@ checked against a result that torch computes.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ from torch import Tensor
 import weft
 from weft.schedules.operators import OPERATORS
 from weft.world import World
+from weft_bench.graphs import captured
 
 DTYPE = torch.bfloat16
 
@@ -92,7 +92,7 @@ def rungs(on_gpu: bool) -> list[Rung]:
         found += [
             Rung("time-out", late),
             *(
-                Rung(f"graph, {each}", partial(graph, size, threading.Barrier(2)), 2, each)
+                Rung(f"graph, {each}", partial(graph, size), 2, each)
                 for each in ("torch", "triton")
             ),
         ]
@@ -311,25 +311,20 @@ def late(world: World) -> None:
         raise AssertionError("the wait for a notify that never comes was no PeerTimeout")
 
 
-def graph(size: Size, turn: threading.Barrier, world: World) -> None:
-    """A call in a CUDA graph, replayed on other operands; ranks capture one after the other."""
+def graph(size: Size, world: World) -> None:
+    """A call in a CUDA graph, replayed on other operands."""
     a = torch.ones(size.m, size.k, device=world.device)
     b = torch.ones(size.k, size.n, device=world.device)
     out = torch.empty(size.m, size.n, device=world.device)
-    weft.matmul_all_reduce(a, b, out=out)
-    stream, captured = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+    call = partial(weft.matmul_all_reduce, a, b, out=out)
+    call()
+    stream = torch.cuda.current_stream()
     stream.synchronize()
-    for rank in range(world.ranks):  # the begin of a capture would break another one
-        turn.wait()
-        if rank == world.rank:
-            how: dict[str, Any] = {"stream": stream, "capture_error_mode": "thread_local"}
-            with torch.cuda.graph(captured, **how):
-                weft.matmul_all_reduce(a, b, out=out)
-    turn.wait()
+    replay = captured(world, call)
     for value in range(1, 4):
         a.fill_(float(value))
         weft.barrier()
-        captured.replay()
+        replay()
         stream.synchronize()
         wanted = torch.full_like(out, size.k * value * world.ranks)
         equal(out, wanted, f"replay on {value}")

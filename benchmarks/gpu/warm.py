@@ -12,54 +12,34 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
+
+from weft_bench.gpu.compile_only import compile_only
 
 SMS = 132  # of an H100
 
 
-class Driver:
-    """A driver for compilation alone."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-
-def compile_only() -> None:
-    """From here on launches compile their kernels, as of a GPU, and do nothing else."""
-    from weft.gpu import backend
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Meanwhile launches only compile their kernels, with the fences that a GPU needs."""
     from weft.gpu.kernels.all_gather_matmul import ProductKernel
 
-    run, one = JITFunction.run, threading.Lock()
     make = ProductKernel.__init__
-
-    def compiled(self: Any, *args: Any, warmup: bool, **options: Any) -> Any:
-        with one:
-            return run(self, *args, warmup=True, **options)
 
     def fenced(self: Any, *args: Any, **options: Any) -> None:
         make(self, *args, **options)
-        self.options["FENCE"] = True  # as on a GPU
+        self.options["FENCE"] = True
 
-    JITFunction.run = compiled
-    ProductKernel.__init__ = fenced  # type: ignore[method-assign]
-    triton.runtime.driver._active = Driver()
-    backend.check_products = lambda *_: None  # a CPU would have to interpret
+    with compile_only(), patch.object(ProductKernel, "__init__", fenced):
+        yield
 
 
 def climb(rung: Any) -> None:
@@ -111,15 +91,15 @@ def works() -> dict[str, Callable[[], None]]:
 
 def compile_share(names: Sequence[str], first: int, every: int) -> None:
     """Compile what every `every`-th of the names launches, from the `first` on."""
-    compile_only()
     everything, begun = works(), time.perf_counter()
-    for name in names[first::every]:
-        try:
-            everything[name]()
-            print(f"[{time.perf_counter() - begun:6.1f} s] {name}", flush=True)
-        except Exception:
-            print(f"[{time.perf_counter() - begun:6.1f} s] {name} FAILED", flush=True)
-            traceback.print_exc()
+    with as_on_a_gpu():
+        for name in names[first::every]:
+            try:
+                everything[name]()
+                print(f"[{time.perf_counter() - begun:6.1f} s] {name}", flush=True)
+            except Exception:
+                print(f"[{time.perf_counter() - begun:6.1f} s] {name} FAILED", flush=True)
+                traceback.print_exc()
 
 
 def main() -> int:

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <stdexcept>
 #include <utility>
 
 #include "kernels/copy.hpp"
@@ -70,9 +71,20 @@ StridedCopy::StridedCopy(char* dst, const char* src, size_t item, const std::vec
     staged_.reset(new char[bytes_]);
 }
 
+StridedCopy StridedCopy::through(char* tile, size_t capacity) const {
+  if (!dimensions_.empty() || staged_ || !capacity)
+    throw std::invalid_argument(
+        "a copy through a tile needs contiguous tensors that do not overlap, and a tile that has "
+        "bytes");
+  StridedCopy copy = *this;
+  copy.tile_ = tile;
+  copy.capacity_ = capacity;
+  return copy;
+}
+
 void StridedCopy::run() const {
   if (!bytes_) return;
-  staged_ ? run_staged() : run_shared();
+  tile_ ? run_in_tiles() : staged_ ? run_staged() : run_shared();
 }
 
 // Threads divide the longest dimension, or the runs.
@@ -140,6 +152,15 @@ void StridedCopy::run_staged() const {
     in.dimensions_[i].dst = out.dimensions_[i].src = stride;
   in.run_shared();
   out.run_shared();
+}
+
+void StridedCopy::run_in_tiles() const {
+  for (size_t start = 0; start < run_; start += capacity_) {
+    const size_t bytes = std::min(capacity_, run_ - start);
+    const Target here{tile_, bytes, bytes}, there{dst_ + start, bytes, bytes_};
+    copy_rows(&here, 1, src_ + start, bytes, 1, bytes);
+    copy_rows(&there, 1, tile_, bytes, 1, bytes);
+  }
 }
 
 }  // namespace weft

@@ -31,6 +31,10 @@ class StridedCopy {
   StridedCopy(char* dst, const char* src, size_t item, const std::vector<size_t>& shape,
               const std::vector<size_t>& dst_strides, const std::vector<size_t>& src_strides);
 
+  // The same copy, a tile after the other: into the `capacity` bytes at `tile`, and on from there.
+  // Throws std::invalid_argument unless both views are contiguous and apart from each other.
+  StridedCopy through(char* tile, size_t capacity) const;
+
   void run() const;
 
  private:
@@ -42,6 +46,7 @@ class StridedCopy {
   void run_tiles(const Dimension& outer, const Dimension& inner, char* dst, const char* src) const;
   void run_rows(const Dimension& rows, char* dst, const char* src) const;
   void run_staged() const;
+  void run_in_tiles() const;
 
   char* dst_;
   const char* src_;
@@ -51,6 +56,8 @@ class StridedCopy {
   // capacity for all elements if the views overlap: allocated in the constructor, where a lack of
   // memory can be reported
   std::shared_ptr<char[]> staged_;
+  char* tile_ = nullptr;  // the caller's, of `capacity_` bytes, if the copy goes through a tile
+  size_t capacity_ = 0;
 };
 
 }  // namespace weft

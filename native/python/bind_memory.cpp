@@ -110,19 +110,26 @@ void bind_memory(nb::module_& m) {
   nb::class_<StridedCopy>(m, "StridedCopy");
   m.def(
       "copy_at_once",
-      [](bool put, nb::handle remote, nb::handle local, int peer) {
-        // Whether the copy was made. False also if an argument is wrong, which the caller reports.
-        const auto found = one_sided(put, remote, local, peer);
+      [](bool put, nb::handle remote, nb::handle local, int peer, nb::handle tile) {
+        // Whether the copy was made, through a contiguous tensor if a tile is given. False also if
+        // another argument is wrong, which the caller reports.
+        auto found = one_sided(put, remote, local, peer);
         const auto world = found ? PyTransfers::open.find(found->first) : PyTransfers::open.end();
         if (world == PyTransfers::open.end()) return false;
         PyTransfers& open = *world->second;
         // another thread may close the world, and release the transfers
         const nb::object retained = nb::find(open);
+        View buffer;
+        if (!tile.is_none()) {
+          if (!buffer.read_plain(tile)) throw nb::value_error("the tile is no plain tensor");
+          found->second =
+              found->second.through(reinterpret_cast<char*>(buffer.address), buffer.span());
+        }
         return in_range(
             [&] { return put ? "put" : "get"; },
             [&] { return unlocked([&] { return open.transfers.copy(found->second); }); });
       },
-      "put"_a, "remote"_a.none(), "local"_a.none(), "peer"_a);
+      "put"_a, "remote"_a.none(), "local"_a.none(), "peer"_a, "tile"_a = nb::none());
   m.def("one_sided", &one_sided, "put"_a, "remote"_a.none(), "local"_a.none(), "peer"_a,
         "checked"_a = false);
 

@@ -590,6 +590,29 @@ void test_strided_copies() {
   StridedCopy(nullptr, nullptr, 4, {3, 0}, {0, 1}, {0, 1}).run();
 }
 
+// A tile that does not divide the bytes: each passes through it once, in order.
+void test_copies_in_tiles() {
+  std::mt19937 random(8);
+  std::vector<char> src(10'000), dst(10'008, 7), tile(768);
+  for (auto& x : src) x = static_cast<char>(random());
+  const StridedCopy copy(dst.data() + 4, src.data(), 2, {50, 100}, {100, 1}, {100, 1});
+  copy.through(tile.data(), tile.size()).run();
+  CHECK(!std::memcmp(dst.data() + 4, src.data(), src.size()) && dst[3] == 7 && dst[10'004] == 7);
+  CHECK(!std::memcmp(tile.data(), src.data() + 9'984, 16) &&
+        !std::memcmp(tile.data() + 16, src.data() + 9'232, 752));
+  const StridedCopy rows(dst.data(), src.data(), 2, {50, 90}, {100, 1}, {100, 1}),
+      moved(src.data() + 2, src.data(), 2, {4'000}, {1}, {1});
+  for (const StridedCopy& refused : {rows, moved}) {
+    bool thrown = false;
+    try {
+      refused.through(tile.data(), tile.size());
+    } catch (const std::invalid_argument&) {
+      thrown = true;
+    }
+    CHECK(thrown);
+  }
+}
+
 // Two threads submit more transfers than may be outstanding; each transfer reads the data that the
 // previous one wrote.
 void test_transfers() {
@@ -762,6 +785,7 @@ int main() {
   test_lanes_end_together();
   test_increments_before_leaving_count();
   test_strided_copies();
+  test_copies_in_tiles();
   test_transfers();
   test_signal_arrays();
   std::puts("native core: all checks passed");

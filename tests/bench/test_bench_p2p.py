@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.interpreter import triton_world
 from support.ranks import on_ranks, stream_world
 from typer.testing import CliRunner
 
+import weft._native as _native
 from weft.cli import app
 from weft_bench.copies import HostCopies
 from weft_bench.gpu.copies import StreamCopies
-from weft_bench.p2p import draw
+from weft_bench.gpu.ticks import DeviceTicks
+from weft_bench.p2p import bought, draw
 from weft_bench.settings.copies import CopySettings
 
 NAMES = [
@@ -58,7 +61,7 @@ def test_rows_and_picture(tmp_path):
         assert 0 < row["cycles"] < 1e12
     assert result["counter"]["name"] in ("time-stamp counter", "virtual counter")
     assert result["counter"]["mhz"] > 1
-    assert "On a CPU asynchrony buys the caller's time, not bandwidth." in done.stdout
+    assert "get async, 100: " in done.stdout
     assert picture.stat().st_size > 1000
     assert "Verified: every element, bit by bit" in done.stdout
     shown = CliRunner().invoke(app, ["show", str(saved)])
@@ -85,6 +88,23 @@ def wrong_copies(world):
 def test_a_copy_that_does_nothing_is_wrong_in_every_element():
     for found in on_ranks(wrong_copies, 2):
         assert found == [(0, True)] * 3 * len(NAMES)
+
+
+def tiles_of_a_staged_get(world):
+    bench = HostCopies(CopySettings(sizes="1000", dtype="int8", tile="256"), world)
+    [staged] = [one for one in bench.contenders(1000) if one.implementation == "weft (staged)"]
+    wrong = bench.verify(staged, 0).wrong
+    if world.rank:
+        return wrong
+    moved = staged.target
+    return wrong, torch.equal(bench.tile, torch.cat([moved[768:], moved[744:768]]))
+
+
+@pytest.mark.data
+def test_a_staged_get_goes_through_its_tile():
+    first, other = on_ranks(tiles_of_a_staged_get, 2)
+    assert first == (0, True)
+    assert other == 0
 
 
 STREAMED = ["copy engine", "copy engine (async)"]
@@ -125,10 +145,33 @@ def test_the_kernel_and_the_copy_engine_are_compared_by_the_interpreter(tmp_path
         ("local", "torch.copy_", None),
     ]
     assert result["verified"]
+    assert result["counter"] == {"name": "clock of interpreted kernels", "mhz": 1000}
+    assert all(row["transfer_cycles"] > 0 < row["cycles"] for row in result["rows"])
+    assert "kcycles: 1000 ticks of the clock of interpreted kernels" in done.stdout
+    assert "caller: for how long a copy holds the caller's stream" in " ".join(done.stdout.split())
     assert "get 3 SMs" in done.stdout
     assert "The engine interpreter checks results" in done.stdout
     assert "kernel, 3 SMs" in picture.read_text()
     assert CliRunner().invoke(app, ["show", str(saved)]).output == done.stdout
+
+
+def ticks_of_two_milliseconds(world):
+    ticks = DeviceTicks(world.device)
+
+    def work():
+        start = _native.now()
+        while _native.now() < start + 2_000_000:
+            pass
+
+    start = _native.now()
+    spent = ticks.spent(work)
+    return spent, _native.now() - start
+
+
+def test_ticks_of_a_device_are_by_the_clock_of_its_kernels():
+    pytest.importorskip("triton", "3.6")
+    [(spent, elapsed)] = on_ranks(ticks_of_two_milliseconds, 1, context=triton_world)
+    assert 2_000_000 <= spent < elapsed
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -141,8 +184,27 @@ def test_a_missing_gpu_is_refused():
 def test_results_of_earlier_versions_are_shown():
     file = Path(__file__).parents[2] / "benchmarks/results/amd-epyc-zen3-2-cores/p2p.json"
     shown = CliRunner().invoke(app, ["show", str(file)])
-    assert "get async: 0.49 of the bandwidth of get" in shown.output
+    sentence = (
+        "get async, 4K: 0.49 of the bandwidth of get for 1.80 of its caller's cycles, which buys "
+        "nothing; 64M: 1.02 of the bandwidth of get for 0.00 of its caller's cycles, which buys "
+        "the caller's time."
+    )
+    assert sentence in " ".join(shown.output.split())
     assert shown.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "cycles", "what"),
+    [
+        (0.1, 10.0, "nothing"),
+        (1.04, 0.96, "nothing"),
+        (0.9, 0.1, "the caller's time"),
+        (2.0, 1.5, "bandwidth"),
+        (2.0, 0.5, "bandwidth and the caller's time"),
+    ],
+)
+def test_what_asynchrony_buys_follows_from_its_figures(bandwidth, cycles, what):
+    assert bought(bandwidth, cycles) == what
 
 
 def test_invalid_options_are_refused():

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from typer.testing import CliRunner
 
 from weft.cli import app
-from weft_bench.device_traces import kind_of
+from weft_bench.device_traces import kind_of, read
 
 PRODUCT = "nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_NNT"
 WORK = [  # device, stream, name, start and stop in milliseconds
@@ -125,3 +125,15 @@ def test_other_files_are_refused(tmp_path):
     assert "is no export of Nsight Systems" in " ".join(
         CliRunner().invoke(app, ["show", str(file)]).output.split()
     )
+
+
+def test_a_trace_is_parsed_once_and_another_file_is_none(tmp_path, monkeypatch):
+    parsed, loads = [], json.loads
+    monkeypatch.setattr(json, "loads", lambda text: parsed.append(text) or loads(text))
+    of_torch(tmp_path / "trace.json")
+    assert len(read(tmp_path / "trace.json").spans) == len(WORK)
+    assert len(parsed) == 1
+    for name, text in (("result.json", '{"benchmark": "p2p"}'), ("text.json", "no JSON")):
+        (tmp_path / name).write_text(text)
+        assert read(tmp_path / name) is None
+    assert read(tmp_path / "absent.json") is None

@@ -201,6 +201,11 @@ REFUSED = [
     ("tune matmul-all-reduce --shape 8x8x8 --staged", "--staged", "exchanges no inputs"),
     ("bench all-gather-matmul --tile 64x64", "--tile", "use --engine interpreter"),
     (
+        "bench matmul-reduce-scatter --engine interpreter --own-tile 64x64",
+        "--own-tile",
+        "no algorithm of matmul-reduce-scatter has own rows in tiles of 64x64: omit it",
+    ),
+    (
         "bench all-gather-matmul --device cuda --tile 64x64",
         "--tile",
         "the engine streams does not multiply by weft's kernel: use --engine triton",

@@ -93,6 +93,19 @@ LINKED = {
 }
 
 
+OF_OWN_ROWS = {
+    "all_gather_matmul": ["direct", "push", "pull", "ring"],
+    "matmul_reduce_scatter": [],
+    "matmul_all_reduce": [],
+}
+
+
+def own_tiles() -> None:
+    """Own rows have tiles of their own, smaller and larger ones than gathered rows have."""
+    for tile, own in (((64, 64), (128, 128)), ((128, 64), (64, 64))):
+        every_algorithm(DeviceOptions(tile=tile, own_tile=own), OF_OWN_ROWS)
+
+
 def sweep() -> None:
     """One world executes calls with one options after another."""
     every_algorithm(DeviceOptions(tile=(64, 64), compute_sms=2), EVERY)
@@ -127,6 +140,33 @@ def programs_and_tiles() -> None:
         ProductKernel.__call__, copies.copy_rows = call, own  # type: ignore[method-assign]
         assert {*grids} == {((2,), (64, 128))}
         assert {*copied} == {5}
+    weft.barrier()
+
+
+def tiles_of_own_rows() -> None:
+    """Of a push, this rank's rows are cut into one kind of tiles, and what arrives into another."""
+    from weft.gpu.kernels.all_gather_matmul import ProductKernel
+
+    world, made = current(), []
+    world.configure(DeviceOptions(tile=(64, 64), own_tile=(128, 128)))
+    call = ProductKernel.__call__
+
+    def spy(product: ProductKernel, *args: object) -> None:
+        if product.rank == 2:
+            first = product.sizes[0]
+            cut = [(last - row, column) for row, last, column, *_ in product.launch.tiles]
+            made.append((cut[:first], {column for _, column in cut[first:]}))
+        call(product, *args)  # type: ignore[arg-type]
+
+    if world.rank == 2:  # of 70 rows
+        ProductKernel.__call__ = spy  # type: ignore[method-assign]
+    weft.barrier()
+    exact("all_gather_matmul", "push")
+    weft.barrier()
+    if world.rank == 2:
+        ProductKernel.__call__ = call  # type: ignore[method-assign]
+        assert made
+        assert all(each == ([(70, 0)], {0, 1}) for each in made)  # of 80 columns
     weft.barrier()
 
 
@@ -172,12 +212,12 @@ def in_local_worlds(_: World, *checks: Callable[[], None]) -> None:
 
 
 def test_threads():
-    on_ranks(in_local_worlds, 1, programs_and_tiles, lanes_of_links, different)
+    on_ranks(in_local_worlds, 1, programs_and_tiles, tiles_of_own_rows, lanes_of_links, different)
 
 
 @pytest.mark.slow
 def test_every_algorithm():
-    on_ranks(in_local_worlds, 1, sweep, limit=300)
+    on_ranks(in_local_worlds, 1, sweep, own_tiles, limit=300)
 
 
 def links_by_torch() -> None:
@@ -223,6 +263,7 @@ def test_processes():
     ("fields", "why"),
     [
         ({"tile": (64, 65)}, "tile must be one of 64x64, 64x128, .*; got"),
+        ({"own_tile": (64, 65)}, "own_tile must be one of 64x64, 64x128, .*; got"),
         ({"compute_sms": 0}, "compute_sms must be an integer of at least 1; got 0"),
         ({"comm_sms": -1}, "comm_sms must be an integer of at least 0; got -1"),
         ({"links": 1.5}, "links must be an integer of at least 1; got 1.5"),

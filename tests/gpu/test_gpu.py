@@ -1,12 +1,13 @@
 """Tests that need a GPU, skipped without one. `benchmarks/gpu/second.sh` runs them."""
 
-import threading
+from functools import partial
 
 import pytest
 import torch
 from support.checks import onesided
 
 import weft
+from weft_bench import graphs
 from weft_bench.gpu.rates import product_rates
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -120,25 +121,18 @@ def test_the_product_kernel_is_torchs():
         assert row["wrong"] == {"kernel": 0, "torch.mm": 0}
 
 
-def captured(together):
+def captured():
     world = weft.init()
     a, b = torch.ones(64, 32, device=world.device), torch.ones(32, 16, device=world.device)
     out = torch.empty(64, 16, device=world.device)
-    weft.matmul_all_reduce(a, b, out=out)
+    call = partial(weft.matmul_all_reduce, a, b, out=out)
+    call()
     torch.cuda.current_stream().synchronize()
-    graph = torch.cuda.CUDAGraph()
-    for rank in range(world.ranks):  # a capture waits for the device, which would break another's
-        together.wait()
-        if rank == world.rank:
-            with torch.cuda.graph(
-                graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
-            ):
-                weft.matmul_all_reduce(a, b, out=out)
-    together.wait()
+    replay = graphs.captured(world, call)
     for value in range(1, 4):
         a.fill_(float(value))
         weft.barrier()
-        graph.replay()
+        replay()
         torch.cuda.current_stream().synchronize()
         assert torch.equal(out, torch.full_like(out, 32.0 * value * world.ranks))
 
@@ -146,7 +140,7 @@ def captured(together):
 @pytest.mark.parametrize("products", ["torch", "triton"])
 def test_a_call_in_a_graph(products):
     with weft.local_world(2, "cuda", products=products) as local:
-        local.run(captured, threading.Barrier(2))
+        local.run(captured)
 
 
 def one_sided():

@@ -57,7 +57,9 @@ def accesses() -> Iterator[list[Any]]:
         GatherKernel._put = put  # type: ignore[method-assign]
 
 
-def every_layout(rows: tuple[int, ...], dtype: torch.dtype, columns: int) -> None:
+def every_layout(
+    rows: tuple[int, ...], dtype: torch.dtype, columns: int, launch: weft.Launch = LAUNCH
+) -> None:
     """Shards of these rows, contiguous and a part of wider rows, to symmetric rows of both kinds,
     and to a new tensor.
     """
@@ -66,7 +68,7 @@ def every_layout(rows: tuple[int, ...], dtype: torch.dtype, columns: int) -> Non
     exact, own = torch.cat(shards), shards[world.rank]
     wider = torch.zeros(len(own), columns + 5, dtype=dtype)
     wider[:, 2 : columns + 2] = own
-    options = SMALL | {"shard_rows": rows}
+    options = SMALL | {"shard_rows": rows, "launch": launch}
     flat = world.empty(sum(rows), columns, dtype=dtype)
     margin = world.empty(sum(rows), columns + 3, dtype=dtype)
     for a in (own, wider[:, 2 : columns + 2]):
@@ -89,6 +91,16 @@ def layouts() -> None:
         ((2, 2, 2), torch.bool, 0),
     ):
         every_layout(rows, dtype, columns)
+
+
+def tiles() -> None:
+    """The smallest tile of a warp, the largest, and one of two warps; shards of several tiles, of
+    which the last is not full, and of less than one.
+    """
+    for tile_bytes, warps in ((512, 1), (8192, 1), (2048, 2)):
+        launch = weft.Launch(comm_sms=2, tile_bytes=tile_bytes, warps=warps)
+        every_layout((5, 3, 9), torch.float32, 700, launch)
+        every_layout((1, 0, 2), torch.bfloat16, 12, launch)
 
 
 def other_shapes() -> None:
@@ -204,7 +216,7 @@ def late() -> None:
 def in_local_worlds(_: World) -> None:
     interpreted()
     with weft.local_world(3, products="triton", timeout=10) as local:
-        for check in (layouts, other_shapes):
+        for check in (layouts, tiles, other_shapes):
             local.run(check)
     with weft.local_world(1, products="triton", timeout=10) as local:
         local.run(other_shapes)

@@ -12,6 +12,7 @@ from support.compiled import SHARED, TARGETS, Compiled, build
 
 from weft.gpu.kernels.all_gather import KERNELS, VECTOR, Access, tile_layout
 from weft.gpu.kernels.all_gather_matmul import all_gather_matmul_kernel, sizes
+from weft.gpu.kernels.clock import stamp_kernel
 from weft.gpu.kernels.copy_rows import TILE, copy_vectors_kernel, copy_words_kernel
 from weft.gpu.kernels.signals import compare_kernel, raise_kernel
 from weft.gpu.kernels.stream_signals import wait_kernel
@@ -145,19 +146,24 @@ def test_the_largest_tile_of_an_all_gather_fits_in_the_registers(target: str, wa
         assert gather(target, Access(VECTOR, rows), launch).spills == 0
 
 
+DEFAULT_TILE = Launch().tile_bytes
+
+
 @pytest.mark.parametrize(
-    ("access", "gluon"),
+    ("access", "gluon", "tile"),
     [
-        (Access(VECTOR, rows=False), False),
-        pytest.param(Access(VECTOR, rows=False), True, marks=pytest.mark.slow),
-        pytest.param(Access(VECTOR, rows=True), False, marks=pytest.mark.slow),
-        (Access(VECTOR, rows=True), True),
-        (Access(8, rows=False), True),
-        (Access(1, rows=True), False),
+        (Access(VECTOR, rows=False), False, DEFAULT_TILE),
+        pytest.param(Access(VECTOR, rows=False), True, DEFAULT_TILE, marks=pytest.mark.slow),
+        pytest.param(Access(VECTOR, rows=True), False, DEFAULT_TILE, marks=pytest.mark.slow),
+        (Access(VECTOR, rows=True), True, DEFAULT_TILE),
+        (Access(VECTOR, rows=False), True, DEFAULT_TILE // 4),
+        (Access(VECTOR, rows=False), True, DEFAULT_TILE // 2),
+        (Access(8, rows=False), True, DEFAULT_TILE),
+        (Access(1, rows=True), False, DEFAULT_TILE),
     ],
     ids=str,
 )
-def test_all_gather(target: str, access: Access, gluon: bool) -> None:
+def test_all_gather(target: str, access: Access, gluon: bool, tile: int) -> None:
     """In the loop over tiles all accesses have the same width: one load and a store for each rank
     of each of a thread's vectors, all loads before the first store. Only rows that are not
     contiguous need divisions, of 32 bits.
@@ -165,7 +171,7 @@ def test_all_gather(target: str, access: Access, gluon: bool) -> None:
     After the loop synchronize all threads, then all programs, then the peers; and a wait reads
     memory in every poll.
     """
-    launch = Launch(gluon=gluon)
+    launch = Launch(gluon=gluon, tile_bytes=tile)
     vectors = launch.tile_bytes // VECTOR
     made = gather(target, access, launch)
     patterns, every = NVIDIA if target.startswith("sm") else AMD, loops(made.assembly)
@@ -233,19 +239,30 @@ BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 
 
 def product(
-    target: str, factor: str, out: str, tile: Tile | None = None, wide: bool = True, **flags: bool
+    target: str,
+    factor: str,
+    out: str,
+    tile: Tile | None = None,
+    wide: bool = True,
+    own_tile: Tile | None = None,
+    **flags: bool,
 ) -> Compiled:
     """The product kernel with the sizes of its users, for factors and results of these dtypes;
     `wide`: rows of the result begin and end at multiples of 16 bytes. Its stores are checked.
     """
     nvidia = target.startswith("sm")
-    m, n, k, warps, stages, sliced = sizes(tile, not nvidia, factor == "fp32")
-    rows = f"tensordesc<{factor}[{m},{k}]>"
-    weight = f"{n},{k}" if flags.get("TRANSPOSED") else f"{k},{n}"
+    of_any = sizes(tile, not nvidia, factor == "fp32")
+    own = sizes(own_tile or tile, not nvidia, factor == "fp32")
+    m, n, k, _, stages, sliced = of_any
+    warps = max(of_any.warps, own.warps)
+
+    def factors(m: int, n: int) -> tuple[str, str]:
+        weight = f"{n},{k}" if flags.get("TRANSPOSED") else f"{k},{n}"
+        return f"tensordesc<{factor}[{m},{k}]>", f"tensordesc<{factor}[{weight}]>"
+
     types = {
-        "own": rows,
-        "x": rows,
-        "weight": f"tensordesc<{factor}[{weight}]>",
+        **dict(zip(("own", "own_weight"), factors(own.m, own.n), strict=True)),
+        **dict(zip(("x", "weight"), factors(m, n), strict=True)),
         "bias": f"*{out}",
         "out": f"*{out}",
         **TYPES,
@@ -257,6 +274,8 @@ def product(
         "TRACE": False,
         "VECTOR": 16 // BYTES[out] if wide else 1,
         "SLICED": sliced,
+        "OWN_M": own.m,
+        "OWN_N": own.n,
         "BLOCK_M": m,
         "BLOCK_N": n,
         "BLOCK_K": k,
@@ -268,11 +287,12 @@ def product(
     made = build(all_gather_matmul_kernel, types, constants, target, (), unaligned, **options)
     # AMD's compiler leaves elements in the threads that have computed them, so that some of its
     # stores have 8 bytes; as have those of a timeout.
-    found, per_thread = stores(made), m * n // (warps * TARGETS[target].warp_size)
+    elements = own.m * own.n + (constants["SOURCES"] - 1) * m * n
+    found, per_thread = stores(made), elements // (warps * TARGETS[target].warp_size)
     if not wide:
-        assert found[BYTES[out]] == per_thread * constants["SOURCES"]
+        assert found[BYTES[out]] == per_thread
     elif nvidia:
-        assert found[16] == per_thread * BYTES[out] // 16 * constants["SOURCES"]
+        assert found[16] == per_thread * BYTES[out] // 16
     assert not wide or {*found} <= {8, 16}
     return made
 
@@ -280,6 +300,15 @@ def product(
 def clock(target: str) -> str:
     """What reads the clock in the assembly."""
     return "%globaltimer" if target.startswith("sm") else "s_memrealtime"
+
+
+@pytest.mark.parametrize(
+    ("tile", "own_tile"), [((64, 128), (128, 128)), ((128, 128), (64, 64))], ids=str
+)
+def test_own_rows_have_tiles_of_their_own(target: str, tile: Tile, own_tile: Tile) -> None:
+    for transposed in (False, True):
+        made = product(target, "bf16", "bf16", tile, own_tile=own_tile, TRANSPOSED=transposed)
+        multiplies(made, target)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -439,3 +468,10 @@ def test_signals_are_waited_for(target: str) -> None:
     assert any(clock(target) in loop for loop in polling)
     assert made.count(r"set\S*\.(?:[gl][te]|hi|lo)\.u64|v_cmp_\w+_u64|s_cmp_\w+_u64") > 0
     assert made.spills == 0
+
+
+def test_a_stamp_is_one_read_of_the_clock_and_one_store(target):
+    patterns = NVIDIA if target.startswith("sm") else AMD
+    made = build(stamp_kernel, {"times": "*i64", "index": "i32"}, {}, target, num_warps=1)
+    assert made.assembly.count(clock(target)) == 1
+    assert made.count(patterns.any_store) == 1

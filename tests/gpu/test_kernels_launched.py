@@ -7,7 +7,6 @@ the number of compilations. Nothing runs, so the results of operators are undefi
 """
 
 import itertools
-import threading
 
 import pytest
 import torch
@@ -15,12 +14,7 @@ import torch
 import weft
 
 pytest.importorskip("triton", "3.6")
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
-
 from weft.engines import engine
-from weft.gpu import backend as gpu_backend
 from weft.gpu.kernels import copy_rows, stream_signals
 from weft.gpu.kernels import signals as one_sided_signals
 from weft.gpu.kernels.all_gather import KERNELS
@@ -29,37 +23,22 @@ from weft.gpu.kernels.copy_rows import copy_vectors_kernel, copy_words_kernel
 from weft.gpu.kernels.sum_in_rank_order import sum_in_rank_order_kernel
 from weft.gpu.lanes import LaneOperands
 from weft.gpu.program import DeviceProgram
-
-
-class Driver:
-    """A GPU driver for compilation alone."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+from weft_bench.gpu.compile_only import compile_only
 
 
 @pytest.fixture(autouse=True)
 def compiles(monkeypatch, tmp_path):
     """Launches compile the kernel, and do nothing else."""
-    run, loading = JITFunction.run, threading.Lock()  # one rank after another, as on a GPU
-
-    def compiled(self, *args, warmup, **options):
-        with loading:
-            return run(self, *args, warmup=True, **options)
-
-    monkeypatch.setattr(JITFunction, "run", compiled)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+    with compile_only():
+        yield
 
 
 def variants(kernel) -> int:
     return len(kernel.device_caches[0][0])
+
+
+TILES = (8 << 10, 16 << 10, 32 << 10)
 
 
 def operators():
@@ -70,26 +49,20 @@ def operators():
     weft.matmul_reduce_scatter(a, b, algorithm="put")
     every = (a, torch.ones(33, 64)[world.rank : world.rank + 32], torch.ones(32, 8).bfloat16())
     out = {each: world.empty(64, each.shape[1], dtype=each.dtype) for each in every}
-    for gluon, each in itertools.product((False, True), every):
-        launch = weft.Launch(gluon=gluon)
+    for gluon, tile, each in itertools.product((False, True), TILES, every):
+        launch = weft.Launch(gluon=gluon, tile_bytes=tile)
         for timeout in (1, 1000):
             weft.all_gather(each, out=out[each], algorithm="kernel", launch=launch, timeout=timeout)
 
 
-def test_every_kernel_compiles_once_for_all_ranks(monkeypatch):
-    monkeypatch.setattr(gpu_backend, "check_products", lambda *_: None)
+def test_every_kernel_compiles_once_for_all_ranks():
     with weft.local_world(2, products="triton") as local:
         local.run(operators)
     signals = stream_signals.notify_kernel, stream_signals.wait_kernel
-    assert [
-        variants(kernel)
-        for kernel in (
-            *signals,
-            KERNELS[False, True],
-            KERNELS[True, True],
-            sum_in_rank_order_kernel,
-        )
-    ] == [1] * 5
+    assert [variants(kernel) for kernel in (*signals, sum_in_rank_order_kernel)] == [1] * 3
+    # one for each tile
+    gathers = KERNELS[False, True], KERNELS[True, True]
+    assert [variants(kernel) for kernel in gathers] == [len(TILES)] * 2
     # rows from two tensors into this rank's own; from one into peers'
     assert variants(all_gather_matmul_kernel) == 2
 
@@ -111,9 +84,10 @@ def gathers_of_any_alignment(compiled):
     compiled.append([variants(KERNELS[False, wide]) for wide in (False, True)])
 
 
-def test_a_shard_of_any_alignment_needs_no_further_kernel(monkeypatch):
-    monkeypatch.setattr(gpu_backend, "check_products", lambda *_: None)
+def test_a_shard_of_any_alignment_needs_no_further_kernel():
     compiled = []
+    for wide in (False, True):  # of other tests
+        KERNELS[False, wide].device_caches.clear()
     with weft.local_world(2, products="triton") as local:
         local.run(gathers_of_any_alignment, compiled)
     assert compiled[-1] == compiled[0] == [1, 2]
@@ -138,8 +112,7 @@ def with_options(compiled):
         compiled.append([variants(kernel) for kernel in kernels])
 
 
-def test_tiles_and_copies_of_options_compile_once_for_all_ranks(monkeypatch):
-    monkeypatch.setattr(gpu_backend, "check_products", lambda *_: None)
+def test_tiles_and_copies_of_options_compile_once_for_all_ranks():
     before = variants(all_gather_matmul_kernel)
     compiled = []
     with weft.local_world(2, products="triton") as local:
@@ -166,8 +139,7 @@ def to_any_rows(compiled):
         compiled.append(variants(all_gather_matmul_kernel))
 
 
-def test_a_product_has_one_kernel_for_aligned_rows_and_one_for_others(monkeypatch):
-    monkeypatch.setattr(gpu_backend, "check_products", lambda *_: None)
+def test_a_product_has_one_kernel_for_aligned_rows_and_one_for_others():
     compiled = [variants(all_gather_matmul_kernel)]
     with weft.local_world(1, products="triton") as local:
         local.run(to_any_rows, compiled)
@@ -197,8 +169,7 @@ ONE_SIDED = (
 )
 
 
-def test_kernels_of_one_sided_calls_are_all_loaded_before_the_first(monkeypatch):
-    monkeypatch.setattr(gpu_backend, "check_products", lambda *_: None)
+def test_kernels_of_one_sided_calls_are_all_loaded_before_the_first():
     with weft.local_world(2, products="triton") as local:
         local.run(one_sided)
     assert [variants(kernel) for kernel in ONE_SIDED] == [1, 4, 1, 1]
@@ -229,7 +200,6 @@ def layouts_of_operands(compiled):
 
 def test_nothing_is_compiled_after_a_call_is_loaded(monkeypatch):
     """On any rank, whatever the layouts of its operands: else a kernel might wait meanwhile."""
-    monkeypatch.setattr(gpu_backend, "check_products", lambda *_: None)
     begin, compiled = DeviceProgram._begin, []
 
     def begun(self, *args):

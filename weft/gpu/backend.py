@@ -47,10 +47,11 @@ class StreamBackend(Backend):
                 f"each link serves other peers, so a rank of {ranks} has at most "
                 f"{max(1, ranks - 1)}; got {options.links} links"
             )
-        if self.products != "triton" and (options.tile or options.compute_sms):
+        of_kernel = options.tile or options.own_tile or options.compute_sms
+        if of_kernel and self.products != "triton":
             raise ValueError(
-                "tile and compute_sms are of weft's product kernel, and this world multiplies by "
-                f'torch.mm: make it with products="triton"; got {options}'
+                "tile, own_tile and compute_sms are of weft's product kernel, and this world "
+                f'multiplies by torch.mm: make it with products="triton"; got {options}'
             )
         if not self.runs_kernels and options.comm_sms:
             raise ValueError(

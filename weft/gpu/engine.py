@@ -87,19 +87,13 @@ class DeviceEngine(Engine):
         return self._one_sided
 
     def finish_transfers(self) -> None:
-        """Also wait for the lanes, whose memory is freed next: a wait ends at its time limit."""
+        """Also close the lanes, whose memory is freed next: a wait ends at its time limit."""
         if self._one_sided is not None:
-            self._one_sided.finish()
-        for each in self.lanes.values():
-            each.finish()
-        drain(self.world.device)
-
-    def release(self) -> None:
+            self._one_sided.close()
         for each in self.lanes.values():
             each.close()
         self.lanes.clear()
-        if self._one_sided is not None:
-            self._one_sided.close()
+        drain(self.world.device)
 
     def lane(self, name: str) -> Lane:
         """The lane of this name."""
@@ -149,7 +143,9 @@ class DeviceEngine(Engine):
             rows = x.new_empty(2, x.shape[1])
             out = x.new_empty(1, 1, dtype=out_dtype)
             check(rows, as_tensor(weight), out)
-            blocks(self.world.device_options.tile, x.device, x.dtype)
+            options = self.world.device_options
+            for tile in (options.tile, options.own_tile):
+                blocks(tile, x.device, x.dtype)
 
     def check_launch(self, launch: Launch) -> None:
         if not self.launches:

@@ -30,7 +30,7 @@ class KernelTrace:
         self.launch = launch
         self.product = launch.product
         self.places = [lane.index(instruction) for instruction in launch.part]
-        tiles = len(self.product.owners)
+        tiles = len(self.product.launch.tiles)
         self.times = torch.zeros(tiles, 3, dtype=torch.int64, device=device)
 
     def step(self, operands: LaneOperands, idle: bool = False) -> Step:
@@ -66,7 +66,7 @@ class KernelTrace:
             waits = [self.places[wait] for wait in product.waits[passed[number] : needed]]
             add(program, waits, begin, multiplies)
             passed[number] = max(passed[number], needed)
-            add(program, [self.places[product.owners[tile]]], multiplies, end)
+            add(program, [self.places[product.launch.owners[tile]]], multiplies, end)
         reached = int(times.min()) if len(times) else stop
         for at in self.places:
             # a notify follows the tiles before it; a product may have no rows

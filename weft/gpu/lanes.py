@@ -59,11 +59,8 @@ class ThreadLane:
         threads = torch.get_num_threads()
         self.thread = ThreadPoolExecutor(1, name, torch.set_num_threads, (threads,))
 
-    def finish(self) -> None:
-        """Nothing: what uses memory of the world keeps it."""
-
     def close(self) -> None:
-        """Start nothing any more."""
+        """Start nothing any more; what is under way keeps the memory that it uses."""
         self.thread.shutdown(wait=False)
 
     def start(self, step: Step) -> ThreadCompletion:
@@ -100,12 +97,9 @@ class StreamLane:
         self.urgent = urgent
         self.stream = driver.take_stream(device, urgent)
 
-    def finish(self) -> None:
-        """Make the host wait for all steps."""
-        self.stream.synchronize()
-
     def close(self) -> None:
-        """Let another world have the stream; `finish` was called."""
+        """Make the host wait for all steps, and let another world have the stream."""
+        self.stream.synchronize()
         driver.give_back(self.stream, self.urgent)
 
     def start(self, step: Step) -> StreamCompletion:

@@ -149,13 +149,10 @@ class OneSided:
             local.record_stream(self._lane.stream)  # type: ignore[union-attr]
         return self.last
 
-    def finish(self) -> None:
-        """Wait until all asynchronous copies are complete."""
+    def close(self) -> None:
+        """Wait until all asynchronous copies are complete, and let another world have the lane."""
         if self.last is not None:
             self.last.finish()
-
-    def close(self) -> None:
-        """Let another world have the lane; `finish` was called."""
         if self._lane is not None:
             self._lane.close()
             self._lane = None

@@ -24,7 +24,8 @@ def check_options(world: World, options: DeviceOptions) -> None:
     if world.backend.products == "triton":
         from weft.gpu.kernels.all_gather_matmul import blocks
 
-        blocks(options.tile, world.device)
+        for tile in (options.tile, options.own_tile):
+            blocks(tile, world.device)
     programs(world, options)
 
 

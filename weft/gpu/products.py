@@ -27,7 +27,7 @@ class ProductLaunch:
 
     `full_buffer` returns a rank's buffer, or its name if each call passes its tensor; `index`
     returns the index of a signal's counter; the kernel has at most `programs` programs, and a
-    `tile`, if it is given.
+    `tile`, and for this rank's own input before other rows an `own_tile`, if they are given.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class ProductLaunch:
         counters: DeviceCounters,
         programs: int,
         tile: Tile | None,
+        own_tile: Tile | None,
     ) -> None:
         products = [i for i in part if isinstance(i, Compute)]
         world = counters.world
@@ -54,6 +55,7 @@ class ProductLaunch:
         if any(i.dst.rank != world.rank for i in products):
             assert isinstance(self.out, Tensor)
             self.bases = symmetric.bases(world, self.out)
+        own_first = len(sources) > 1 and isinstance(self.sources[0], str)
         source = geometry[sources[0][1]]
         output = geometry[self.output]
         self.product = ProductKernel(
@@ -66,6 +68,7 @@ class ProductLaunch:
             programs,
             world.device,
             tile,
+            own_tile if own_first else None,
         )
 
     def step(self, operands: LaneOperands, idle: bool = False, times: Tensor | None = None) -> Step:

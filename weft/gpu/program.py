@@ -92,7 +92,7 @@ class DeviceProgram(FixedProgram):
 
         lane = self.lanes[0]
         index = self.engine.index
-        counters, tile = self.engine.counters, self.options.tile
+        counters, options = self.engine.counters, self.options
         assert isinstance(counters, DeviceCounters)
         if all(
             self.geometry[r.buffer].columns
@@ -109,7 +109,8 @@ class DeviceProgram(FixedProgram):
                         index,
                         counters,
                         self.programs,
-                        tile,
+                        options.tile,
+                        options.own_tile,
                     )
                     for part in launches(lane[start:stop])
                 ]

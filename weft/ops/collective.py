@@ -33,7 +33,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -179,7 +179,7 @@ def _run(
 
 
 _native.set_first_call(_run)
-run: Callable[..., Any] = _native.run
+run = cast(Callable[..., Tensor], _native.run)
 """The result of a collective, with the arguments of `_run`: a repeated call is one native call."""
 
 

@@ -184,11 +184,11 @@ class FusedCall(Call):
             )
 
     def honours(self, algorithm: str, options: DeviceOptions | None = None) -> bool:
-        """Whether an algorithm can honour device options, by default the world's: it has a lane for
-        each link, and copies rows between ranks if a kernel is to do so.
+        """Whether an algorithm can honour device options, by default the world's, as
+        `weft.schedules.device_options.honours`.
         """
         options = options or self.world.device_options
-        if self.world.ranks == 1 or (options.links == 1 and not options.comm_sms):
+        if self.world.ranks == 1 or not options.need_a_plan:
             return True
         return _honours(self.planner, self.request(Variant(algorithm, device=options)), options)
 
@@ -230,7 +230,7 @@ class FusedCall(Call):
         """The algorithm of the rule, and the reason."""
         if self.world.ranks == 1 or not any(self.workload.rows):
             return self.operator.baseline, "there is nothing to exchange"
-        if self.world.device_options.links > 1 or self.world.device_options.comm_sms:
+        if self.world.device_options.need_a_plan:
             names = *self.operator.auto_candidates_over_links, *self.operator.algorithms
             moving = next(filter(self.honours, names), names[0])
             self.check_algorithm(moving)

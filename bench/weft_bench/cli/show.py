@@ -13,18 +13,27 @@ from rich.console import Console
 from weft.cli import options
 from weft.cli.common import Plot
 
+_FILES = typer.Argument(
+    metavar="FILE...",
+    help="A result of weft bench, or several of one collective, or a profiler's trace.",
+)
+
+
 app = typer.Typer(add_completion=False)
 
 
 @app.command()
 def show(
-    file: Annotated[Path, typer.Argument(help="A result of weft bench, or a profiler's trace.")],
+    files: Annotated[list[Path], _FILES],
     plot: Plot = None,
     as_csv: Annotated[
         bool, typer.Option("--csv", help="Print a line for each row, for other programs.")
     ] = False,
 ) -> None:
     """Show a saved result of weft bench again: its tables, a picture, or CSV.
+
+    Several results of one collective are shown as one, such as those of NCCL with 4, 8 and 16
+    channels.
 
     Of a GPU's trace, by torch's profiler or Nsight Systems, it shows the time of each kind of work
     and the part of copying that is hidden.
@@ -35,11 +44,14 @@ def show(
     from weft_bench import device_traces, saved
     from weft_bench.benchmarks import shown
 
-    if device_traces.is_one(file):
+    trace = None
+    if len(files) == 1:
+        with options.failing("weft show"):
+            trace = device_traces.read(files[0])
+    if trace is not None:
         if as_csv:
             options.refuse("--csv", "it is of results, and this file is a trace")
         with options.failing("weft show"):
-            trace = device_traces.read(file)
             device_traces.show(trace, Console())
             if plot:
                 from weft_bench.pictures import timeline
@@ -47,9 +59,9 @@ def show(
                 timeline.draw([trace], plot, trace.title)
         return
     with options.failing("weft show"):
-        result = saved.load(file)
+        result = saved.load_together(files)
         kind = shown(result)
-        with saved.reading(file):
+        with saved.reading(files[0]):
             if as_csv:
                 typer.echo(saved.to_csv(result), nl=False)
             else:

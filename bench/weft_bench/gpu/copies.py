@@ -1,9 +1,11 @@
 """One-sided copies of a world whose work is on streams: by the copy engine, asynchronously, and by
 a kernel on several numbers of SMs.
 
-Times are by the GPU's clock. Cycles are the host's: of a transfer from its call until the stream is
-done, of the caller to put it on the stream. On a CPU, where lanes are threads, the copy engine is
-torch's copy, and kernels are interpreted: for checks of the program, not for its speed.
+Times are by the GPU's events, cycles by the clock that its kernels read: of a transfer from its
+begin on the caller's stream until that stream has waited for its end, of the caller for as long as
+its stream is held, by an asynchronous copy only to begin it. On a CPU, where lanes are threads, the
+copy engine is torch's copy, and kernels are interpreted: for checks of the program, not for its
+speed. Without kernels cycles are the processor's, of the caller's thread.
 """
 
 from __future__ import annotations
@@ -15,15 +17,22 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-import weft._native as _native
 from weft.ops.onesided import get, get_async, put, put_async
+from weft.world import World
 from weft_bench.copies import COPY_, Copier, Copies, Samples, complete
+from weft_bench.gpu.ticks import DeviceTicks
+from weft_bench.settings.copies import CopySettings
 
 ENGINE, ENGINE_ASYNC, KERNEL = "copy engine", "copy engine (async)", "kernel"
 
 
 class StreamCopies(Copies):
     """Copies in the order of this rank's current stream."""
+
+    def __init__(self, settings: CopySettings, world: World) -> None:
+        super().__init__(settings, world)
+        if world.backend.runs_kernels:
+            self.ticks = DeviceTicks(world.device)
 
     def contenders(self, size: int) -> list[Copier]:
         sms = self.settings.sms if self.world.backend.runs_kernels else []
@@ -39,28 +48,28 @@ class StreamCopies(Copies):
 
     def round(self, contender: Copier, copies: int) -> Samples:
         """As of a CPU; a copy is complete once the stream has executed it."""
-        call = contender.call
         window = max(2, copies)
-        cycles = _native.cycles
-        singles, transfers, callers = list[float](), list[float](), list[float]()
+        last: object = None
 
         def single() -> None:
-            complete(call())
+            complete(contender.call())
+
+        def calls() -> None:
+            nonlocal last
+            for _ in range(window):
+                last = contender.call()
 
         def back_to_back() -> None:
-            last = None
-            ticks = cycles()
-            for _ in range(window):
-                last = call()
-            callers.append((cycles() - ticks) / window)
+            calls()
             complete(last)  # asynchronous ones end in order
 
         self._seconds(single)
-        for _ in range(copies):
-            ticks = cycles()
-            singles.append(self._seconds(single))
-            transfers.append(cycles() - ticks)
-        return Samples(singles, transfers, [self._seconds(back_to_back) / window], callers)
+        singles = [self._seconds(single) for _ in range(copies)]
+        transfers = [float(self.ticks.spent(single)) for _ in range(copies)]
+        seconds = self._seconds(back_to_back) / window
+        caller = self.ticks.spent(calls) / window
+        complete(last)
+        return Samples(singles, transfers, [seconds], [caller])
 
     def _seconds(self, work: Callable[[], object]) -> float:
         """The seconds until the current stream has executed the work."""

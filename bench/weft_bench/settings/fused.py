@@ -54,6 +54,10 @@ _TILE = "Rows x columns that a program of the product kernel computes at once."
 Tile = Annotated[
     str | None, Option(help=_TILE), tuple(map(tile_name, TILES)), Unless(reasons.of_kernel)
 ]
+_OWN_TILE = "The same of products of own rows, where gathered rows are multiplied after them."
+OwnTile = Annotated[
+    str | None, Option(help=_OWN_TILE), tuple(map(tile_name, TILES)), Unless(reasons.own_tile)
+]
 _COMPUTE_SMS = "SMs of the product kernel."
 ComputeSms = Annotated[int | None, Option(min=1, help=_COMPUTE_SMS), Unless(reasons.of_kernel)]
 _COMM_SMS = "SMs of a kernel that copies rows between ranks; 0: the copy engine."
@@ -105,6 +109,7 @@ class FusedSettings(Compared):
     threads: Threads = None
     comm_threads: CommThreads = 1
     tile: Tile = None
+    own_tile: OwnTile = None
     compute_sms: ComputeSms = None
     comm_sms: CommSms = 0
     links: Links = 1
@@ -114,8 +119,8 @@ class FusedSettings(Compared):
     @property
     def device_options(self) -> DeviceOptions:
         """The options of the world that is measured."""
-        tile = None if self.tile is None else tile_of(self.tile)
-        return DeviceOptions(tile, self.compute_sms, self.comm_sms, self.links)
+        tile, own = (None if name is None else tile_of(name) for name in (self.tile, self.own_tile))
+        return DeviceOptions(tile, self.compute_sms, self.comm_sms, self.links, own)
 
     @property
     def modes(self) -> tuple[str, ...]:

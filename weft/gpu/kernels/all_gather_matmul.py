@@ -24,7 +24,7 @@ from weft.checks import name as dtype_name
 from weft.gpu.kernels.clock import time_of_all_stores
 from weft.gpu.kernels.matmul_put import arrive, put_tile
 from weft.gpu.kernels.symmetric import CounterTables, wait
-from weft.gpu.kernels.tiles import launch_tables, tiles
+from weft.gpu.kernels.tiles import launch_tables
 from weft.plan import Compute, Instruction, Signal, Wait
 from weft.schedules.device_options import Tile, tile_name
 
@@ -136,10 +136,10 @@ class ProductKernel:
     """``out = x @ weight (+ bias)`` for the rows and in the order of a launch (`kernels.tiles`) of
     a compute lane.
 
-    `launch` has its tables, `owners` for each tile the place of its product in the part, `waits`
-    the places of the waits. `columns` is N, `dtype` the factors' dtype and `out` the result's;
-    `index` returns the index of a signal's counter. The kernel has at most `programs` programs, and
-    a `tile`; if none is given, the largest, or a `smaller` one.
+    `launch` has its tables, `waits` the places of the waits. `columns` is N, `dtype` the factors'
+    dtype and `out` the result's; `index` returns the index of a signal's counter. The kernel has at
+    most `programs` programs, and a `tile`; if none is given, the largest, or a `smaller` one. Rows
+    of the first of two sources may have another one, `own_tile`.
     """
 
     def __init__(
@@ -153,6 +153,7 @@ class ProductKernel:
         programs: int,
         device: torch.device,
         tile: Tile | None = None,
+        own_tile: Tile | None = None,
     ) -> None:
         gpu = device.type == "cuda"
         amd = torch.version.hip is not None
@@ -160,15 +161,11 @@ class ProductKernel:
         if tile is None:
             rows = [i.dst.rows for i in part if isinstance(i, Compute)]
             size = blocks(smaller((size.m, size.n), rows, columns, programs), device, dtype)
-        self.blocks = size
-        across = triton.cdiv(columns, size.n)
-        self.launch = launch = launch_tables(part, across, size.m)
-        self.owners = [
-            place
-            for place, i in enumerate(part)
-            if isinstance(i, Compute)
-            for _ in tiles(i.srcs[0].start, i.srcs[0].stop, across, size.m)
-        ]
+        own = blocks(own_tile, device, dtype) if own_tile else size
+        self.blocks, self.own_blocks = size, own
+        self.launch = launch = launch_tables(
+            part, triton.cdiv(columns, size.n), size.m, (triton.cdiv(columns, own.n), own.m)
+        )
         self.waits = [place for place, i in enumerate(part) if isinstance(i, Wait)]
         waits = [(index(signal), count) for signal, count in launch.waits] or [(0, 0)]
         notifies = [
@@ -188,12 +185,14 @@ class ProductKernel:
             "SOURCES": 1 + (launch.first < len(launch.tiles)),
             "PUTS": any(tile[4] != rank for tile in launch.tiles),
             "NOTIFIES": self.links > 0,
+            "OWN_M": own.m,
+            "OWN_N": own.n,
             "BLOCK_M": size.m,
             "BLOCK_N": size.n,
             "BLOCK_K": size.k,
             "SLICED": size.sliced,
             "FENCE": gpu and not amd,
-            "num_warps": size.warps,
+            "num_warps": max(size.warps, own.warps),
             "num_stages": size.stages,
         }
 
@@ -219,17 +218,12 @@ class ProductKernel:
         loaded and does nothing. A kernel with `times`, int64 (tiles, 3), writes to them for each
         tile when it begins to wait for its rows, begins to multiply them, and has stored it.
         """
-        size = self.blocks
         elements = vector(out)
-        rows = _rows(weight)
         transposed = weight.stride(1) != 1
         kernel: Any = all_gather_matmul_kernel
         kernel[self.grid](
-            TensorDescriptor.from_tensor(own, [size.m, size.k]),
-            TensorDescriptor.from_tensor(x, [size.m, size.k]),
-            TensorDescriptor.from_tensor(
-                rows, [size.n, size.k] if transposed else [size.k, size.n]
-            ),
+            *_descriptors(own, weight, self.own_blocks),
+            *_descriptors(x, weight, self.blocks),
             out if bias is None else bias,
             out,
             out_bases,
@@ -249,6 +243,16 @@ class ProductKernel:
             TRACE=times is not None,
             **self.options,
         )
+
+
+def _descriptors(x: Tensor, weight: Tensor, size: Blocks) -> tuple[Any, Any]:
+    """The descriptors of both factors for tiles of this size."""
+    rows = _rows(weight)
+    part = [size.k, size.n] if weight.stride(1) == 1 else [size.n, size.k]
+    return (
+        TensorDescriptor.from_tensor(x, [size.m, size.k]),
+        TensorDescriptor.from_tensor(rows, part),
+    )
 
 
 @triton.jit
@@ -303,8 +307,9 @@ def pass_waits(done, needed, waits, counters, base, timeout_record, limit, FENCE
 )
 def all_gather_matmul_kernel(
     own,  # descriptor of (rows, K): the source of the first tiles
+    own_weight,  # descriptor of (K, N), or of its transpose, for these
     x,  # descriptor of (rows, K): the source of the other tiles
-    weight,  # descriptor of (K, N), or of its transpose
+    weight,  # as `own_weight`, for them
     bias,
     out,
     out_bases,  # int64 (ranks,)
@@ -331,6 +336,8 @@ def all_gather_matmul_kernel(
     VECTOR: tl.constexpr,
     SLICED: tl.constexpr,
     NOTIFIES: tl.constexpr,
+    OWN_M: tl.constexpr,
+    OWN_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -344,7 +351,8 @@ def all_gather_matmul_kernel(
     for source in tl.static_range(SOURCES):
         while tile < (first if source < SOURCES - 1 else number):
             entry = tiles + tile * 7
-            row, last, column = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2) * BLOCK_N
+            row, last = tl.load(entry), tl.load(entry + 1)
+            column = tl.load(entry + 2) * (OWN_N if source == 0 else BLOCK_N)
             if TRACE:
                 tl.store(times + tile * 3, time_of_all_stores())
             done = pass_waits(
@@ -354,12 +362,12 @@ def all_gather_matmul_kernel(
                 tl.store(times + tile * 3 + 1, time_of_all_stores())
             total = product(
                 own if source == 0 else x,
-                weight,
+                own_weight if source == 0 else weight,
                 row,
                 column,
                 K,
-                BLOCK_M,
-                BLOCK_N,
+                OWN_M if source == 0 else BLOCK_M,
+                OWN_N if source == 0 else BLOCK_N,
                 BLOCK_K,
                 TRANSPOSED,
             )

@@ -43,3 +43,9 @@ def time_of_all_stores():
     """The time after all that this program has stored before."""
     tl.debug_barrier()
     return nanoseconds()
+
+
+@triton.jit(do_not_specialize=["index"])
+def stamp_kernel(times, index):
+    """Write the time to `times[index]`, int64, after all earlier work of this stream."""
+    tl.store(times + index, nanoseconds())

@@ -84,7 +84,8 @@ def _output(instruction: Compute) -> tuple[str, str | None]:
 
 
 class Tables(NamedTuple):
-    """A launch: its tiles, the number of tiles of the first source, its waits, and its notifies.
+    """A launch: its tiles, the places of their products in the part, the number of tiles of the
+    first source, its waits, and its notifies.
 
     A tile is ``(first row of the source, last + 1, column, row of the result - row of the source,
     destination rank, number of waits before it, number of notifies before it)``: its program must
@@ -94,26 +95,35 @@ class Tables(NamedTuple):
     """
 
     tiles: list[tuple[int, int, int, int, int, int, int]]
+    owners: list[int]
     first: int
     waits: list[tuple[Signal, int]]
     notifies: list[tuple[int, Signal, int]]
 
 
-def launch_tables(part: Sequence[Instruction], columns: int, block_m: int) -> Tables:
-    """The tables of a launch; `columns` is the number of tiles in a row."""
-    launch = Tables([], 0, [], [])
+def launch_tables(
+    part: Sequence[Instruction],
+    columns: int,
+    block_m: int,
+    of_first: tuple[int, int] | None = None,
+) -> Tables:
+    """The tables of a launch; `columns` is the number of tiles in a row. Tiles of rows of the first
+    source have other ones if `of_first`, columns and rows, is given.
+    """
+    launch = Tables([], [], 0, [], [])
     source = None
     notified = 0
-    for instruction in part:
+    for place, instruction in enumerate(part):
         match instruction:
             case Wait(signal, count):
                 launch.waits.append((signal, count))
             case Compute(_, (src,), dst):
                 source = source or src[:2]
                 before = dst.start - src.start, dst.rank, len(launch.waits), len(launch.notifies)
-                launch.tiles.extend(
-                    (*tile, *before) for tile in tiles(src.start, src.stop, columns, block_m)
-                )
+                cut = of_first if of_first and src[:2] == source else (columns, block_m)
+                made = [*tiles(src.start, src.stop, *cut)]
+                launch.tiles.extend((*tile, *before) for tile in made)
+                launch.owners.extend([place] * len(made))
                 if src[:2] == source:
                     launch = launch._replace(first=len(launch.tiles))
             case Notify(rank, signal):

@@ -1,0 +1,141 @@
+"""NCCL as a baseline, without a GPU: what it is given, what a result says of its SMs, and several
+results as one.
+"""
+
+import json
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from weft.cli import app
+from weft_bench import gather_ways, nccl, plots, saved
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+
+
+class Pools:
+    """In place of torch's pools of memory and of its NCCL: what was made in a registered pool."""
+
+    def __init__(self):
+        self.open, self.made, self.registered, self.gathered = False, [], [], []
+        self.mem_allocator = None
+
+    @contextmanager
+    def use(self, pool):
+        self.open = True
+        yield
+        self.open = False
+
+    def recording(self, make):
+        def made(*arguments, **options):
+            tensor = make(*arguments, **options)
+            if self.open:
+                self.made.append(tensor)
+            return tensor
+
+        return made
+
+    def eager_connect_single_device(self, device):
+        pass
+
+    def register_mem_pool(self, pool, symm):
+        assert symm
+        self.registered = [*self.made]
+
+    def gather(self, out, source, group):
+        self.gathered = [source, out]
+
+
+def test_nccl_without_sms_copies_between_tensors_that_are_both_registered(monkeypatch):
+    pools = Pools()
+    config = SimpleNamespace(cta_policy=None)
+    options = SimpleNamespace(
+        NCCL_CTA_POLICY_ZERO=2, Options=lambda: SimpleNamespace(config=config)
+    )
+    group = SimpleNamespace(_get_backend=lambda device: pools)
+    dist = SimpleNamespace(
+        ProcessGroupNCCL=options,
+        new_group=lambda **_: group,
+        all_gather_into_tensor=pools.gather,
+    )
+    monkeypatch.setattr(gather_ways, "dist", dist)
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: object())
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", pools.use)
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, pools.recording(getattr(torch, name)))
+    world = SimpleNamespace(device=torch.device("cpu"), ranks=2, keepalive=[])
+    way = gather_ways._zero_cta(world, torch.ones(4))
+    way.gather()
+    assert config.cta_policy == 2
+    assert pools.gathered[0] is way.source is pools.registered[0]
+    assert pools.gathered[1] is way.gathered is pools.registered[1]
+    assert (way.source.shape, way.gathered.shape) == ((4,), (8,))
+    assert way.comm_sms == 0
+
+
+@pytest.mark.parametrize(("size", "sms"), [(16, 1), (16 << 10, 1), (17 << 10, 2), (64 << 20, 8)])
+def test_the_programs_of_a_multicast(size, sms):
+    assert gather_ways.multicast_sms(size) == sms
+
+
+def test_a_limit_of_channels_is_part_of_the_name(monkeypatch):
+    monkeypatch.delenv(nccl.MOST, raising=False)
+    assert (nccl.channels(), nccl.named("nccl")) == (None, "nccl")
+    monkeypatch.setenv(nccl.MOST, "1")
+    assert (nccl.channels(), nccl.named("nccl")) == (1, "nccl, 1 channel")
+    monkeypatch.setenv(nccl.MOST, "16")
+    assert (nccl.channels(), nccl.named("nccl")) == (16, "nccl, 16 channels")
+
+
+@pytest.fixture
+def of_channels(tmp_path):
+    """Three results of a sweep, as with 4, 8 and 16 channels."""
+    made = json.loads((RESULTS / "intel-xeon-amx-2-cores/gather.json").read_text())
+    files = []
+    for channels in (4, 8, 16):
+        result = json.loads(json.dumps(made))
+        for row in result["rows"]:
+            if row["implementation"] == "gloo":
+                row |= {"implementation": f"nccl, {channels} channels", "channels": channels}
+                row["busbw_gbps"] = float(channels)
+        files.append(tmp_path / f"{channels}.json")
+        files[-1].write_text(json.dumps(result))
+    return files
+
+
+def test_several_results_are_one_curve_over_channels(of_channels, tmp_path, monkeypatch):
+    figures, opened = [], plots.picture
+
+    @contextmanager
+    def kept(*arguments, **options):
+        with opened(*arguments, **options) as figure:
+            yield figure
+            figures.append(figure)
+
+    monkeypatch.setattr(plots, "picture", kept)
+    picture = tmp_path / "sweep.png"
+    done = CliRunner().invoke(app, ["show", *map(str, of_channels), "--plot", str(picture)])
+    assert done.exit_code == 0, done.output
+    assert all(f"nccl, {number} channels" in done.output for number in (4, 8, 16))
+    assert "vs weft" not in done.output
+    for axes in figures[0].axes:
+        [line] = [line for line in axes.lines if line.get_label() == "nccl"]
+        assert [*line.get_xdata()] == [*line.get_ydata()] == [4, 8, 16]
+        labels = [line.get_label() for line in axes.lines]
+        assert {"weft", "weft (8)", "weft (16)"} < {*labels}
+        assert len({line.get_color() for line in axes.lines}) == len(labels)
+
+
+def test_results_that_do_not_compare_are_refused(of_channels, tmp_path):
+    other = json.loads(of_channels[0].read_text()) | {"ranks": 7}
+    file = tmp_path / "other.json"
+    file.write_text(json.dumps(other))
+    with pytest.raises(ValueError, match="is of ranks 7, and"):
+        saved.load_together([of_channels[0], file])
+    steps = RESULTS / "intel-xeon-amx-2-cores/steps-2.json"
+    with pytest.raises(ValueError, match="no result of a collective over sizes"):
+        saved.load_together([steps, steps])
