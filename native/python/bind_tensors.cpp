@@ -33,7 +33,7 @@ void bind_tensors(nb::module_& m) {
 
   m.def("set_default_world", &set_default_world, "world"_a, "of_thread"_a);
   m.def("set_first_call", &set_first_call, "run"_a);
-  m.def("run", &run, "check"_a, "a"_a, "out"_a.none(), "options"_a, "world"_a.none(),
+  m.def("run", &run, "check"_a, "a"_a.none(), "out"_a.none(), "options"_a, "world"_a.none(),
         "timeout"_a.none());
   m.def("repeat", &repeat, "function"_a, "options"_a, "a"_a.none(), "out"_a.none(),
         "weights"_a.none(), "biases"_a.none(), "world"_a.none(), "timeout"_a.none());

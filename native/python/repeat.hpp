@@ -64,8 +64,10 @@ inline void set_first_call(nb::handle run) {
 inline nb::object run(nb::handle check, nb::handle a, nb::handle out, nb::handle options,
                       nb::handle world, nb::handle timeout) {
   const nb::handle none = Py_None;
-  nb::object repeated = repeat(check, options, a, out, none, none, world, timeout);
-  if (!repeated.is_none()) return repeated;
+  if (!a.is_none()) {
+    nb::object repeated = repeat(check, options, a, out, none, none, world, timeout);
+    if (!repeated.is_none()) return repeated;
+  }
   return nb::handle(first_call)(check, a, out, options, world, timeout);
 }
 
