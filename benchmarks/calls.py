@@ -173,7 +173,7 @@ def few_rows(rounds: int) -> dict[str, float]:
 
 def first_calls(rounds: int) -> dict[str, float]:
     """The first calls of numbers of rows after others have chosen, and repeated ones."""
-    weight, found = torch.randn(256, 256), {}
+    weight, ranks, found = torch.randn(256, 256), weft.init().ranks, {}
     operators: dict[str, Callable[[torch.Tensor], object]] = {
         "all_gather_matmul": lambda a: weft.all_gather_matmul(a, weight),
         "matmul_all_reduce": lambda a: weft.matmul_all_reduce(a, weight),
@@ -182,10 +182,11 @@ def first_calls(rounds: int) -> dict[str, float]:
         "all_gather": weft.all_gather,
     }
     for name, operator in operators.items():
-        operator(torch.randn(100, 256))
+        shares = ranks if name == "matmul_reduce_scatter" else 1
+        operator(torch.randn(100 * shares, 256))
         first, again = [], []
         for rows in random.Random(0).sample(FIRST_ROWS, len(FIRST_ROWS)):
-            call = partial(operator, torch.randn(rows, 256))
+            call = partial(operator, torch.randn(rows * shares, 256))
             first.append(seconds(call, 1))
             again.append(median(seconds(call, 1) for _ in range(rounds)))
         found[f"{name}, first"] = 1e6 * median(first)

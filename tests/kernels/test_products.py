@@ -98,6 +98,7 @@ def test_rows_and_the_size_of_the_weight_select_the_method(monkeypatch):
     assert found(1 << 20, 1, 7, 8, 511, 512, 9999) == [
         f"large, {rows} rows" for rows in (1, 2, 8, 64, 512, 512)
     ]
+    assert found(fastest.TINY, 1, 7, 8, 9999) == [f"tiny, {rows} rows" for rows in (1, 1, 8, 64)]
     assert found(fastest.SMALL, 1, 7, 8, 9999) == [f"small, {rows} rows" for rows in (1, 1, 8, 64)]
 
 
