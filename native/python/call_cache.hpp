@@ -139,7 +139,10 @@ class CallCache {
                              view_.address - within[operand].address});
     }
     if (size() >= kMost) clear();
-    calls_[key] = std::make_shared<CachedCall>(std::move(made));
+    const auto one = std::make_shared<CachedCall>(std::move(made));
+    // what they replace lives until the end, since its destructor may run Python code
+    const auto before = std::exchange(calls_[key], one),
+               recently = std::exchange(recent(one->layouts), one);
   }
 
   // Repeat a cached call: its result (a list if there are several; true if there is none), or None,
@@ -358,15 +361,20 @@ class CallCache {
     const auto is = [&](const std::shared_ptr<CachedCall>& one) {
       return one && one->layouts == layouts_ && one->options.equal(options);
     };
-    uint64_t sum = 0;
-    for (int64_t number : layouts_) sum += static_cast<uint64_t>(number);
-    const size_t slot = (sum >> 4) % recent_.size();
-    if (std::shared_ptr<CachedCall> one = recent_[slot]; is(one)) return one;
+    if (std::shared_ptr<CachedCall> one = recent(layouts_); is(one)) return one;
     const auto found = calls_.find(hashed(options));
     if (found == calls_.end()) return nullptr;
     std::shared_ptr<CachedCall> one = found->second;
     if (!is(one)) return nullptr;
-    return recent_[slot] = one;
+    const auto recently = std::exchange(recent(layouts_), one);
+    return one;
+  }
+
+  // The latest call of these layouts, or of others with about the same sum.
+  std::shared_ptr<CachedCall>& recent(const std::vector<int64_t>& layouts) {
+    uint64_t sum = 0;
+    for (int64_t number : layouts) sum += static_cast<uint64_t>(number);
+    return recent_[(sum >> 4) % recent_.size()];
   }
 
   uint64_t hashed(nb::handle options) const {
@@ -411,7 +419,7 @@ class CallCache {
   nb::str layout_{"layout"}, tensors_{"tensors"}, source_{"source"},
       check_unchanged_{"check_unchanged"};
   std::unordered_map<uint64_t, std::shared_ptr<CachedCall>> calls_;
-  std::array<std::shared_ptr<CachedCall>, 16> recent_;  // some of them, by a sum of their layouts
+  std::array<std::shared_ptr<CachedCall>, 16> recent_;  // some of them
   View view_;
   uint64_t reads_ = 0;            // calls of `read`
   std::vector<int64_t> layouts_;  // of the latest call; a member, so that its memory is reused

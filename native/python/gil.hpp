@@ -30,9 +30,11 @@ inline void release_gil() { released_gil = PyEval_SaveThread(); }
 // cache line to another core.
 template <class Work>
 auto briefly_locked(Work work) {
-  struct Again {
+  struct Again {  // a signal handler in the wait of one call may make another
+    PyThreadState* const outer = std::exchange(released_gil, nullptr);
     ~Again() {
-      if (released_gil) PyEval_RestoreThread(std::exchange(released_gil, nullptr));
+      if (released_gil) PyEval_RestoreThread(released_gil);
+      released_gil = outer;
     }
   };
   auto result = [&] {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.ranks import on_ranks
 
 import weft
@@ -205,6 +207,21 @@ def many_calls(world):
         counted_now = len(own.calls)
         assert 0 < counted_now <= _native.CallCache.most
     assert counted_now == 10
+
+
+def limited_calls(world):
+    """A call that may be repeated twice, and twice again after it was checked."""
+    own = engine(world)
+    program = own.program(barrier(world.levels), {})
+    key = limited_calls, (), None, None, None, None
+    for _ in range(3):
+        binding, left = program.bind({}, ()), _native.CallsLeft(2)
+        own.calls.add(*key, program, binding, {}, [], None, left)
+        assert [_native.repeat(*key, world, 1.0) for _ in range(4)] == [True, True, None, None]
+
+
+def test_a_call_is_checked_after_a_number_of_repetitions():
+    on_ranks(limited_calls, 1)
 
 
 def test_the_call_cache_is_bounded():
@@ -481,6 +498,32 @@ def a_thread_runs_while_a_peer_is_late(world, fifo):
 def test_repeated_small_calls_let_other_threads_run_while_they_wait(tmp_path):
     os.mkfifo(fifo := tmp_path / "fifo")
     on_ranks(a_thread_runs_while_a_peer_is_late, 2, fifo)
+
+
+def a_handler_makes_calls(world):
+    """A signal handler makes calls in another world while rank 0 waits in a repeated one."""
+    other, handled = weft.init(dist.new_group([0, 1], backend="gloo")), []
+
+    def handle(*_):
+        for _ in range(3):
+            weft.barrier(world=other)
+        handled.append(True)
+
+    for _ in range(3):
+        weft.barrier(world=other)
+        weft.barrier()
+    if world.rank:
+        handle()
+    else:
+        signal.signal(signal.SIGALRM, handle)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+    weft.barrier()
+    assert handled
+    other.close()
+
+
+def test_a_signal_handler_may_call_in_another_world_while_a_call_waits():
+    on_ranks(a_handler_makes_calls, 2)
 
 
 def not_repeated(world):
