@@ -215,12 +215,16 @@ class HostCopies(Copies):
         self.tile = self.zeros(settings.tile_size // self.dtype.itemsize)
 
     def contenders(self, size: int) -> list[Copier]:
+        hosts = self.world.hosts
+        # rows of another host come in messages: there is no memory from which to get a tile
+        near = hosts[self.peer] == hosts[0]
+        staged = [self.get(STAGED, get, size)._replace(call=self._staged(size))] if near else []
         return [
             self.put(WEFT, put, size),
             self.put(ASYNC, put_async, size),
             self.get(WEFT, get, size),
             self.get(ASYNC, get_async, size),
-            self.get(STAGED, get, size)._replace(call=self._staged(size)),
+            *staged,
             self.local(MEMCPY, lambda *_: None, size)._replace(call=self._memmove(size)),
             self.local(COPY_, Tensor.copy_, size),
         ]
