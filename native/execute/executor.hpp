@@ -87,10 +87,8 @@ class Executor {
   std::vector<int> pids;
   // Whether executions record the time span of each instruction.
   bool tracing = false;
-  // Whether this rank has left the world, which has no more calls then.
-  bool closed = false;
   // Whether calls may be repeated with nothing but their operands checked.
-  bool repeats() const { return !tracing && !closed && !mesh_->failed(); }
+  bool repeats() const { return !tracing && !mesh_->failed(); }
 
  private:
   // The eager buffers of the next execution with eager buffers (E1, E3).

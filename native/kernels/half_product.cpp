@@ -165,19 +165,6 @@ char* memory(size_t bytes) {
   return static_cast<char*>(std::align(kLine, bytes, from, space));
 }
 
-// Call `work` with the number of each part and the number of parts.
-template <class Work>
-void on_team(size_t bytes, const Work& work) {
-  const size_t threads = bytes < kShared ? 1 : team_size();
-  if (threads < 2) return work(size_t{0}, size_t{1});
-  run_team(
-      threads,
-      [](const void* all, size_t part, size_t parts) {
-        (*static_cast<const Work*>(all))(part, parts);
-      },
-      &work);
-}
-
 }  // namespace
 
 void pack_panels(const Matrix& weight, size_t depth, size_t all_columns, uint16_t* packed) {

@@ -33,6 +33,20 @@ void run_team(size_t parts, void (*run)(const void* work, size_t part, size_t pa
 // faster (`python benchmarks/threads.py`).
 constexpr size_t kShared = size_t{256} << 10;
 
+// Call `work(part, parts)` for each part, on the threads of the team if `bytes` bytes are worth it:
+// else there is one part, on this thread.
+template <class Work>
+void on_team(size_t bytes, const Work& work) {
+  const size_t threads = bytes < kShared ? 1 : team_size();
+  if (threads < 2) return work(size_t{0}, size_t{1});
+  run_team(
+      threads,
+      [](const void* all, size_t part, size_t parts) {
+        (*static_cast<const Work*>(all))(part, parts);
+      },
+      &work);
+}
+
 // Call `work(row, rows, column, columns)` for parts that make up a matrix of `rows` rows of
 // `columns` elements of `item` bytes: one after the other for the parts of a thread, and on the
 // threads of the team if that pays. All threads get equal numbers of lines of elements (T1, T2).
@@ -41,9 +55,8 @@ void share(size_t rows, size_t columns, size_t item, const Work& work) {
 #ifdef WEFT_MUTANT_NO_COPY  // a build that moves nothing, to prove that the tests notice
   return;
 #endif
-  const size_t threads = rows * columns * item < kShared ? 1 : team_size();
-  if (threads < 2) return work(size_t{0}, rows, size_t{0}, columns);
-  auto run = [&](size_t part, size_t parts) {
+  on_team(rows * columns * item, [&](size_t part, size_t parts) {
+    if (parts == 1) return work(size_t{0}, rows, size_t{0}, columns);
     const size_t all = rows * columns, line = std::max<size_t>(64 / item, 1),
                  lines = (all + line - 1) / line;
     const size_t end = std::min(lines * (part + 1) / parts * line, all);  // T2
@@ -55,13 +68,7 @@ void share(size_t rows, size_t columns, size_t item, const Work& work) {
       work(row, std::max<size_t>(full, 1), column, wide);
       at += std::max<size_t>(full, 1) * wide;
     }
-  };
-  run_team(
-      threads,
-      [](const void* all, size_t part, size_t parts) {
-        (*static_cast<const decltype(run)*>(all))(part, parts);
-      },
-      &run);
+  });
 }
 
 }  // namespace weft

@@ -189,7 +189,6 @@ void bind_execute(nb::module_& m) {
       .def_ro_static("eager_sets", &Program::kEagerSets)
       .def_rw("within_host", &Executor::within_host)
       .def_rw("pids", &Executor::pids)
-      .def_rw("closed", &Executor::closed)
       .def("eager_bases", &Executor::eager_bases)
       .def_prop_ro("calls", [](Executor& self) { return self.calls.latest(); })
       .def("begin", [](Executor& self, Program& program,

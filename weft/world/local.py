@@ -164,7 +164,7 @@ class LocalWorld:
     def _close_worlds(self) -> None:
         self._on_all(lambda rank: self.worlds[rank].close())
         for world in self.worlds:
-            world.engine = world.repeats = None  # its programs keep memory
+            world.engine = None  # its programs keep memory
 
     def __enter__(self) -> LocalWorld:
         return self

@@ -119,7 +119,7 @@ class World(Peers):
         self.name = (self.number, self.rank, self.ranks)  # an argument of torch's operators
         # both set by `weft.engines.engine`, as engines depend on worlds
         self.engine: Any = None
-        self.repeats: _native.CallCache | None = None  # the cache of repeated calls
+        self.repeats: _native.CallCache | None = None  # the cache of its calls; None once closed
         self.recorder: Recorder | None = None
         self.emulated_link: tuple[float, float] | None = None
         # number 0 is no world's: a world of streams puts its copies on them
@@ -260,7 +260,7 @@ class World(Peers):
         keep(self)
         self.forked = True
         self.closed = f"it belongs to process {self.pids[self.rank]}"
-        self.executor.closed = True
+        self.repeats = None
         self.mesh.disown()
         self.transfers.disown()
         if self.relay is not None:
@@ -279,6 +279,7 @@ class World(Peers):
         self.transfers.finish()
         if self.engine is not None:
             self.engine.finish_transfers()
+        self.repeats = None
         self.keepalive.clear()
         self.unreported = False
         if self.closed is None:
@@ -286,7 +287,6 @@ class World(Peers):
                 self.relay.finish()
             self.mesh.leave()
             self.closed = "close() was called, or its with block ended"
-            self.executor.closed = True
             _log.info("closed world %s after call %d", self.identity, self.executor.calls)
             if self.engine is not None:
                 self.engine.abandon()
