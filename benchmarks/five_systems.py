@@ -28,11 +28,11 @@ def published(system: str) -> list[Row]:
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A table in Markdown."""
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join(
-        f"|{'|'.join(line)}|" if line[0] == "---" else f"| {' | '.join(map(str, line))} |"
-        for line in lines
-    )
+
+    def line(cells: Sequence[object]) -> str:
+        return f"| {' | '.join(map(str, cells))} |"
+
+    return "\n".join([line(heads), "|---" * len(heads) + "|", *map(line, rows)])
 
 
 def median(result: dict[str, Any], name: str, kind: str = "times_ms") -> float:
