@@ -10,6 +10,7 @@ VALUES = {
     "WEFT_BIND": ("0", "1"),
     "WEFT_LOG": ("debug", "info", "warning", "error"),
     "WEFT_READ_PEERS": ("0", "1"),
+    "WEFT_REPLACES_GLOO": ("0", "1"),
     "WEFT_STORES": ("adaptive", "cached", "streaming"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
@@ -32,6 +33,12 @@ def run(
         ),
     ] = False,
     bind: Annotated[bool, typer.Option(help="Bind each rank to cores of its own.")] = True,
+    replace_gloo: Annotated[
+        bool,
+        typer.Option(
+            "--replace-gloo", help="Process groups that the script asks for as gloo are weft's."
+        ),
+    ] = False,
 ) -> None:
     """Run a script, or a module, on several ranks of this host.
 
@@ -56,6 +63,8 @@ def run(
             typer.echo(f"{text}weft run {option} {script}", err=True)
     from weft.world.launcher import run as run_ranks
 
+    if replace_gloo:
+        os.environ["WEFT_REPLACES_GLOO"] = "1"
     raise typer.Exit(run_ranks(ranks, script, arguments or [], bind, module))
 
 

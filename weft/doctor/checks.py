@@ -37,6 +37,7 @@ from weft.measure.versions import versions
 from weft.ops import stored
 from weft.ops.barrier import barrier
 from weft.predict.machine import calibrated
+from weft.process_group import in_place_of_gloo
 from weft.schedules.levels import OVERSUBSCRIBED_SIGNAL_LATENCY, SIGNAL_LATENCY
 from weft.schedules.thresholds import Thresholds
 from weft.world import World, init, placement
@@ -125,6 +126,7 @@ def diagnose(console: Console) -> bool:
         )[0]
         staged = _of_all_ranks(world, world.staging_reason, str)
         stores = _of_all_ranks(world, _native.stores(), str)
+        replaced = _of_all_ranks(world, in_place_of_gloo.in_force(), bool)
         if world.rank == 0:
             _print(everyone, links, console)
             console.print(_thresholds(everyone, world.thresholds, world.oversubscribed))
@@ -134,6 +136,7 @@ def diagnose(console: Console) -> bool:
                 console.print(f"Peers' ordinary tensors {how}.", soft_wrap=True)
             console.print(_setup(), soft_wrap=True)
             console.print(_stores(stores), soft_wrap=True)
+            console.print(_gloo(replaced), soft_wrap=True)
             console.print(_new_memory(), soft_wrap=True)
             console.print(_measurements(), soft_wrap=True)
             _print_problems(problems, console)
@@ -160,6 +163,17 @@ def _setup() -> str:
 def _stores(kinds: Sequence[str]) -> str:
     """The kinds of stores that ranks have selected by WEFT_STORES, usually one."""
     return f"Stores to memory: {', '.join(dict.fromkeys(kinds))} (WEFT_STORES)."
+
+
+def _gloo(replaced: Sequence[bool]) -> str:
+    """Whether process groups that programs ask for as gloo's are weft's, by rank."""
+    groups, variable = "Process groups that programs ask for as gloo's", in_place_of_gloo.VARIABLE
+    if all(replaced):
+        return f"{groups} are weft's ({variable}=1)."
+    if not any(replaced):
+        return f"{groups} are gloo's; {variable}=1 makes them weft's."
+    here = ", ".join(str(rank) for rank, weft in enumerate(replaced) if weft)
+    return f"{groups} are weft's on rank(s) {here} alone: set {variable} alike on all ranks."
 
 
 def _number(count: int, noun: str) -> str:

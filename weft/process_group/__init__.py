@@ -7,6 +7,7 @@ does not load weft: the first group does.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from weft import variables
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def register() -> None:
-    """Register the backend ``weft``, and make weft's errors subclasses of torch.distributed's;
-    idempotent.
+    """Register the backend ``weft``, make weft's errors subclasses of torch.distributed's, and put
+    weft in gloo's place if the variable WEFT_REPLACES_GLOO asks for it; idempotent.
     """
     import torch.distributed as dist
 
@@ -29,6 +30,10 @@ def register() -> None:
 
     errors.set_base(dist.DistBackendError)
     dist.Backend.register_backend("weft", _group, extended_api=True, devices=["cpu"])
+    if os.environ.get("WEFT_REPLACES_GLOO"):
+        from weft.process_group import in_place_of_gloo
+
+        in_place_of_gloo.replace()
 
 
 def _group(group: _DistributedBackendOptions, options: object) -> Group:
