@@ -13,7 +13,7 @@ NATIVE := $(wildcard native/CMakeLists.txt native/*/*)
 INSTALL := -m pip install --constraint constraints.txt
 ONLY_ERRORS := 2> >(grep --invert-match ^WARNING >&2)
 
-.PHONY: bench baselines vllm test test-all check speed test-torch torch-suite collected gpu-kit docs docs-version house images storm sanitize portable wheels wheel-test clean
+.PHONY: bench baselines vllm test test-all check speed test-torch torch-suite clients collected gpu-kit docs docs-version house images storm sanitize portable wheels wheel-test clean
 
 # weft, its command and its benchmarks
 .venv/command: pyproject.toml bench/pyproject.toml constraints.txt $(NATIVE)
@@ -114,6 +114,10 @@ torch-suite: .venv/installed
 	for ranks in $(or $(RANKS),2 3 4); do \
 	  WORLD_SIZE=$$ranks $(BIN)/python -m pytest tests/torch_suite.py --timeout 600 $(if $(TESTS),-k "$(TESTS)") || exit 1; \
 	done
+
+# The tests of other projects, on gloo and on weft, each in an environment of its own: CLIENTS names some of them, or --quick.
+clients: .venv/installed
+	$(BIN)/python benchmarks/clients/run.py $(CLIENTS)
 
 # pytest-xdist's workers can share the tests only if all collect the same list.
 collected: .venv/installed

@@ -49,7 +49,7 @@ def every_door(group, name):
     groups = [
         group,
         dist.new_group(),
-        dist.new_group(backend="gloo"),
+        dist.new_group(backend="gloo", pg_options=dist.ProcessGroupGloo._Options()),
         dist.new_group(backend="cpu:gloo"),
         mesh.get_group("all"),
     ]
@@ -218,4 +218,4 @@ def test_weft_run_replaces_gloo(tmp_path):
     script.write_text(LAUNCHED)
     command = [sys.executable, "-m", "weft", "run", "-n", "2", "--replace-gloo", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.stdout.splitlines() == ["init_process_group 2.0"] * 2, done.stderr
+    assert done.stdout.count("init_process_group 2.0") == 2, done.stdout + done.stderr

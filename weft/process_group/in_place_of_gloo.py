@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import BackendConfig
 
@@ -22,6 +23,7 @@ from weft.errors import SymmetricMemoryError
 
 VARIABLE = "WEFT_REPLACES_GLOO"
 _MAKER = "_new_process_group_helper"
+_GLOO_OPTIONS = dist.ProcessGroupGloo._Options if dist.is_gloo_available() else ()
 _BEFORE_BACKEND = ("group_size", "group_rank", "global_ranks_in_group")
 _log = logging.getLogger("weft")
 
@@ -56,8 +58,11 @@ def _wrapped(of_torch: Callable[..., Any]) -> Callable[..., Any]:
         renamed = _renamed(backend) if in_force() else None
         if renamed is None:
             return of_torch(size, rank, ranks, backend, *others, **named)
+        ours = dict(named)
+        if isinstance(named.get("backend_options"), _GLOO_OPTIONS):
+            ours["backend_options"] = None
         try:
-            group, store = of_torch(size, rank, ranks, renamed, *others, **named)
+            group, store = of_torch(size, rank, ranks, renamed, *others, **ours)
         except SymmetricMemoryError as error:  # which all ranks raise together
             _log.info("gloo keeps a group of %d ranks: %s", size, error)
             return of_torch(size, rank, ranks, backend, *others, **named)
