@@ -179,7 +179,13 @@ def tables(directories: Sequence[Path]) -> list[list[str]]:
 
     def load(name: str) -> Any:
         files = (directory / f"{name}.json" for directory in directories)
-        return json.loads(next(file for file in files if file.exists()).read_text())
+        for file in files:
+            if file.exists():
+                return json.loads(file.read_text())
+        raise SystemExit(
+            f"no {name}.json in {', '.join(map(str, directories)) or 'no directory'}: name the "
+            "directories with all results of five_systems.sh"
+        )
 
     return [part(load) for part in (streaming, steps, copies, linear, gather)]
 

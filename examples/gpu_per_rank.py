@@ -29,8 +29,9 @@ expected = torch.arange(1, world.ranks + 1, device=world.device).repeat_interlea
 assert torch.equal(result, expected[:, None].expand(-1, 256).to(result.dtype))
 if world.device.type == "cuda":  # an all-gather by copy engines, and by a kernel on 16 SMs
     gathered = world.empty(512 * world.ranks, 1024)
-    for options in ({}, {"algorithm": "kernel", "comm_sms": 16, "gluon": True}):
-        weft.all_gather(rows, out=gathered, **options)
+    by_kernel = weft.Launch(comm_sms=16, gluon=True)
+    for algorithm, launch in (("auto", None), ("kernel", by_kernel)):
+        weft.all_gather(rows, out=gathered, algorithm=algorithm, launch=launch)
         assert torch.equal(gathered[:, 0], expected.to(gathered.dtype))
 if world.rank == 0:
     print(f"{world.ranks} rank(s) on {world.device.type}: {tuple(result.shape)}, as expected")

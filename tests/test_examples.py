@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import inspect
 import io
 import re
 import runpy
@@ -25,6 +26,7 @@ from support import snippets
 from support.ranks import on_ranks
 from typer.testing import CliRunner
 
+import weft
 from weft.cli import app
 
 ROOT = Path(__file__).parent.parent
@@ -64,6 +66,17 @@ def example(name, *arguments, cwd=ROOT):
             if end.code:
                 raise AssertionError(printed.getvalue()) from end
     return printed.getvalue()
+
+
+@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda script: script.name)
+def test_calls_of_weft_have_arguments_that_exist(script):
+    """Also in parts that no machine without a GPU runs."""
+    for call in ast.walk(ast.parse(script.read_text())):
+        function = call.func if isinstance(call, ast.Call) else None
+        of_weft = isinstance(function, ast.Attribute) and ast.unparse(function.value) == "weft"
+        if of_weft and callable(named := getattr(weft, function.attr)):
+            known = inspect.signature(named).parameters
+            assert {each.arg for each in call.keywords if each.arg} <= {*known}, ast.unparse(call)
 
 
 @pytest.mark.slow

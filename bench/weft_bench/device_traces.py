@@ -7,6 +7,7 @@ of copying that is hidden is computed as that of weft's own traces, of any progr
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import sqlite3
@@ -20,17 +21,23 @@ from rich.console import Console
 from weft.plan.trace import Span, Trace
 from weft_bench import tables
 
+_HOST = "host"
 _KINDS = {
+    _HOST: r"memcpy.*(HtoD|DtoH)",
     "wait": r"^(wait|compare)_kernel",
     "notify": r"^(notify|raise)_kernel",
     "reduce": r"^sum_in_rank_order",
     "copy": r"^(copy_(vectors|words)_kernel|_?put_to_all)|nccl|rccl|multimem"
-    r"|(all|reduce)_?(gather|reduce|scatter)(?!.*matmul)|one_shot|two_shot|memcpy",
+    r"|(all|reduce)_?(gather|reduce|scatter)(?!.*matmul)|one_shot|two_shot|memcpy"
+    r"|direct_copy|CatArray|copy_device",
     "matmul": r"gemm|gemv|cutlass|nvjet|xmma|matmul|_mm_|Cijk_|splitK|dot_kernel",
 }
 """Kinds of spans by the names of kernels: weft's, torch's, NCCL's, cuBLAS' and hipBLAS'. The first
-that matches counts; others are computations of another kind.
+that matches counts; others are computations of another kind. Copies from and to the host are
+neither computations nor copies between GPUs.
 """
+_PERSISTENT = r"all_gather_matmul_kernel"
+"""weft's kernel that multiplies rows as they arrive: it waits for them, too."""
 
 _KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
 _COPIES = "CUPTI_ACTIVITY_KIND_MEMCPY"
@@ -48,7 +55,7 @@ def read(file: Path) -> Trace | None:
     """
     try:
         found = _spans(file)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+    except (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError):
         return None
     if found is None:
         return None
@@ -63,9 +70,13 @@ def read(file: Path) -> Trace | None:
 def _spans(file: Path) -> Iterator[Span] | None:
     """The spans of a trace; None for another file."""
     with file.open("rb") as opened:
-        if opened.read(16) == b"SQLite format 3\0":
-            return _of_nsight(file)
-    found = json.loads(file.read_text(encoding="utf-8"))
+        begins = opened.read(16)
+    if begins == b"SQLite format 3\0":
+        return _of_nsight(file)
+    content = file.read_bytes()
+    if begins.startswith(b"\x1f\x8b"):
+        content = gzip.decompress(content)
+    found = json.loads(content.decode("utf-8"))
     if not isinstance(found, dict) or "deviceProperties" not in found:
         return None
     return _of_torch(found["traceEvents"])
@@ -77,10 +88,9 @@ def _of_torch(events: Sequence[dict[str, Any]]) -> Iterator[Span]:
         if event.get("ph") != "X" or event.get("cat") not in ("kernel", "gpu_memcpy"):
             continue
         name, of = event["name"], event["args"]
-        kind = "copy" if event["cat"] == "gpu_memcpy" else kind_of(name)
         start = round(1e3 * float(event["ts"]))
         stop = start + round(1e3 * float(event["dur"]))
-        yield Span(int(of["device"]), f"stream {of['stream']}", kind, name, 0, start, stop)
+        yield Span(int(of["device"]), f"stream {of['stream']}", kind_of(name), name, 0, start, stop)
 
 
 def _of_nsight(file: Path) -> Iterator[Span]:
@@ -89,7 +99,9 @@ def _of_nsight(file: Path) -> Iterator[Span]:
         f"SELECT deviceId, streamId, value, start, end FROM {_KERNELS} "
         "JOIN StringIds ON StringIds.id = shortName"
     )
-    copies = f"SELECT deviceId, streamId, 'memcpy', start, end FROM {_COPIES}"
+    # CUpti_ActivityMemcpyKind
+    kinds = "CASE copyKind WHEN 1 THEN 'memcpy HtoD' WHEN 2 THEN 'memcpy DtoH' ELSE 'memcpy' END"
+    copies = f"SELECT deviceId, streamId, {kinds}, start, end FROM {_COPIES}"
     with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as database:
         present = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
         for table, query in ((_KERNELS, kernels), (_COPIES, copies)):
@@ -108,7 +120,7 @@ def show(trace: Trace, console: Console) -> None:
     """
     kinds = [
         kind
-        for kind in ("matmul", "other", "reduce", "copy", "wait", "notify")
+        for kind in ("matmul", "other", "reduce", "copy", _HOST, "wait", "notify")
         if any(span.kind == kind for span in trace.spans)
     ]
     console.print(f"{trace.title}: {1e3 * trace.seconds:.3f} ms; milliseconds of each stream")
@@ -120,9 +132,14 @@ def show(trace: Trace, console: Console) -> None:
         made.add_row(str(device), lane.removeprefix("stream "), str(len(spans)), *cells)
     tables.print_wide(console, made)
     for device in sorted({span.rank for span in trace.spans}):
-        own = Trace(trace.title, tuple(span for span in trace.spans if span.rank == device))
-        part = own.hidden_copies()
+        spans = [span for span in trace.spans if span.rank == device and span.kind != _HOST]
+        part = Trace(trace.title, tuple(spans)).hidden_copies()
         hidden = "nothing is copied"
         if part is not None:
             hidden = f"{100 * part:.0f} % of copying is hidden behind computations"
         console.print(f"device {device}: {hidden}")
+    if any(re.search(_PERSISTENT, span.text) for span in trace.spans):
+        console.print(
+            "weft's kernel of products waits for rows that have not arrived: all of its time "
+            "counts as computing"
+        )

@@ -314,6 +314,8 @@ class Subject(Views):
             yield "The weight is packed" + (
                 "; baselines have a plain weight." if self.compared else "."
             )
+        if self.settings.symmetric_out:
+            yield "The result is in symmetric memory: peers put their sums where it stays."
         if self.multiplied_in:
             yield sentence(self.out_dtype, self.slowdown)
         if self.world.backend.products == "triton":

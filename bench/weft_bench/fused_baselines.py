@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from weft.world import World
-from weft_bench import baselines, chunks
+from weft_bench import baselines, chunks, nccl
 from weft_bench.systems import SYSTEMS
 
 _TORCH = ("all_gather_matmul", "matmul_reduce_scatter")
@@ -19,6 +21,8 @@ def refusal(name: str, operator: str, m: int, ranks: int) -> str:
     if name == "torch" and operator not in _TORCH:
         return f"torch has no fused operator for {operator.replace('_', '-')}"
     system = SYSTEMS[name]
+    if system.registered and operator != "matmul_all_reduce":
+        return f"{name} reduces results in registered memory: use it with matmul-all-reduce"
     if (system.in_chunks or not system.backend) and m % ranks:
         return f"{name} takes equal shards, and {m} rows are not a multiple of {ranks} ranks"
     return ""
@@ -34,14 +38,19 @@ def call_of(
     world: World,
     bias: Tensor | None = None,
 ) -> Callable[[], Tensor]:
-    """The call of a baseline, which returns its result: `out`, or of torch's own operators a new
-    tensor; collective. `rows` are those of each rank's shard. Products of gathered rows add the
-    bias; to sums, and to the results of torch's own operators, it is added at the end.
+    """The call of a baseline, which returns its result: `out`, or of torch's own operators and in
+    registered memory another tensor; collective. `rows` are those of each rank's shard. Products of
+    gathered rows add the bias; to sums, and to the results of torch's own operators, it is added at
+    the end.
     """
     system = SYSTEMS[name]
     if not system.backend:
         return _plus(bias, _by_torch(operator, a, b, world))
     group = baselines.group_of(system.backend)
+    if system.registered:
+        assert group is not None, "a group of NCCL's"
+        make = partial(torch.empty_like, out)
+        out = nccl.in_registered_memory(world, group, make, f"--baseline {name}")
     match operator, system.in_chunks:
         case "all_gather_matmul", False:
             return baselines.all_gather_matmul(a, b, out, rows, group, bias)

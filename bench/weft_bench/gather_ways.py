@@ -16,6 +16,7 @@ from weft.errors import WeftError
 from weft.ops.all_gather import all_gather, all_gather_async
 from weft.plan.launch import Launch
 from weft.world import World
+from weft_bench import nccl
 from weft_bench.settings.overlap import OverlapSettings
 
 
@@ -92,26 +93,19 @@ def _zero_cta(world: World, a: Tensor) -> Way:
     """NCCL with the policy that leaves all SMs to products: it copies by copy engines from and to
     symmetric memory of its own. With NCCL 2.28 both must be: an input that is not goes by SMs.
     """
-    nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
-    policy = getattr(nccl, "NCCL_CTA_POLICY_ZERO", None)
+    groups: Any = getattr(dist, "ProcessGroupNCCL", None)
+    policy = getattr(groups, "NCCL_CTA_POLICY_ZERO", None)
     if policy is None:
         raise WeftError("--gather nccl-zero-cta needs torch with NCCL 2.28 or newer: leave it out")
-    options = nccl.Options()
+    options = groups.Options()
     options.config.cta_policy = policy
     group = dist.new_group(backend="nccl", pg_options=options)
-    backend: Any = group._get_backend(world.device)
-    backend.eager_connect_single_device(world.device)
-    pool = torch.cuda.MemPool(backend.mem_allocator)
-    with torch.cuda.use_mem_pool(pool):
-        source = torch.empty_like(a)
+
+    def make() -> tuple[Tensor, Tensor]:
         gathered = torch.empty(len(a) * world.ranks, dtype=a.dtype, device=world.device)
-    try:
-        backend.register_mem_pool(pool, symm=True)
-    except TypeError:
-        raise WeftError(
-            "--gather nccl-zero-cta needs a torch that registers symmetric memory: leave it out"
-        ) from None
-    world.keepalive.append(pool)
+        return torch.empty_like(a), gathered
+
+    source, gathered = nccl.in_registered_memory(world, group, make, "--gather nccl-zero-cta")
     gather = partial(dist.all_gather_into_tensor, gathered, source, group=group)
     return Way("nccl-zero-cta", source, gathered, gather, partial(gather, async_op=True))
 

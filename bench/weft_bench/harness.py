@@ -7,6 +7,7 @@ them before and after they are timed with `weft.measure.timing`.
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,8 @@ from weft.measure.timing import Statistics, largest
 from weft.measure.versions import versions
 from weft.world import World
 from weft.world.placement import time_of_thread
-from weft_bench.verification import Check
+from weft_bench import nccl
+from weft_bench.verification import RUNS, Check
 
 _FILES = {"json_file", "plot", "trace", "timeline", "save_outputs", "save_data"}
 """The options that name files, which are not in a result."""
@@ -91,6 +93,7 @@ def environment(world: World, settings: Any, **baselines: str) -> dict[str, Any]
     on_gpu = dict[str, Any]()
     if world.device.type == "cuda":
         on_gpu = gpu(world.device, min(world.ranks, torch.cuda.device_count()))
+        on_gpu["nccl_most_channels"] = nccl.channels()
     cores = len(frozenset[int]().union(*world.cores))
     return {
         "options": options_of(settings),
@@ -145,11 +148,12 @@ def verified(
     measure: Callable[[], Found],
 ) -> tuple[Found, list[Check]]:
     """The result of `measure`, and the worst check of each contender before and after it; every
-    check is a run with new data.
+    check is a run with other data than the `RUNS` - 1 before it.
     """
-    before = [verify(contender, run) for run, contender in enumerate(contenders)]
+    runs = itertools.cycle(range(RUNS))
+    before = [verify(contender, next(runs)) for contender in contenders]
     found = measure()
-    after = [verify(contender, run) for run, contender in enumerate(contenders, len(contenders))]
+    after = [verify(contender, next(runs)) for contender in contenders]
     return found, [one.worse(other) for one, other in zip(before, after, strict=True)]
 
 

@@ -14,6 +14,9 @@ from weft.plan.trace import Trace, from_perfetto
 from weft_bench import tables
 from weft_bench.benchmarks import Result
 
+_PASSING = {"waited_for_core_percent"}
+"""Entries of a machine that differ in every run."""
+
 
 def load(file: Path) -> Result:
     """The result in a file. Raises `ValueError` if it is none or cannot be read."""
@@ -38,6 +41,13 @@ def load_together(files: Sequence[Path]) -> Result:
                 raise ValueError(
                     f"{file} is of {key} {other.get(key)}, and {files[0]} of {first.get(key)}: "
                     "show them one by one"
+                )
+        for key, differs in (("machine", "on another machine"), ("versions", "by other versions")):
+            one, two = (result.get(key, {}) for result in (first, other))
+            shared = (one.keys() & two.keys()) - _PASSING
+            if any(one[name] != two[name] for name in shared):
+                raise ValueError(
+                    f"{file} was measured {differs} than {files[0]}: show them one by one"
                 )
         if "rows" not in first or first["benchmark"] == "p2p":
             raise ValueError(f"{files[0]} is no result of a collective over sizes: show it alone")

@@ -18,6 +18,7 @@ class System(NamedTuple):
         backend: the backend of torch.distributed that it uses, "" for none.
         in_chunks: whether its collectives run in chunks beside products.
         one_host: whether it runs on one host only.
+        registered: whether its collectives take memory that is registered with NCCL.
     """
 
     device: str
@@ -26,6 +27,7 @@ class System(NamedTuple):
     backend: str = ""
     in_chunks: bool = False
     one_host: bool = False
+    registered: bool = False
 
 
 SYSTEMS = {
@@ -37,6 +39,7 @@ SYSTEMS = {
     "deepspeed": System("cpu", one_host=True),
     "nccl": System("cuda", fused="nccl+torch.mm", backend="nccl"),
     "nccl-chunks": System("cuda", False, "nccl-chunks", "nccl", in_chunks=True),
+    "nccl-registered": System("cuda", False, "nccl registered+torch.mm", "nccl", registered=True),
     # its operators on symmetric memory
     "torch": System("cuda", fused="torch symmetric"),
 }
@@ -54,5 +57,5 @@ def of_fused(device: str) -> tuple[str, ...]:
     return tuple(name for name, each in SYSTEMS.items() if each.device == device and each.fused)
 
 
-LIBRARIES = tuple(name for name, each in SYSTEMS.items() if each.backend and not each.in_chunks)
+LIBRARIES = tuple(name for name, each in SYSTEMS.items() if each.backend and each.collectives)
 """The libraries of collectives of torch.distributed."""

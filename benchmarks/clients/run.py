@@ -58,26 +58,18 @@ def _from_source(project: str) -> Callable[[Path, Path], None]:
     """Lays out the folder ``tests`` of a source distribution, with our files for it, if any."""
 
     def lay_out(python: Path, folder: Path) -> None:
-        _pip(
-            python,
-            "download",
-            "--no-deps",
-            "--no-build-isolation",
-            "--no-binary",
-            project,
-            "--dest",
-            str(folder),
-            project,
-        )
-        (archive,) = folder.glob("*.tar.gz")
+        source = folder / "source"
+        unbuilt = ("--no-deps", "--no-build-isolation", "--no-binary", project)
+        _pip(python, "download", *unbuilt, "--dest", str(source), project)
+        (archive,) = source.glob("*.tar.gz")
         with tarfile.open(archive) as packed:
-            packed.extractall(folder, filter="data")
-        (unpacked,) = (each for each in folder.iterdir() if each.is_dir())
+            packed.extractall(source, filter="data")
+        (unpacked,) = (each for each in source.iterdir() if each.is_dir())
         shutil.move(unpacked / "tests", folder / "tests")
         (folder / "tests/__init__.py").touch()
         for own in (HERE / project).glob("*.py"):
             shutil.copy(own, folder / "tests")
-        shutil.rmtree(unpacked)
+        shutil.rmtree(source)
 
     return lay_out
 

@@ -2,6 +2,7 @@
 hidden.
 """
 
+import gzip
 import json
 import sqlite3
 from contextlib import closing
@@ -16,6 +17,7 @@ from weft.cli import app
 from weft_bench.device_traces import kind_of, read
 
 PRODUCT = "nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_NNT"
+DIRECT = "void at::native::elementwise_kernel<128, 2, at::native::direct_copy_kernel_cuda>"
 WORK = [  # device, stream, name, start and stop in milliseconds
     (0, 7, PRODUCT, 0, 10),
     (0, 20, "memcpy", 4, 8),  # hidden
@@ -23,15 +25,21 @@ WORK = [  # device, stream, name, start and stop in milliseconds
     (0, 20, "wait_kernel", 12, 13),
     (1, 7, PRODUCT, 0, 5),
     (1, 7, "ncclDevKernel_AllGather_RING_LL", 5, 9),  # not hidden
+    (1, 9, "memcpy HtoD", 0, 4),  # between host and GPU: no communication, and nothing computes
+    (1, 7, DIRECT, 9, 10),  # no computation either: hides nothing
 ]
+MEMCPY = {
+    "memcpy": "Memcpy DtoD (Device -> Device)",
+    "memcpy HtoD": "Memcpy HtoD (Pinned -> Device)",
+}
 
 
 def of_torch(file: Path) -> None:
     events = [
         {
             "ph": "X",
-            "cat": "gpu_memcpy" if name == "memcpy" else "kernel",
-            "name": "Memcpy DtoD (Device -> Device)" if name == "memcpy" else name,
+            "cat": "gpu_memcpy" if name in MEMCPY else "kernel",
+            "name": MEMCPY.get(name, name),
             "ts": 1e6 + 1e3 * start,
             "dur": 1e3 * (stop - start),
             "args": {"device": device, "stream": stream},
@@ -49,11 +57,11 @@ def of_nsight(file: Path) -> None:
         database.execute("CREATE TABLE StringIds (id INT, value TEXT)")
         database.executemany("INSERT INTO StringIds VALUES (?, ?)", enumerate(names))
         database.execute(f"CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL ({columns}, shortName INT)")
-        database.execute(f"CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY ({columns})")
+        database.execute(f"CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY ({columns}, copyKind INT)")
         for device, stream, name, start, stop in WORK:
             row = [device, stream, 10**6 * start, 10**6 * stop]
-            kind = "MEMCPY" if name == "memcpy" else "KERNEL"
-            row += [] if kind == "MEMCPY" else [names.index(name)]
+            kind = "MEMCPY" if name in MEMCPY else "KERNEL"
+            row += [1 if "HtoD" in name else 8] if kind == "MEMCPY" else [names.index(name)]
             places = ", ".join("?" * len(row))
             database.execute(f"INSERT INTO CUPTI_ACTIVITY_KIND_{kind} VALUES ({places})", row)
 
@@ -64,13 +72,34 @@ def test_the_part_of_copying_that_is_hidden(write, tmp_path):
     shown = CliRunner().invoke(app, ["show", str(file), "--plot", str(tmp_path / "t.png")])
     assert shown.exit_code == 0, shown.output
     rows = [line.split() for line in shown.stdout.splitlines()]
-    assert ["device", "stream", "launches", "matmul", "copy", "wait"] in rows
-    assert ["0", "20", "3", "-", "8.000", "1.000"] in rows
-    assert ["1", "7", "2", "5.000", "4.000", "-"] in rows
+    assert ["device", "stream", "launches", "matmul", "copy", "host", "wait"] in rows
+    assert ["0", "20", "3", "-", "8.000", "-", "1.000"] in rows
+    assert ["1", "7", "3", "5.000", "5.000", "-", "-"] in rows
+    assert ["1", "9", "1", "-", "-", "4.000", "-"] in rows
     assert "device 0: 75 % of copying is hidden behind computations" in shown.stdout
     assert "device 1: 0 % of copying is hidden" in shown.stdout
     assert "13.000 ms" in shown.stdout
     assert (tmp_path / "t.png").stat().st_size > 0
+
+
+def test_a_trace_of_each_rank(tmp_path):
+    of_torch(tmp_path / "rank0.json")
+    packed = tmp_path / "rank1.json.gz"
+    packed.write_bytes(gzip.compress((tmp_path / "rank0.json").read_bytes()))
+    files = [str(tmp_path / "rank0.json"), str(packed)]
+    shown = CliRunner().invoke(app, ["show", *files, "--plot", str(tmp_path / "t.png")])
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.count("device 0: 75 % of copying is hidden behind computations") == 2
+    (tmp_path / "result.json").write_text('{"benchmark": "p2p"}')
+    shown = CliRunner().invoke(app, ["show", files[0], str(tmp_path / "result.json")])
+    assert "some are traces and some are results" in " ".join(shown.output.split())
+
+
+def test_a_kernel_that_also_waits_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.WORK", [(0, 7, "all_gather_matmul_kernel", 0, 5), *WORK])
+    of_torch(tmp_path / "trace.json")
+    shown = CliRunner().invoke(app, ["show", str(tmp_path / "trace.json")])
+    assert "waits for rows that have not arrived: all of its time" in " ".join(shown.output.split())
 
 
 @pytest.mark.parametrize(
@@ -91,6 +120,9 @@ def test_the_part_of_copying_that_is_hidden(write, tmp_path):
         ("sum_in_rank_order_kernel", "reduce"),
         ("wait_kernel", "wait"),
         ("raise_kernel", "notify"),
+        (DIRECT, "copy"),
+        ("void at::native::CatArrayBatchedCopy<float, unsigned int, 2, 64, 64>", "copy"),
+        ("Memcpy DtoH (Device -> Pageable)", "host"),
         ("vectorized_elementwise_kernel", "other"),
         ("reduce_kernel", "other"),
     ],

@@ -29,6 +29,11 @@ def test_the_page_has_the_tables_of_the_kept_results(five_systems):
     assert five_systems.with_tables(page, made) == page.replace("| 8.1 | 6.4", "| 8.2 | 6.4")
 
 
+def test_a_missing_result_is_named(five_systems):
+    with pytest.raises(SystemExit, match=r"no copies\.json in .*: name the directories with all"):
+        five_systems.tables(KEPT[:1])
+
+
 def test_published_bandwidths_are_in_the_unit_of_weft(five_systems):
     [gathers] = five_systems.tables(KEPT)[4]
     assert "| 2 MiB | 148, 98, 118 |" in gathers  # 138, 91, 110 GiB/s

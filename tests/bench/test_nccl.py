@@ -12,7 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from weft.cli import app
-from weft_bench import gather_ways, nccl, plots, saved
+from weft_bench import baselines, gather_ways, nccl, plots, saved
+from weft_bench.fused_baselines import call_of, refusal
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
@@ -50,6 +51,35 @@ class Pools:
         self.gathered = [source, out]
 
 
+def with_pools(monkeypatch, pools):
+    """A world whose tensors are made in these pools."""
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: object())
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", pools.use)
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, pools.recording(getattr(torch, name)))
+    return SimpleNamespace(device=torch.device("cpu"), ranks=2, keepalive=[])
+
+
+def test_a_linear_layer_is_reduced_in_registered_memory(monkeypatch):
+    pools, reduced = Pools(), []
+    group = SimpleNamespace(_get_backend=lambda device: pools)
+    monkeypatch.setattr(baselines, "group_of", lambda backend: group)
+    monkeypatch.setattr(
+        baselines, "collective", lambda name, source, out, group: lambda: reduced.append(out)
+    )
+    world = with_pools(monkeypatch, pools)
+    a, b, out = torch.ones(4, 3), torch.ones(3, 2), torch.zeros(4, 2)
+    call = call_of("nccl-registered", "matmul_all_reduce", a, b, out, [4], world)
+    result = call()
+    assert result is reduced[0] is pools.registered[0]
+    assert torch.equal(result, torch.full((4, 2), 3.0))
+    assert out.count_nonzero() == 0
+    why = refusal("nccl-registered", "all_gather_matmul", 4, 2)
+    assert why == "nccl-registered reduces results in registered memory: use it with " + (
+        "matmul-all-reduce"
+    )
+
+
 def test_nccl_without_sms_copies_between_tensors_that_are_both_registered(monkeypatch):
     pools = Pools()
     config = SimpleNamespace(cta_policy=None)
@@ -63,11 +93,7 @@ def test_nccl_without_sms_copies_between_tensors_that_are_both_registered(monkey
         all_gather_into_tensor=pools.gather,
     )
     monkeypatch.setattr(gather_ways, "dist", dist)
-    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: object())
-    monkeypatch.setattr(torch.cuda, "use_mem_pool", pools.use)
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, pools.recording(getattr(torch, name)))
-    world = SimpleNamespace(device=torch.device("cpu"), ranks=2, keepalive=[])
+    world = with_pools(monkeypatch, pools)
     way = gather_ways._zero_cta(world, torch.ones(4))
     way.gather()
     assert config.cta_policy == 2
@@ -136,6 +162,14 @@ def test_results_that_do_not_compare_are_refused(of_channels, tmp_path):
     file.write_text(json.dumps(other))
     with pytest.raises(ValueError, match="is of ranks 7, and"):
         saved.load_together([of_channels[0], file])
+    first = json.loads(of_channels[0].read_text())
+    for key, found, why in (
+        ("machine", {"cpu": "another"}, "on another machine"),
+        ("versions", {"torch": "1.0"}, "by other versions"),
+    ):
+        file.write_text(json.dumps(first | {key: first[key] | found}))
+        with pytest.raises(ValueError, match=f"was measured {why} than .*: show them one by one"):
+            saved.load_together([of_channels[0], file])
     steps = RESULTS / "intel-xeon-amx-2-cores/steps-2.json"
     with pytest.raises(ValueError, match="no result of a collective over sizes"):
         saved.load_together([steps, steps])

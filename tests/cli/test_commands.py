@@ -582,7 +582,10 @@ def test_times_are_drawn(tmp_path, suffix):
         (["--link-gbps", "10", "--baseline", "gloo"], "--baseline none"),
         (["--baseline", "nccl"], "none, gloo, gloo-chunks"),
         (["--baseline", "gloo-chunks", "--shape", "9x8x8"], "takes equal shards"),
-        (["--device", "cuda", "--baseline", "gloo"], "none, nccl, nccl-chunks, torch"),
+        (
+            ["--device", "cuda", "--baseline", "gloo"],
+            "none, nccl, nccl-chunks, nccl-registered, torch",
+        ),
         (["--device", "cuda", "--engine", "host"], "use streams or triton"),
         (["--engine", "triton"], "use host or reference or streams or interpreter"),
         (["--engine", "streams", "--link-gbps", "1"], "does not emulate links"),
@@ -1076,6 +1079,16 @@ def test_plans_are_shown_and_proved():
         ["--algorithm", "star"],
     ):
         assert CliRunner().invoke(app, ["plan", "show", "all-gather-matmul", *wrong]).exit_code == 2
+
+
+def test_a_plan_whose_result_is_symmetric_is_shown():
+    words = ["plan", "show", "matmul-all-reduce", "--algorithm", "push"]
+    plain = CliRunner().invoke(app, words).stdout
+    symmetric = CliRunner().invoke(app, [*words, "--symmetric"]).stdout
+    assert "summed@1[0:2] -> out@1[0:2]" in plain
+    assert "summed@" not in symmetric
+    assert "copy   out@1[2:3] -> out@0[2:3]" in symmetric
+    assert "verified: no race, no deadlock" in symmetric
 
 
 def test_help_and_plans_do_not_load_torch():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import on_ranks
+from support.ranks import on_ranks, stream_world
 from typer.testing import CliRunner
 
 import weft
@@ -16,7 +16,8 @@ from weft.cli import app
 from weft.engines import engine
 from weft.gpu import tuning
 from weft.measure import tune
-from weft.ops import stored
+from weft.ops import all_gather_matmul, stored
+from weft.ops.options import Operands, Options
 from weft.schedules.device_options import DEFAULT, DeviceOptions
 from weft.schedules.workload import Variant, Workload
 from weft.world import current
@@ -66,6 +67,18 @@ def measured_and_used(
     with weft.init(timeout=20):  # another engine
         assert "it was measured" not in explained()
     return [each.variant.device for each in found]
+
+
+def candidates(world: weft.World) -> list[Variant]:
+    a, b = torch.ones(512, 16), torch.ones(16, 64)
+    call = all_gather_matmul.check(world, Operands(a, [b], [None], [None]), Options())
+    return call.candidates(call.rule().variant)
+
+
+def test_pieces_of_what_streams_move_are_measured():
+    found, _ = on_ranks(candidates, 2, context=stream_world)
+    assert {each.algorithm for each in found} == {"push", "direct", "sequential"}
+    assert {each.pieces for each in found if each.algorithm == "push"} >= {2, 4, 8, 16}
 
 
 def rank_alone() -> Any:

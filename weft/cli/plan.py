@@ -94,7 +94,15 @@ def show(
         bound = made if parts is None else bind(made, planner.shards(parts))
         return show_plan(bound, ranks_shown)
 
-    request = Request(count, cut, chosen, symmetric, order or ORDERS[0], links=links or 1)
+    request = Request(
+        count,
+        cut,
+        chosen,
+        symmetric,
+        order or ORDERS[0],
+        links=links or 1,
+        symmetric_out=symmetric,
+    )
     made = planner.plan(request)
     shown = text(made)
     (other_order,) = {*ORDERS} - {request.order}
@@ -102,7 +110,7 @@ def show(
         ("--chunk-rows", chunk_rows, {"pieces": 2 * cut}),
         ("--order", order, {"order": other_order}),
         ("--links", links, {"links": 1}),
-        ("--symmetric", symmetric, {"symmetric": False}),
+        ("--symmetric", symmetric, {"symmetric": False, "symmetric_out": False}),
     ):
         if given and text(planner.plan(request._replace(**other))) == shown:
             refuse(option, f"changes nothing in {chosen} on {count} rank(s): omit it")

@@ -58,7 +58,7 @@ there than the last piece takes after the others. Measured on two hosts: sums ov
 1.5x over the sequence in place of 1.35x with 16.
 """
 _PIECES = (1, 2, 4, 8, 16, 32)
-"""The numbers of pieces that are tried over a link."""
+"""The numbers of pieces that are tried over a link, and where streams move rows."""
 _LEAST_PIECE = FEW_ROWS
 """The number of rows below which a piece is not tried: one product reads the weight once."""
 _SAME_BITS = 16
@@ -269,10 +269,12 @@ class FusedCall(Call):
             or workload.dtype not in _DTYPES
         ):
             return [first]
-        linked = not world.remote_reads
-        names = operator.auto_candidates_over_links if linked else operator.auto_candidates
+        linked, streams = not world.remote_reads, world.stream_ordered
+        names = () if linked else operator.auto_candidates
+        if linked or streams:
+            names = *operator.auto_candidates_over_links, *names
         variants = [first, *map(self.variant, filter(self.possible, names))]
-        if linked and self.row_limit is None:
+        if (linked or streams) and self.row_limit is None:
             most = max(workload.rows) // _LEAST_PIECE
             cut = [each for each in variants if each.algorithm not in operator.uncut]
             variants += [each._replace(pieces=n) for each in cut for n in _PIECES if n <= most]

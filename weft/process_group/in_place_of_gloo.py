@@ -23,7 +23,7 @@ from weft.errors import SymmetricMemoryError
 
 VARIABLE = "WEFT_REPLACES_GLOO"
 _MAKER = "_new_process_group_helper"
-_GLOO_OPTIONS = dist.ProcessGroupGloo._Options if dist.is_gloo_available() else ()
+_GLOO_OPTIONS: Any = getattr(getattr(dist, "ProcessGroupGloo", None), "_Options", ())
 _BEFORE_BACKEND = ("group_size", "group_rank", "global_ranks_in_group")
 _log = logging.getLogger("weft")
 

@@ -15,7 +15,7 @@ from weft.cli.common import Plot
 
 _FILES = typer.Argument(
     metavar="FILE...",
-    help="A result of weft bench, or several of one collective, or a profiler's trace.",
+    help="A result of weft bench, or several of one collective; or profiler's traces.",
 )
 
 
@@ -35,8 +35,8 @@ def show(
     Several results of one collective are shown as one, such as those of NCCL with 4, 8 and 16
     channels.
 
-    Of a GPU's trace, by torch's profiler or Nsight Systems, it shows the time of each kind of work
-    and the part of copying that is hidden.
+    Of GPUs' traces, by torch's profiler or Nsight Systems, one of each rank, it shows the time of
+    each kind of work and the part of copying that is hidden.
 
     For example: weft show result.json --plot result.png
     """
@@ -44,19 +44,20 @@ def show(
     from weft_bench import device_traces, saved
     from weft_bench.benchmarks import shown
 
-    trace = None
-    if len(files) == 1:
-        with options.failing("weft show"):
-            trace = device_traces.read(files[0])
-    if trace is not None:
+    with options.failing("weft show"):
+        traces = [trace for file in files if (trace := device_traces.read(file)) is not None]
+    if traces:
+        if len(traces) < len(files):
+            options.refuse("FILE...", "some are traces and some are results: show them apart")
         if as_csv:
             options.refuse("--csv", "it is of results, and this file is a trace")
         with options.failing("weft show"):
-            device_traces.show(trace, Console())
+            for trace in traces:
+                device_traces.show(trace, Console())
             if plot:
                 from weft_bench.pictures import timeline
 
-                timeline.draw([trace], plot, trace.title)
+                timeline.draw(traces, plot, ", ".join(trace.title for trace in traces))
         return
     with options.failing("weft show"):
         result = saved.load_together(files)

@@ -149,4 +149,4 @@ def _key(kind: str) -> Patch | Line2D:
             linestyle="none",
             label=kind,
         )
-    return Patch(facecolor=COLOURS[kind], label=kind)
+    return Patch(facecolor=COLOURS.get(kind, COLOURS["compute"]), label=kind)

@@ -34,7 +34,7 @@ Ranks = Annotated[int | None, Option("--ranks", "-n", min=1, help=RANKS), FROM_H
 _DATA = "Save each rank's input, weight, output and expected output as rank<r>.npz, for NumPy."
 _FUSED_BASELINE = (
     "gloo (and on one host one process with all cores), gloo-chunks (beside products); on GPUs "
-    "nccl, nccl-chunks, torch; one or more, or none: default with a link."
+    "nccl, nccl-chunks, nccl-registered, torch; one or more, or none: default with a link."
 )
 Trace = Annotated[common.Trace, Unless(reasons.over_time)]
 _TIMELINE = "Draw the instructions over time."
