@@ -303,10 +303,14 @@ def test_launchers_variables():
         "SLURM_JOB_ID": "77",
         "SLURM_STEP_NODELIST": "node[03-04,9]",
     }
-    assert launcher_variables(slurm)["MASTER_ADDR"] == "node03"
-    assert (
-        launcher_variables(slurm | {"SLURM_STEP_NODELIST": "alpha,beta"})["MASTER_ADDR"] == "alpha"
-    )
+    for nodes, first in (
+        ("node[03-04,9]", "node03"),
+        ("node[03-04,9]-ib,z", "node03-ib"),
+        ("r[1-2]n[01-04]", "r1n01"),
+        ("alpha,beta", "alpha"),
+    ):
+        found = launcher_variables(slurm | {"SLURM_STEP_NODELIST": nodes})
+        assert found["MASTER_ADDR"] == first
 
 
 def test_an_error_of_one_rank_is_reported():
