@@ -310,6 +310,8 @@ def launcher_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
                 )
         return None
     _check_ranks(variables)
+    if here := _tasks_of_step(environment, variables):
+        variables.setdefault("LOCAL_WORLD_SIZE", here)
     # MPICH names no job, but its ranks on a host have one parent. srun may set PMI_RANK too.
     mpich = "PMI_RANK" in environment and (
         "SLURM_STEP_ID" not in environment or "MPI_LOCALNRANKS" in environment
@@ -355,6 +357,23 @@ def _job_of_launcher(environment: Mapping[str, str], mpich: bool) -> str:
 def job() -> str:
     """The name of this process's job, equal on all its ranks; empty if the launcher gave none."""
     return os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get(_JOB, "")
+
+
+def _tasks_of_step(environment: Mapping[str, str], variables: Mapping[str, str]) -> str:
+    """The number of ranks on this host, by SLURM's list 4(x2),3 of those on each, if the ranks are
+    the tasks of a step of SLURM; else "".
+    """
+    if variables["WORLD_SIZE"] != environment.get("SLURM_STEP_NUM_TASKS"):
+        return ""
+    counts = [
+        count
+        for count, hosts in re.findall(
+            r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+        )
+        for _ in range(int(hosts or 1))
+    ]
+    here = int(environment.get("SLURM_NODEID", 0))
+    return counts[here] if here < len(counts) else ""
 
 
 def _first_host(nodes: str) -> str:
