@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from weft.doctor.cores import RankReport
 
 _LEAST = 64 << 20  # bytes for each rank, below which they are reported
-_CONTAINERS = 64 << 20  # bytes of /dev/shm that a container has unless it is given more
+_CONTAINERS = 64 << 20  # bytes of /dev/shm, at most, that a container has by default
 _SMALL = 1 << 30  # bytes of /dev/shm, below which other libraries may lack some
 
 MORE_SHARED_MEMORY = (
@@ -73,7 +73,7 @@ def notes(on: Sequence[RankReport]) -> Iterator[str]:
     """A description of a /dev/shm that is small for libraries beside weft."""
     shared = min(report.memory.shared for report in on)
     if shared < _SMALL:
-        why = ", the default of containers" if shared == _CONTAINERS else ""
+        why = ", the default of containers" if 0 < shared <= _CONTAINERS else ""
         yield (
             f"/dev/shm of {on[0].name} has {_size(shared)}{why}. weft needs none of it, but the "
             "workers of torch's DataLoader die of a bus error when it is full, and Ray and vLLM "
