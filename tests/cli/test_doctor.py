@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 from support.sysfs import recorded
 
+import weft
 from weft.doctor import checks as doctor
 from weft.doctor import cores as placed
 from weft.doctor.memory import Memory
@@ -140,6 +141,19 @@ def test_a_small_dev_shm_is_noted_but_no_fault():
     assert [*doctor._problems(ranks, {}, [0, 0, 0])] == []
     [(_, text)] = doctor._notes([report(0, memory=Memory(20 << 30, 0, 512 << 20))])
     assert "has 512 MiB. weft needs none" in text
+
+
+def test_a_lack_of_memory_for_a_world_is_no_lack_of_a_connection(monkeypatch):
+    def refused(**_):
+        raise weft.SymmetricMemoryError("rank 0 has no memory to make the world: 9 bytes requested")
+
+    monkeypatch.setattr(doctor, "init", refused)
+    console = Console(width=200, record=True, file=StringIO())
+    assert not doctor.diagnose(console)
+    printed = console.export_text()
+    assert printed.startswith("wrong: there is no memory for a world: rank 0 has no memory to make")
+    assert "resources.limits.memory" in printed
+    assert "No connection" not in printed
 
 
 def test_other_programs_on_the_cores_are_noticed_but_no_fault():
