@@ -20,6 +20,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {name: (ROOT / name).read_text() for name in ("CONTRIBUTING.md", "CHANGELOG.md")}
     for path in sorted((ROOT / "examples").glob("*.py")):
         pages[f"examples/{path.stem}.md"] = f"# {path.name}\n\n```python\n{path.read_text()}```\n"
+    for path in sorted((ROOT / "examples/kubernetes").glob("*.yaml")):
+        pages[f"examples/{path.stem}.md"] = f"# {path.name}\n\n```yaml\n{path.read_text()}```\n"
     pages["reference/command-line.md"] = command_line()
     pages["examples/notebook.md"] = notebook(ROOT / "examples/notebook.ipynb")
     for name, text in pages.items():
@@ -75,5 +77,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         return markdown
     markdown = re.sub(r"^```(\w*)\n(.*?)^```$", wrapped, markdown, flags=re.MULTILINE | re.DOTALL)
     markdown = re.sub(r"\]\(\.\./README\.md", "](index.md", markdown)
-    markdown = re.sub(r"\]\(\.\./examples/(\w+)\.(?:py|ipynb)", r"](examples/\1.md", markdown)
+    markdown = re.sub(
+        r"\]\(\.\./examples/(?:kubernetes/)?(\w+)\.(?:py|ipynb|yaml)", r"](examples/\1.md", markdown
+    )
     return re.sub(r"\]\((?:\.\./|docs/)", "](", markdown)

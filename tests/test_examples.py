@@ -162,6 +162,15 @@ def test_huggingface():
 
 @pytest.mark.data
 @pytest.mark.slow
+def test_ray_train():
+    """On both backends the losses are the same; the example itself checks that in every step."""
+    pytest.importorskip("ray.train.torch")
+    printed = as_process("ray_train.py", "--steps", "4")
+    assert "2 workers of Ray: losses agree in every step" in printed
+
+
+@pytest.mark.data
+@pytest.mark.slow
 def test_notebook(tmp_path):
     """Every cell runs, and the last picture is drawn."""
     notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)

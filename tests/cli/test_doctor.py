@@ -9,13 +9,16 @@ import pytest
 from rich.console import Console
 from support.sysfs import recorded
 
+import weft
 from weft.doctor import checks as doctor
 from weft.doctor import cores as placed
+from weft.doctor.memory import Memory
 from weft.schedules.thresholds import Thresholds
 from weft.world import topology
 from weft.world.topology import Core, Topology
 
 RATES = {"float32": 80.0}
+PLENTY = Memory(20 << 30, 0, 10 << 30)
 
 
 SMALL = Topology(tuple(Core((cpu,), 0, 0, 0) for cpu in range(2)), cpuset=frozenset({0, 1}))
@@ -32,6 +35,7 @@ def report(
     team=None,
     thresholds=(),
     waited=0.0,
+    memory=PLENTY,
 ):
     name, addresses = f"node-{host}", {"lo": "127.0.0.1"}
     return doctor.RankReport(
@@ -48,6 +52,7 @@ def report(
         topology,
         team or threads,
         dict(thresholds),
+        memory,
         waited,
         20.1,
     )
@@ -68,6 +73,15 @@ def contact(host, address, interface="", port=5000):
             {},
             [0, 0],
             ["rank 1 on node-one cannot allocate symmetric memory: no pages"],
+        ),
+        (
+            [report(0, memory=Memory(100 << 20, 300 << 20, 0)), report(1)],
+            {},
+            [0, 0],
+            [
+                "node-one has 100 MiB of memory for 2 rank.s. under the limit of 300 MiB of its "
+                "container or job; .* resources.limits.memory in Kubernetes, sbatch --mem"
+            ],
         ),
         (
             [report(0, threads=2, team=1)],
@@ -116,9 +130,36 @@ def test_faults_are_reported(reports, links, offsets, patterns):
     )
 
 
+def test_a_small_dev_shm_is_noted_but_no_fault():
+    ranks = [report(0, memory=Memory(20 << 30, 0, 64 << 20)), report(1), report(2, "two")]
+    [(kind, text)] = doctor._notes(ranks)
+    assert kind == "note"
+    assert text.startswith(
+        "/dev/shm of node-one has 64 MiB, the default of containers. weft needs none"
+    )
+    assert all(remedy in text for remedy in ("docker run --ipc host", "Kubernetes", "pyxis"))
+    assert [*doctor._problems(ranks, {}, [0, 0, 0])] == []
+    [(_, text)] = doctor._notes([report(0, memory=Memory(20 << 30, 0, 512 << 20))])
+    assert "has 512 MiB. weft needs none" in text
+
+
+def test_a_lack_of_memory_for_a_world_is_no_lack_of_a_connection(monkeypatch):
+    def refused(**_):
+        raise weft.SymmetricMemoryError("rank 0 has no memory to make the world: 9 bytes requested")
+
+    monkeypatch.setattr(doctor, "init", refused)
+    console = Console(width=200, record=True, file=StringIO())
+    assert not doctor.diagnose(console)
+    printed = console.export_text()
+    assert printed.startswith("wrong: there is no memory for a world: rank 0 has no memory to make")
+    assert "resources.limits.memory" in printed
+    assert "No connection" not in printed
+
+
 def test_other_programs_on_the_cores_are_noticed_but_no_fault():
     idle, disturbed = report(0, cores=(0,)), report(1, cores=(1,), waited=0.34)
-    [text] = doctor._busy([idle, disturbed, report(2, "two")])
+    [(kind, text)] = doctor._notes([idle, disturbed, report(2, "two")])
+    assert kind == "busy"
     assert text.startswith(
         "rank 1 on node-one waited for a core in 34% of the time of its products, at a load of "
         "20.1 on 2 core(s): other programs are running"
@@ -126,7 +167,7 @@ def test_other_programs_on_the_cores_are_noticed_but_no_fault():
     assert [*doctor._problems([idle, disturbed], {}, [0, 0])] == []
     # ranks that share a core wait for each other, which is a fault
     shared = [report(0, cores=(0,), waited=0.5), report(1, cores=(0,), waited=0.5)]
-    assert [*doctor._busy(shared)] == []
+    assert [*doctor._notes(shared)] == []
 
 
 @pytest.mark.parametrize(

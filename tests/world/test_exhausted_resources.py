@@ -15,13 +15,16 @@ from pathlib import Path
 import pytest
 import torch
 from support.plans import execute_unproved
-from support.ranks import die, start
+from support.ranks import die, on_ranks, start
 
 import weft
 import weft._native as _native
+from weft.doctor import memory as doctor_memory
 from weft.engines import engine
 from weft.plan import Buffer, Copy, Notify, Plan, Region, Signal, Wait
 from weft.world import memory, peer_memory
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="it needs root")
 
 
 def set_limit(resource_name, value):
@@ -195,6 +198,65 @@ def test_memory_that_the_kernel_refuses():
         assert isinstance(outcome.error, weft.PeerLost), outcome
 
 
+def mount_small_shm():
+    """Give this process a /dev/shm of 64 MiB, as a container has."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert not libc.unshare(0x20000), "CLONE_NEWNS"
+    assert not libc.mount(b"none", b"/", None, 1 << 18 | 1 << 14, None), "MS_PRIVATE | MS_REC"
+    assert not libc.mount(b"shm", b"/dev/shm", b"tmpfs", 0, b"size=64m")
+
+
+def in_a_small_shm(world):
+    mount_small_shm()
+    found = doctor_memory.here()
+    assert found.shared == 64 << 20
+    world.empty(100 << 20, dtype=torch.uint8).fill_(1)
+    a = torch.ones(100 << 18)
+    assert torch.equal(weft.all_reduce(a), a * world.ranks)
+    assert not any(Path("/dev/shm").iterdir())
+
+
+@needs_root
+def test_worlds_take_nothing_of_dev_shm():
+    on_ranks(in_a_small_shm, 2)
+
+
+def in_a_small_group(world, group):
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    weft.barrier()
+    held = []
+    with pytest.raises(weft.SymmetricMemoryError) as refused:
+        while True:
+            held.append(world.empty(8 << 20, dtype=torch.uint8).fill_(1))
+    assert held, "there was memory at first"
+    text = f"under the limit of {64 << 20:,} of their container or job"
+    assert text in str(refused.value)
+    available, limit, _ = doctor_memory.here()
+    assert limit == 64 << 20
+    assert available < 16 << 20
+    weft.barrier()
+    assert all(tensor.min() == 1 for tensor in held), "their pages were allocated"
+
+
+@needs_root
+def test_the_memory_of_a_container_ends():
+    root = Path("/sys/fs/cgroup")
+    old = (root / "memory/memory.limit_in_bytes").exists()
+    group = root / ("memory" if old else "") / f"weft-test-{os.getpid()}"
+    limit = group / ("memory.limit_in_bytes" if old else "memory.max")
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"there are no control groups to write to: {error}")
+    try:
+        if not limit.exists():
+            pytest.skip("control groups of this host have no memory")
+        limit.write_text(str(64 << 20))
+        on_ranks(in_a_small_group, 2, group)
+    finally:
+        group.rmdir()
+
+
 def test_the_available_memory(tmp_path):
     meminfo, groups = tmp_path / "meminfo", tmp_path / "groups"
     meminfo.write_text("MemTotal: 900 kB\nMemAvailable: 800 kB\n")
@@ -205,10 +267,19 @@ def test_the_available_memory(tmp_path):
             (group / "memory.max").write_text(limit)
             (group / "memory.current").write_text(used)
     groups.write_text("0::/job/step\n")
-    assert sorted(memory._available(meminfo, groups, tmp_path)) == [4000, 800 * 1024]
+    host = 800 * 1024, 0
+    assert sorted(memory._available(meminfo, groups, tmp_path)) == [(4000, 5000), host]
+    # contents of files are not in the way
+    (tmp_path / "job/step/memory.stat").write_text(
+        "anon 200\nfile 800\ninactive_file 300\nactive_file 400\n"
+    )
+    assert sorted(memory._available(meminfo, groups, tmp_path)) == [(4700, 5000), host]
     old = tmp_path / "memory" / "job"
     old.mkdir(parents=True)
     (old / "memory.limit_in_bytes").write_text("7000")
     (old / "memory.usage_in_bytes").write_text("500")
+    (old / "memory.stat").write_text(
+        "inactive_file 1\nactive_file 2\ntotal_inactive_file 10\ntotal_active_file 20\n"
+    )
     groups.write_text("4:cpu,memory:/job\n0::/\n")
-    assert sorted(memory._available(meminfo, groups, tmp_path)) == [6500, 800 * 1024]
+    assert sorted(memory._available(meminfo, groups, tmp_path)) == [(6530, 7000), host]

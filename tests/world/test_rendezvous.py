@@ -255,6 +255,9 @@ def test_jobs_have_names_and_ports_of_their_own():
         == len(jobs)
     )
     assert found[4]["WEFT_JOB"] == "77.0"
+    # as set by srun --mpi=pmi2, where ranks on other hosts have other parents
+    pmi = slurm | {"SLURM_STEP_ID": "0", "PMI_RANK": "0", "PMI_SIZE": "2"}
+    assert launcher_variables(pmi) == found[4]
     assert all(20000 <= int(variables["MASTER_PORT"]) < 32000 for variables in found)
 
 

@@ -303,10 +303,21 @@ def test_launchers_variables():
         "SLURM_JOB_ID": "77",
         "SLURM_STEP_NODELIST": "node[03-04,9]",
     }
-    assert launcher_variables(slurm)["MASTER_ADDR"] == "node03"
-    assert (
-        launcher_variables(slurm | {"SLURM_STEP_NODELIST": "alpha,beta"})["MASTER_ADDR"] == "alpha"
-    )
+    for nodes, first in (
+        ("node[03-04,9]", "node03"),
+        ("node[03-04,9]-ib,z", "node03-ib"),
+        ("r[1-2]n[01-04]", "r1n01"),
+        ("alpha,beta", "alpha"),
+    ):
+        found = launcher_variables(slurm | {"SLURM_STEP_NODELIST": nodes})
+        assert found["MASTER_ADDR"] == first
+    slurm |= {"SLURM_STEP_NUM_TASKS": "11", "SLURM_STEP_TASKS_PER_NODE": "4(x2),2,1"}
+    for node, ranks in enumerate("4421"):
+        found = launcher_variables(slurm | {"SLURM_NODEID": str(node)})
+        assert found["LOCAL_WORLD_SIZE"] == ranks
+    # ranks that another launcher has started within a step
+    other = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    assert "LOCAL_WORLD_SIZE" not in launcher_variables(slurm | other)
 
 
 def test_an_error_of_one_rank_is_reported():

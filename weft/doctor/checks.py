@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 import weft._native as _native
 from weft.checks import name as dtype_name
-from weft.doctor import cores
+from weft.doctor import cores, memory
 from weft.doctor.cores import RankReport
 from weft.engines.recording import clock_offsets
 from weft.errors import SymmetricMemoryError
@@ -103,6 +103,9 @@ def diagnose(console: Console) -> bool:
                 return False
             join(store, rank, ranks, _STARTING)
         world = init(timeout=60.0)
+    except SymmetricMemoryError as error:
+        _print_problems([f"there is no memory for a world: {error}; {memory.MORE_MEMORY}"], console)
+        return False
     except (RuntimeError, ValueError) as error:
         variables = launcher_variables(os.environ) or {}
         address, port = (variables.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
@@ -134,21 +137,23 @@ def diagnose(console: Console) -> bool:
                 why = next(filter(None, staged), "")
                 how = f"are staged, since {why}" if why else "can be read in place"
                 console.print(f"Peers' ordinary tensors {how}.", soft_wrap=True)
+            for on in _by_host(everyone):
+                console.print(memory.sentence(on), soft_wrap=True)
             console.print(_setup(), soft_wrap=True)
             console.print(_stores(stores), soft_wrap=True)
             console.print(_gloo(replaced), soft_wrap=True)
             console.print(_new_memory(), soft_wrap=True)
             console.print(_measurements(), soft_wrap=True)
             _print_problems(problems, console)
-            busy = [*_busy(everyone)]
-            for text in busy:
-                console.print(f"[bold yellow]busy:[/] {text}", soft_wrap=True)
+            noted = [*_notes(everyone)]
+            for kind, text in noted:
+                console.print(f"[bold yellow]{kind}:[/] {text}", soft_wrap=True)
             if not problems:
-                besides = "Besides, nothing" if busy else "Nothing"
+                besides = "Besides, nothing" if noted else "Nothing"
                 console.print(
                     f"{besides} is wrong: {_number(len(everyone), 'rank')} on "
                     f"{_number(world.hosts.number, 'host')}.",
-                    style="" if busy else "green",
+                    style="" if noted else "green",
                 )
         return not problems
 
@@ -302,6 +307,7 @@ def _report(world: World) -> RankReport:
         placement.host_topology(),
         _native.team_size(),
         placement.cache_sizes(),
+        memory.here(),
         waited / max(1, ran + waited),
         os.getloadavg()[0],
     )
@@ -405,8 +411,9 @@ def _problems(
                 f"{report.place} copies and adds with {report.team} of its {report.threads} "
                 f"threads: {few}"
             )
-    for host in dict.fromkeys(report.host for report in everyone):
-        yield from cores.problems([report for report in everyone if report.host == host])
+    for on in _by_host(everyone):
+        yield from cores.problems(on)
+        yield from memory.problems(on)
     for report, offset in zip(everyone, offsets, strict=True):
         if abs(offset) > _CLOCK_ERROR * 1e9:
             sign = "ahead of" if offset > 0 else "behind"
@@ -433,10 +440,18 @@ def _problems(
                 )
 
 
-def _busy(everyone: Sequence[RankReport]) -> Iterator[str]:
-    """Descriptions of hosts on which other programs run."""
-    for host in dict.fromkeys(report.host for report in everyone):
-        yield from cores.busy([report for report in everyone if report.host == host])
+def _notes(everyone: Sequence[RankReport]) -> Iterator[tuple[str, str]]:
+    """Kinds and descriptions of what may harm other libraries, or these measurements."""
+    for on in _by_host(everyone):
+        for kind, texts in ("note", memory.notes(on)), ("busy", cores.busy(on)):
+            for text in texts:
+                yield kind, text
+
+
+def _by_host(everyone: Sequence[RankReport]) -> list[list[RankReport]]:
+    """The reports of each host."""
+    hosts = dict.fromkeys(report.host for report in everyone)
+    return [[report for report in everyone if report.host == host] for host in hosts]
 
 
 def _thresholds(everyone: Sequence[RankReport], agreed: Thresholds, oversubscribed: bool) -> Table:
@@ -497,8 +512,8 @@ def _print(
             ", ".join(f"{name} {rate:.0f}" for name, rate in report.providers.items()),
         )
     console.print(table)
-    for host in hosts:
-        console.print(cores.drawing([report for report in everyone if report.host == host]))
+    for on in _by_host(everyone):
+        console.print(cores.drawing(on))
     if links:
         table = Table("ranks", "Gbit/s", "latency us")
         for (one, other), (gbps, latency) in sorted(links.items()):

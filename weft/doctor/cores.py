@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from rich.table import Table
 
+from weft.doctor.memory import Memory
 from weft.world.topology import Core, Topology, listed, usable
 
 BUSY = 0.1
@@ -30,6 +31,7 @@ class RankReport(NamedTuple):
     topology: Topology
     team: int  # threads that share copies and sums
     cache_sizes: Mapping[str, int]  # the thresholds are derived from them
+    memory: Memory
     waited: float = 0.0  # the part of the time of its products for which it waited for a core
     load: float = 0.0  # of the host, averaged over a minute
 

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from weft import installation
+from weft.doctor.memory import MORE_SHARED_MEMORY
 from weft.vllm import settings, surface
 from weft.vllm.package import OTHER, installed
 from weft.world import placement
@@ -208,7 +209,7 @@ def shared_memory(size: int, free: int) -> Finding:
     """The shared memory of this host or container, in bytes."""
     here = f"/dev/shm has {size >> 20} MiB, {free >> 20} MiB of them free"
     problem = (
-        f"{here}; ranks need {SHARED_MEMORY >> 20} MiB or more: give the container more, as docker "
-        "run --shm-size 4g does, or remove files there"
+        f"{here}; ranks need {SHARED_MEMORY >> 20} MiB or more: give the container more "
+        f"({MORE_SHARED_MEMORY}), or remove files there"
     )
     return Finding("shared memory", here, problem if free < SHARED_MEMORY else "")

@@ -182,31 +182,56 @@ def _check_available(size: int, ranks: int) -> None:
     """Raise `OSError` unless there is memory for all `ranks` of this host: later the kernel would
     kill a process for it.
     """
-    available = max(
-        min(_available(Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))), 0
-    )
-    if size * ranks > available:
+    free, limit = available()
+    if size * ranks > free:
         each = f" by each of {ranks} ranks of this host" if ranks > 1 else ""
-        raise OSError(f"{size:,} bytes requested{each}, {available:,} available")
+        under = f" under the limit of {limit:,} of their container or job" if limit else ""
+        raise OSError(f"{size:,} bytes requested{each}, {free:,} available{under}")
 
 
-def _available(meminfo: Path, groups: Path, folder: Path) -> Iterator[int]:
-    """The available bytes of this host, and of each control group of this process, of either
-    version.
+def available() -> tuple[int, int]:
+    """The bytes that processes of this host can still allocate, and the limit of the control group
+    that leaves no more; 0 where that is the host's memory.
     """
-    yield next(
+    groups = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+    free, limit = min(_available(Path("/proc/meminfo"), *groups))
+    return max(free, 0), limit
+
+
+def _available(meminfo: Path, groups: Path, folder: Path) -> Iterator[tuple[int, int]]:
+    """The available bytes and the limit of this host, and of each control group of this process, of
+    either version.
+    """
+    host = next(
         int(line.split()[1]) * 1024
         for line in meminfo.read_text().splitlines()
         if line.startswith("MemAvailable")
     )
-    for limit, used in _limits(read_text(groups), folder):
+    yield host, 0
+    for limit, used, statistics in _limits(read_text(groups), folder):
         if (most := read_text(limit)).isdigit():
-            yield int(most) - int(read_text(used, "0"))
+            free = int(most) - int(read_text(used, "0"))
+            if free < host:
+                free += _cached(read_text(statistics))
+            yield free, int(most)
+
+
+def _cached(statistics: str) -> int:
+    """The bytes of a control group that hold contents of files: they count as used, but the kernel
+    takes them back before it lacks memory.
+    """
+    found = dict(line.split(maxsplit=1) for line in statistics.splitlines())
+    return sum(
+        int(found.get(f"total_{name}", found.get(name, 0)))  # of all groups within, in version 1
+        for name in ("inactive_file", "active_file")
+    )
 
 
 @functools.lru_cache(maxsize=4)  # each new segment asks, and paths are slow to make
-def _limits(groups: str, folder: Path) -> list[tuple[Path, Path]]:
-    """The files with the limit and the use of the memory of these control groups."""
+def _limits(groups: str, folder: Path) -> list[tuple[Path, Path, Path]]:
+    """The files with the limit, the use and the statistics of the memory of these control
+    groups.
+    """
     files = []
     for _, controllers, path in (line.split(":", 2) for line in groups.splitlines()):
         root = folder / "memory" if controllers else folder
@@ -218,7 +243,7 @@ def _limits(groups: str, folder: Path) -> list[tuple[Path, Path]]:
         if not controllers or "memory" in controllers.split(","):
             group = root / path.lstrip("/")
             files += [
-                (each / limit, each / used)
+                (each / limit, each / used, each / "memory.stat")
                 for each in (group, *group.parents)
                 if each.is_relative_to(root)
             ]

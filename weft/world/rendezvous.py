@@ -310,7 +310,12 @@ def launcher_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
                 )
         return None
     _check_ranks(variables)
-    mpich = "PMI_RANK" in environment  # it names no job, but its ranks on a host have one parent
+    if here := _tasks_of_step(environment, variables):
+        variables.setdefault("LOCAL_WORLD_SIZE", here)
+    # MPICH names no job, but its ranks on a host have one parent. srun may set PMI_RANK too.
+    mpich = "PMI_RANK" in environment and (
+        "SLURM_STEP_ID" not in environment or "MPI_LOCALNRANKS" in environment
+    )
     if mpich and _several_hosts(variables):
         name = ""
         port = 29500
@@ -319,9 +324,8 @@ def launcher_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
         port = 20000 + zlib.crc32(name.encode()) % 12000
     if "RANK" not in environment and name:
         variables[_JOB] = name
-    nodes = environment.get("SLURM_STEP_NODELIST", "localhost")
-    first = re.findall(r"([^,\[]*)\[?(\d*)", nodes)[0]  # node01 of node[01-03]
-    variables["MASTER_ADDR"] = environment.get("MASTER_ADDR", "".join(first))
+    first = _first_host(environment.get("SLURM_STEP_NODELIST", "localhost"))
+    variables["MASTER_ADDR"] = environment.get("MASTER_ADDR", first)
     variables["MASTER_PORT"] = given = environment.get("MASTER_PORT", str(port))
     if not (given.isdecimal() and int(given) < 1 << 16):
         raise WeftError(f"MASTER_PORT must be a port from 0 to 65535; got {given!r}")
@@ -353,6 +357,29 @@ def _job_of_launcher(environment: Mapping[str, str], mpich: bool) -> str:
 def job() -> str:
     """The name of this process's job, equal on all its ranks; empty if the launcher gave none."""
     return os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get(_JOB, "")
+
+
+def _tasks_of_step(environment: Mapping[str, str], variables: Mapping[str, str]) -> str:
+    """The number of ranks on this host, by SLURM's list 4(x2),3 of those on each, if the ranks are
+    the tasks of a step of SLURM; else "".
+    """
+    if variables["WORLD_SIZE"] != environment.get("SLURM_STEP_NUM_TASKS"):
+        return ""
+    counts = [
+        count
+        for count, hosts in re.findall(
+            r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+        )
+        for _ in range(int(hosts or 1))
+    ]
+    here = int(environment.get("SLURM_NODEID", 0))
+    return counts[here] if here < len(counts) else ""
+
+
+def _first_host(nodes: str) -> str:
+    """The first of SLURM's list of hosts: a01-ib of a[01-03,7]-ib,b."""
+    first = re.findall(r"(?:\[[^\]]*\]|[^,\[])*", nodes)[0]
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first)
 
 
 def _several_hosts(variables: Mapping[str, str]) -> bool:
