@@ -24,6 +24,7 @@ CHARACTERS = 33  # of a line in a room
 MARGIN, GAP = 16.0, 26.0
 ROOMS = "#e3f1f0"
 CELLAR = "#f1f0ea"
+CELLAR_CHARACTER = 7.0  # the width of one, of 12 points in the widest of the usual fonts
 
 
 class House(NamedTuple):
@@ -239,7 +240,7 @@ def draw(found: House, path: Path) -> None:
     """Write the picture."""
     arrows = needed(found.above)
     layout = Layout(arrows, floors(found.above))
-    height = 2 * MARGIN + layout.height * FLOOR + ROOM[1] + 58
+    height = 2 * MARGIN + layout.height * FLOOR + ROOM[1] + 38 + 16 * len(lowest(found, layout))
     label = "The packages of weft and the imports between them"
     svg.write(path, layout.width, height, label, drawn(found, arrows, layout))
 
@@ -260,9 +261,16 @@ def drawn(found: House, arrows: Mapping[str, Mapping[str, bool]], layout: Layout
         for line, words in enumerate(shown):
             yield svg.text((layout.x[room], corner[1] + 35 + 14 * line), words, 11, svg.PALE)
     bottom = MARGIN + layout.height * FLOOR + ROOM[1] + 18
-    yield svg.box((MARGIN, bottom), (layout.width - 2 * MARGIN, 40), CELLAR)
+    lines = lowest(found, layout)
+    yield svg.box((MARGIN, bottom), (layout.width - 2 * MARGIN, 20 + 16 * len(lines)), CELLAR)
+    for number, line in enumerate(lines):
+        yield svg.text((layout.width / 2, bottom + 22 + 16 * number), line, 12)
+
+
+def lowest(found: House, layout: Layout) -> list[str]:
+    """The lines of the box below all."""
     below = f"below all: {' · '.join(found.cellar)}"
-    yield svg.text((layout.width / 2, bottom + 25), below, 12)
+    return textwrap.wrap(below, int((layout.width - 3 * MARGIN) / CELLAR_CHARACTER))
 
 
 def curve(layout: Layout, path: list[str], top: Mapping[int, float], at: Mapping[str, int]) -> str:
