@@ -126,7 +126,8 @@ def _thousands(cycles: float | None) -> str:
 
 
 def linear(load: Callable[[str], Any]) -> list[str]:
-    cut = [(chunks, load(f"linear-{chunks}")) for chunks in (1, 2, 4)]
+    cut = [(str(chunks), load(f"linear-{chunks}")) for chunks in (1, 2, 4)]
+    cut.append(("2, symmetric result", load("linear-symmetric")))
     theirs = [float(row["value"]) for row in published("bench_overlapped_matmul_allgather")]
     ours = load("beside")
     medians = [median(ours, name) for name in ("sequential", "overlapped")]

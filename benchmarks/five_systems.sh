@@ -34,11 +34,14 @@ done
 # 3. get, synchronous, asynchronous and staged: the published sizes
 "$weft" bench p2p --sizes 4K:4M:4 --iterations 15 --json "$into/copies.json" --plot "$into/copies.png" >"$into/copies.txt"
 
-# 4. a row-parallel linear layer in 1, 2 and 4 chunks, and a product beside an all-gather: an eighth of each size
+# 4. a row-parallel linear layer in 1, 2 and 4 chunks, in 2 also into symmetric memory, and a product beside an all-gather: an eighth of
+# each dimension
 for chunks in 1 2 4; do
-  fused "linear-$chunks" matmul-all-reduce --shape 1024x4096x1024 --algorithm two_shot --chunk-rows $((1024 / 2 / chunks)) \
+  fused "linear-$chunks" matmul-all-reduce --shape 1024x4096x1024 --algorithm push --chunk-rows $((1024 / 2 / chunks)) \
     --dtype bfloat16 --iterations 15
 done
+fused linear-symmetric matmul-all-reduce --shape 1024x4096x1024 --algorithm push --chunk-rows 256 --symmetric-out --dtype bfloat16 \
+  --iterations 15
 "$weft" bench overlap --shape 1024x1024x1024 --size 1M --iterations 20 --link-gbps auto --json "$into/beside.json" >"$into/beside.txt"
 
 # 5. all-gather of 2 to 128 MiB for each rank

@@ -8,6 +8,7 @@ keeps all results.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -171,11 +172,12 @@ def _installed(client: Client) -> Path:
     return folder
 
 
+@functools.cache
 def _wheel() -> Path:
     """A wheel of this checkout, made once for all clients of a run."""
-    folder = ENVIRONMENTS / f"wheel-{os.getpid()}"
-    if not folder.exists():
-        _pip(Path(sys.executable), "wheel", "--no-deps", "--wheel-dir", str(folder), str(ROOT))
+    folder = ENVIRONMENTS / "wheel"
+    shutil.rmtree(folder, ignore_errors=True)
+    _pip(Path(sys.executable), "wheel", "--no-deps", "--wheel-dir", str(folder), str(ROOT))
     (wheel,) = folder.glob("*.whl")
     return wheel
 
@@ -184,7 +186,7 @@ def _pip(python: Path, command: str, *words: str) -> None:
     files = (ROOT / "constraints.txt", HERE / "constraints.txt")
     constraints = [word for file in files for word in ("--constraint", str(file))]
     subprocess.run(
-        [python, "-m", "pip", command, "--quiet", *constraints, *words],
+        [python, "-m", "pip", command, "-qq", *constraints, *words],
         check=True,
         stdin=subprocess.DEVNULL,
     )

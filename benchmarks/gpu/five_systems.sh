@@ -38,7 +38,11 @@ streaming 2:2048x2048x1024 triton
 streaming 2:2048x2048x1024 triton --graph
 for case in 2:8192x4096x4096 4:4096x4096x4096 8:16384x4096x4096; do streaming $case triton; done
 for case in 2:2048x2048x1024 2:4096x4096x4096 8:16384x4096x4096; do streaming $case streams; done
-published 4-linear matmul-all-reduce -n 2 --shape 8192x32768x8192 --algorithm two_shot --dtype bfloat16
+linear() { # NAME OPTIONS…: a row-parallel linear layer in two chunks
+  published "4-linear$1" matmul-all-reduce -n 2 --shape 8192x32768x8192 --algorithm push --chunk-rows 2048 --dtype bfloat16 "${@:2}"
+}
+linear ""
+linear -symmetric --symmetric-out
 published 5-gather-4 all-gather -n 4 --sizes 2M:128M:4 --dtype float16 --comm-sms 4,8,16,32 --tile 8K,16K
 for case in 2:4096x4096x2048 4:8192x4096x4096 8:8192x4096x4096; do streaming $case triton; done
 
