@@ -93,7 +93,8 @@ class Peers:
     of each rank in a larger job, for errors), `number` (of this world in this process), `identity`
     (its name in files, equal on all ranks), `group_name` (of the process group of
     torch.distributed whose world it is, or ""), `recorded` (the file of its flight recorder),
-    `closed` (the reason, or None), `failed_at` (the time of the error that closed it, by the
+    `closed` (the reason, or None), `followed` (the method that returned the world in place of this
+    one, or ""), `failed_at` (the time of the error that closed it, by the
     monotonic clock), `places` (of peers in the user's program, after a mismatch), `unreported`
     (whether a background thread closed it and no call has raised the error yet), `forked` (whether
     this process is a forked child of the one that made it).
@@ -144,6 +145,7 @@ class Peers:
         self.group_name = ""
         self.recorded: Path | None = None
         self.closed: str | None = None
+        self.followed = ""
         self.places = dict[int, str]()  # of peers in the user's program, after a mismatch
         self.failed_at = math.inf
         self.forked = False
@@ -185,6 +187,11 @@ class Peers:
         raised it yet.
         """
         self.check_process()
+        if self.followed:
+            raise WeftError(
+                f"this world is over: {self.followed}() has returned the one that follows it; use "
+                "that one"
+            )
         if self.unreported:
             raise self.failure("to make the call")
         if self.closed is not None:

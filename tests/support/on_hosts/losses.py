@@ -18,7 +18,7 @@ import torch.distributed as dist
 import weft
 from support.process_resources import leaked, resources
 from weft.engines import network
-from weft.world import relay, tcp
+from weft.world import door, relay, tcp
 from weft.world import world as worlds
 
 LIMIT = 2.0  # seconds that a wait may take where something goes wrong
@@ -61,7 +61,7 @@ def gives_up():
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == dist.get_world_size() - 1:
             patch.setattr(
-                worlds,
+                door,
                 "listen_to_hosts",
                 lambda rank: (_ for _ in ()).throw(weft.WeftError("no address")),
             )
