@@ -48,7 +48,7 @@ class Rank:
         self.commands_in, self.commands = os.pipe()
         self.network = network
         self.rest = b""
-        self.forked = time.monotonic()
+        self.ended = False
         self.pid = os.fork()
         if self.pid:
             os.close(out)
@@ -57,7 +57,7 @@ class Rank:
         code = 1
         try:
             os.close(self.reports)
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            faulthandler.enable()
             faulthandler.register(signal.SIGUSR1)
             if network:
                 with open(f"/run/netns/{network}") as file:
@@ -72,13 +72,17 @@ class Rank:
 
     def read(self) -> list[dict[str, Any]]:
         found = os.read(self.reports, 1 << 20)
+        if not found:
+            status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            self.ended = True
+            return [{"event": "wrong", "text": f"process {self.pid} ended with {status}"}]
         *lines, self.rest = (self.rest + found).split(b"\n")
         return [json.loads(line) for line in lines]
 
     def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
+        if not self.ended:
             os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
+            os.waitpid(self.pid, 0)
         os.close(self.reports)
         os.close(self.commands)
 
@@ -270,8 +274,10 @@ def main() -> None:
                 if not storm.round(seed):
                     print(f"round {seed}: {storm.wrong}", flush=True)
                     break
-        files = [len(os.listdir(f"/proc/{each.pid}/fd")) for each in storm.ranks]
-        threads = [len(os.listdir(f"/proc/{each.pid}/task")) for each in storm.ranks]
+        files = [len(os.listdir(f"/proc/{each.pid}/fd")) for each in storm.ranks if not each.ended]
+        threads = [
+            len(os.listdir(f"/proc/{each.pid}/task")) for each in storm.ranks if not each.ended
+        ]
     for what, times in (("shrink", storm.shrinks), ("rejoin", storm.rejoins)):
         if times:
             print(
