@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pkgutil
 import signal
 import threading
 import time
+import weakref
 from unittest import mock
 
 import pytest
@@ -406,8 +408,15 @@ def by_handles(store, world):
         die()
     with pytest.raises((weft.PeerLost, weft.PeerTimeout)):
         reconfigure("first", handles, door, LIMIT)
-    with reconfigure("second", [handles[at] for at in (0, 1, 3)], door, LIMIT) as made:
-        return number, made.rank, numbers(made)
+    made = reconfigure("second", [handles[at] for at in (0, 1, 3)], door, LIMIT)
+    found = number, made.rank, numbers(made)
+    # threads, files and memory of a world that is over end with the last reference to it
+    gc.disable()
+    before, made = weakref.ref(made), made.shrink()
+    assert before() is None
+    numbers(made)
+    made.close()
+    return found
 
 
 def test_a_world_of_given_processes():

@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -152,10 +153,10 @@ class Peers:
         self.unreported = False
         self.keepalive: list[object] = []  # memory that lives as long as the world
         # of a part of a call that all ranks must complete
-        self.fail_on_error = OnError(self.fail)
+        self.fail_on_error: AbstractContextManager[None] = OnError(self.fail)
         # of what precedes the first signal of a call
-        self.tell_refusal = OnError(self.refuse)
-        self.exclusive = Exclusive(self)
+        self.tell_refusal: AbstractContextManager[None] = OnError(self.refuse)
+        self.exclusive: AbstractContextManager[None] = Exclusive(self)
         self.mesh = mesh
         here = [info for info in infos if info.host == infos[rank].host]
         cores = _all_cores(here)

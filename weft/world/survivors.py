@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 _LOOK = 0.02  # seconds between looks at the ranks
 _ENDING = 10.0  # seconds that ranks have to end after a signal

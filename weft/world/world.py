@@ -344,11 +344,21 @@ class World(Peers):
         if self.emulated_link is not None:
             made.emulate_link(*self.emulated_link)
         self._leave()
-        self.membership = None  # the door of the latest is the new world's
         self.followed = by
+        self._dissolve()
         if self is _default:
             _make_default(made)
         return made
+
+    def _dissolve(self) -> None:
+        """Let go of what refers to this world in turn: with the last reference of the program its
+        threads, files and memory are freed, not with a garbage collection some time later.
+        """
+        self.membership = None  # the door of the latest is the new world's
+        self.engine = None
+        self.fail_on_error = self.tell_refusal = self.exclusive = contextlib.nullcontext()
+        if self.relay is not None:
+            self.relay.fail = lambda error, culprit: None
 
     def disown(self) -> None:
         """In a forked child: close the sockets by which peers see that this rank is alive.
