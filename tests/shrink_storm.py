@@ -1,9 +1,9 @@
 """A storm of losses: ranks in random calls are killed at random moments, the others shrink the
 world, and replacements join.
 
-    python tests/shrink_storm.py --kills 300               # four ranks on this host
-    python tests/shrink_storm.py --kills 300 --hosts       # on two hosts: network namespaces
-    python tests/shrink_storm.py --kills 1 --seed 17       # one round; its seed decides all but time
+    python tests/shrink_storm.py --rounds 300              # four ranks on this host
+    python tests/shrink_storm.py --rounds 300 --hosts      # on two hosts: network namespaces
+    python tests/shrink_storm.py --rounds 1 --seed 17      # one round; its seed decides all but time
 
 Each round kills one rank, two at once, or a second one shortly after the first, so that it dies
 while the others shrink. Every rank checks every result. Reported is the time from the last SIGKILL
@@ -251,7 +251,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kills", type=int, default=100, help="rounds")
+    parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--hosts", action="store_true", help="on two hosts")
     parser.add_argument("--seed", type=int, default=0)
@@ -269,7 +269,7 @@ def main() -> None:
         stack.callback(storm.close)
         rounds = 0
         if storm.until_right(options.ranks, storm.ranks):
-            for seed in range(options.seed, options.seed + options.kills):
+            for seed in range(options.seed, options.seed + options.rounds):
                 rounds += 1
                 if not storm.round(seed):
                     print(f"round {seed}: {storm.wrong}", flush=True)
@@ -285,7 +285,7 @@ def main() -> None:
                 f"{len(times)} times"
             )
     print(f"{rounds} rounds, files {files}, threads {threads}, {len(storm.wrong)} failures")
-    sys.exit(bool(storm.wrong) or rounds < options.kills)
+    sys.exit(bool(storm.wrong) or rounds < options.rounds)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import pkgutil
 import signal
 import threading
 import time
@@ -113,13 +112,19 @@ def one_after_the_other(store, world, victims, call):
     return found
 
 
-@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
-    ("ranks", "victims"), [(4, (0, 3, 1)), (3, (1, 2)), pytest.param(2, (0,), id="two")]
+    ("ranks", "victims", "call"),
+    [
+        (4, (0, 3, 1), "collective"),
+        (4, (0, 3, 1), "fused"),
+        (4, (0, 3, 1), "outside"),
+        (3, (1, 2), "collective"),
+        (3, (1, 2), "fused"),
+        (2, (0,), "fused"),
+        (2, (0,), "outside"),
+    ],
 )
 def test_the_others_go_on_after_each_loss(ranks, victims, call):
-    if (ranks, call) in ((3, "outside"), (2, "collective")):
-        pytest.skip("as with other numbers of ranks")
     outcomes = play(one_after_the_other, ranks, victims, call)
     alive = [*range(ranks)]
     for at, victim in enumerate(victims):
@@ -150,38 +155,35 @@ def test_two_losses_at_once(victims):
     alive = [rank for rank in range(4) if rank not in victims]
     for rank in alive:
         assert outcomes[rank].error is None, outcomes[rank].trace
-        assert outcomes[rank].result[0] in (alive, sorted({*alive}))
         assert outcomes[rank].result == (alive, sum(alive))
 
 
 STEPS = [
-    ("weft.world.door.Door.__init__", 1),
-    ("weft.world.agreement.Agreement._wait", 1),
-    ("weft.world.agreement.Agreement._tell", 1),
-    ("weft.world.talk.Line.send", 1),
-    ("weft.world.agreement.Kept.__init__", 1),
-    ("weft.world.listener.Listener.connect", 1),
-    ("weft.world.listener._Outbound.advance", 1),
-    ("weft.world.listener._Inbound._read_hello", 1),
-    ("weft._native.Mesh", 1),
-    ("weft._native.create_mapping", 1),
-    ("weft._native.attach_mapping", 1),
-    ("weft.world.agreement.Kept.close", 1),
+    "weft.world.door.Door.__init__",
+    "weft.world.agreement.Agreement._wait",
+    "weft.world.agreement.Agreement._tell",
+    "weft.world.talk.Line.send",
+    "weft.world.agreement.Kept.__init__",
+    "weft.world.listener.Listener.connect",
+    "weft.world.listener._Outbound.advance",
+    "weft.world.listener._Inbound._read_hello",
+    "weft._native.Mesh",
+    "weft._native.create_mapping",
+    "weft._native.attach_mapping",
+    "weft.world.agreement.Kept.close",
 ]
 
 
-@ends(lambda ranks, second, step, calls: ranks - 2)
-def during_the_shrink(store, world, second, step, calls):
+@ends(lambda ranks, second, step: ranks - 2)
+def during_the_shrink(store, world, second, step):
     CALLS["collective"](world)
     if world.rank == 1:
         die()
     until_lost(world, CALLS["collective"])
     if world.rank == second:
-        kept, seen = pkgutil.resolve_name(step), []
 
-        def dies(*arguments, **named):
-            seen.append(step)
-            return die() if len(seen) == calls else kept(*arguments, **named)
+        def dies(*_, **named):
+            die()
 
         with mock.patch(step, dies):
             world.shrink()
@@ -192,10 +194,10 @@ def during_the_shrink(store, world, second, step, calls):
             return [*world.global_ranks], numbers(world)
 
 
-@pytest.mark.parametrize("second", [0, 3])
-@pytest.mark.parametrize(("step", "calls"), STEPS)
-def test_a_loss_while_the_others_shrink(step, calls, second):
-    outcomes = play(during_the_shrink, 4, second, step, calls)
+@pytest.mark.parametrize("second", [0, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_loss_while_the_others_shrink(step, second):
+    outcomes = play(during_the_shrink, 4, second, step)
     alive = [rank for rank in range(4) if rank not in (1, second)]
     for rank in alive:
         assert outcomes[rank].error is None, outcomes[rank].trace
@@ -262,7 +264,6 @@ def replaced(store, world, lost):
         if lost:
             store.wait(["lost"])
         with weft.join(store.get("invitation").decode(), timeout=LIMIT) as joined:
-            assert weft.init is not None
             weft.barrier()  # in the default world
             return joined.rank, [*joined.global_ranks], numbers(joined), joined.ranks
     if world.rank == 0:

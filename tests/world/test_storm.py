@@ -54,7 +54,7 @@ def test_a_short_storm(places, kinds, trials):
 )
 @pytest.mark.slow
 def test_a_short_storm_of_losses_and_joiners(options):
-    done = run_storm("--kills", "10", *options, script="shrink_storm.py")
+    done = run_storm("--rounds", "10", *options, script="shrink_storm.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "10 rounds" in done.stdout
 
