@@ -137,6 +137,14 @@ def test_torch_distributed():
         assert word in printed
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 2])
+def test_elastic(victim):
+    """The example itself compares the losses with those of ranks that were started anew."""
+    printed = as_process("elastic.py", "--ranks", 3, "--steps", 8, "--victim", victim, "--at", 3)
+    assert "the losses of 5 steps equal those of 2 ranks started anew" in printed
+
+
 @pytest.mark.data
 @pytest.mark.slow
 def test_async_tp(tmp_path, monkeypatch):

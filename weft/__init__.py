@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from weft import huggingface, nn
     from weft.compiler.async_tp import enable_async_tp
     from weft.errors import (
+        Excluded,
         MismatchError,
         PeerLost,
         PeerTimeout,
@@ -46,13 +47,14 @@ if TYPE_CHECKING:
     from weft.plan import Launch, Plan
     from weft.plan.proof import verify
     from weft.schedules.device_options import DeviceOptions
-    from weft.world import World, init
+    from weft.world import World, init, join
     from weft.world.launcher import launch
     from weft.world.local import LocalWorld, local_world
     from weft.world.signals import Signals
 
 _HOMES = {
     "weft.errors": [
+        "Excluded",
         "MismatchError",
         "PeerLost",
         "PeerTimeout",
@@ -80,7 +82,7 @@ _HOMES = {
     "weft.plan.proof": ["verify"],
     "weft.schedules.device_options": ["DeviceOptions"],
     "weft.world.signals": ["Signals"],
-    "weft.world": ["World", "init"],
+    "weft.world": ["World", "init", "join"],
 }
 
 

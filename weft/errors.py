@@ -104,6 +104,24 @@ class PeerTimeout(WeftError, TimeoutError):
     """
 
 
+class Excluded(WeftError):
+    """The other ranks of a world went on in the next one without this rank, which is alive, but did
+    not answer in time; see `World.shrink`.
+
+    Examples:
+        >>> from concurrent.futures import ThreadPoolExecutor
+        >>> with weft.init() as world, ThreadPoolExecutor() as pool:  # as from another process
+        ...     joined = pool.submit(weft.join, world.invitation())
+        ...     first, second = world.grow(1), joined.result()
+        >>> first.shrink(timeout=0.1)  # rank 1 does not call it
+        World(rank=0, ranks=1)
+        >>> second.shrink()
+        Traceback (most recent call last):
+            ...
+        weft.errors.Excluded: the other ranks went on without rank 1, which ...
+    """
+
+
 class MismatchError(WeftError):
     """The ranks did not make the same call; the message shows the difference and both calls, or the
     error by which a rank refuses it.

@@ -167,6 +167,7 @@ def _installed(client: Client) -> Path:
         venv.create(folder, with_pip=True)
         _pip(python, "install", "torch", "pytest", "pytest-timeout", *client.requirements)
         client.lay_out(python, folder)
+        (folder / "pytest.ini").write_text("[pytest]\n")  # in place of this project's settings
         done.touch()
     _pip(python, "install", "--no-deps", "--force-reinstall", str(_wheel()))
     return folder

@@ -140,7 +140,10 @@ def test_a_host_that_is_cut_off_and_the_next_job(two_by_two, two_hosts, tmp_path
         (result["ranks"], result["hosts"], result["verified"]) == (2, 2, True)
         for result in measured
     )
-    for name, words, seconds in found(tmp_path, "cut_off", 2):
+    cut_off = found(tmp_path, "cut_off", 2)
+    assert cut_off[0][3] == [[0], 1.0]
+    assert "ranks [0] do not answer, and may be alive" in cut_off[1][3]
+    for name, words, seconds, _ in cut_off:
         assert name == "PeerTimeout", words
         assert "of all_gather_matmul call" in words
         assert seconds < LIMIT + SOON

@@ -15,11 +15,11 @@ from support.storm.trial import trial_of
 QUICK = "kill,mismatch,files,outstanding,outstanding-mismatch,fork,fork-all,threads-share,threads-come,ctrl-c,jobs,containers"
 
 
-def run_storm(*options: str) -> subprocess.CompletedProcess[str]:
+def run_storm(*options: str, script: str = "storm.py") -> subprocess.CompletedProcess[str]:
     """The outcome of a storm, whose ranks are forked from a process of its own, which has no
     threads.
     """
-    command = [sys.executable, Path(__file__).parents[1] / "storm.py", *options]
+    command = [sys.executable, Path(__file__).parents[1] / script, *options]
     return subprocess.run(
         command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
@@ -39,6 +39,24 @@ def test_a_short_storm(places, kinds, trials):
     done = run_storm("--seed", "3", "--trials", str(trials), "--places", places, "--kind", kinds)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{trials} trials from seed 3 on" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), id="shared"),
+        pytest.param(
+            ("--hosts",),
+            marks=pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
+            id="hosts",
+        ),
+    ],
+)
+@pytest.mark.slow
+def test_a_short_storm_of_losses_and_joiners(options):
+    done = run_storm("--rounds", "10", *options, script="shrink_storm.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "10 rounds" in done.stdout
 
 
 def test_a_trial_is_repeated_by_its_seed_kind_and_place():

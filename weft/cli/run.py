@@ -39,13 +39,21 @@ def run(
             "--replace-gloo", help="Process groups that the script asks for as gloo are weft's."
         ),
     ] = False,
+    elastic: Annotated[
+        bool,
+        typer.Option(
+            "--elastic",
+            help="Let the others go on when a rank fails, for programs that call world.shrink().",
+        ),
+    ] = False,
 ) -> None:
     """Run a script, or a module, on several ranks of this host.
 
     Options of weft run come before the script: weft run -n 4 train.py --epochs 3
 
     The exit status is that of the rank that failed first: its own, or 128 plus the number of the
-    signal that ended it. On several hosts use torchrun.
+    signal that ended it; with --elastic it is 0 if the rank that ends last does so with 0. On
+    several hosts use torchrun.
     """
     if not module:
         _check_script(Path(script))
@@ -65,7 +73,7 @@ def run(
 
     if replace_gloo:
         os.environ["WEFT_REPLACES_GLOO"] = "1"
-    raise typer.Exit(run_ranks(ranks, script, arguments or [], bind, module))
+    raise typer.Exit(run_ranks(ranks, script, arguments or [], bind, module, elastic))
 
 
 def _check_script(path: Path) -> None:

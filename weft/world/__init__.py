@@ -1,5 +1,7 @@
 """Worlds of ranks: start, rendezvous, shared memory, one-sided calls and failures."""
 
+from weft.world.door import Door as Door
+from weft.world.renewal import handle_of as handle_of
 from weft.world.reports import report_uncaught
 from weft.world.world import Recorder as Recorder
 from weft.world.world import World as World
@@ -9,5 +11,7 @@ from weft.world.world import current as current
 from weft.world.world import default_here as default_here
 from weft.world.world import init as init
 from weft.world.world import init_by_store as init_by_store
+from weft.world.world import join as join
+from weft.world.world import reconfigure as reconfigure
 
 report_uncaught()

@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from weft.checks import check_ranks
-from weft.world import hints, placement, reports
+from weft.world import hints, placement, reports, survivors
 from weft.world.placement import threads_per_rank
 
 _LONG = 80
@@ -194,13 +194,19 @@ def _rank(threads: int, bind: bool, fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def run(
-    ranks: int, script: str, arguments: Sequence[str], bind: bool = True, module: bool = False
+    ranks: int,
+    script: str,
+    arguments: Sequence[str],
+    bind: bool = True,
+    module: bool = False,
+    elastic: bool = False,
 ) -> int:
     """Run a Python script, or a module as ``python -m`` does, on `ranks` local ranks.
 
     The exit code is 0, or that of the rank that failed first; 128 and the number of the signal if
     one ended it, or this process. `weft.init` binds each rank to its share of the cores, unless
-    `bind` is false.
+    `bind` is false. If `elastic` a rank that fails does not end the others, and the exit code is 0
+    if the rank that ends last does so with 0.
     """
     from torch.distributed import run as torchrun
 
@@ -208,6 +214,9 @@ def run(
         os.environ[placement.OFF] = "0"
     os.environ[reports.ON] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
+    if elastic:
+        start = [sys.executable, *(["-m"] if module else []), script, *arguments]
+        return survivors.run(ranks, start)
     try:
         with _quiet():
             command = [

@@ -78,6 +78,19 @@ class Listener:
             self.socket.close()
             raise
         self.address = Address(host or name, port, secrets.token_bytes(16))
+        self.early: list[tuple[bytes, socket.socket]] | None = None
+
+    def keep_early(self) -> None:
+        """From now on keep connections with another secret for a later `connect`, when that may be
+        the listener's: a peer may be an attempt ahead.
+        """
+        self.early = self.early or []
+
+    def close(self) -> None:
+        for _, connection in self.early or ():
+            connection.close()
+        self.early = None
+        self.socket.close()
 
     def connect(
         self, rank: int, peers: Mapping[int, tuple[int, Address]], timeout: float
@@ -109,7 +122,7 @@ class Listener:
                         f"rank {rank} waited {timeout:g} s for ranks "
                         f"{[each.peer for each in missing]} to connect"
                     )
-                ready = _poll(
+                ready = poll(
                     [*inbound.polled(), *(each.polled() for each in missing if each.started)],
                     left if all(each.started for each in missing) else min(left, _RETRY),
                 )
@@ -201,6 +214,10 @@ class _Inbound:
         self.unidentified: dict[socket.socket, bytes] = {}
 
     def __enter__(self) -> _Inbound:
+        if (early := self.listener.early) is not None:
+            self.listener.early = []
+            for hello, connection in early:
+                self._identify(hello, connection)
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -247,19 +264,32 @@ class _Inbound:
         self.unidentified[connection] = hello = hello + more
         if more and len(hello) < _HELLO.size:
             return
-        if len(hello) == _HELLO.size and hmac.compare_digest(
-            hello[:16], self.listener.address.secret
-        ):
+        del self.unidentified[connection]
+        if len(hello) == _HELLO.size:
+            self._identify(hello, connection)
+        else:
+            connection.close()
+
+    def _identify(self, hello: bytes, connection: socket.socket) -> None:
+        """Keep a connection of a peer, or for a later attempt; close any other."""
+        kept = False
+        early = self.listener.early
+        if hmac.compare_digest(hello[:16], self.listener.address.secret):
             peer = _HELLO.unpack(hello)[1]
-            if (user := _user(connection)) != os.getuid():
+            if (user := user_of(connection)) != os.getuid():
                 raise WeftError(
                     f"rank {peer} runs as another user than rank {self.rank}: {user} and "
                     f"{os.getuid()}; run all ranks of a host as one user, in one user namespace"
                 )
-            if peer in self.peers and peer not in self.identified:
+            kept = peer in self.peers and peer not in self.identified
+            if kept:
                 self.identified[peer] = connection
-        del self.unidentified[connection]
-        if connection not in self.identified.values():
+        elif early is not None:
+            kept = True
+            early.append((hello, connection))
+            if len(early) > len(self.peers) + _UNIDENTIFIED:
+                early.pop(0)[1].close()
+        if not kept:
             connection.close()
 
 
@@ -271,7 +301,7 @@ def _nonblocking(family: int) -> socket.socket:
     return made
 
 
-def _poll(events: Iterable[tuple[int, int]], seconds: float) -> set[int]:
+def poll(events: Iterable[tuple[int, int]], seconds: float) -> set[int]:
     """The descriptors that are ready within `seconds`."""
     poll = select.poll()
     for descriptor, event in events:
@@ -279,7 +309,7 @@ def _poll(events: Iterable[tuple[int, int]], seconds: float) -> set[int]:
     return {descriptor for descriptor, _ in poll.poll(1000 * seconds)}
 
 
-def _user(connection: socket.socket) -> int:
+def user_of(connection: socket.socket) -> int:
     """The user of the process that connected; for TCP, where it is not known, this one's."""
     if connection.family != socket.AF_UNIX:
         return os.getuid()

@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,7 +94,8 @@ class Peers:
     of each rank in a larger job, for errors), `number` (of this world in this process), `identity`
     (its name in files, equal on all ranks), `group_name` (of the process group of
     torch.distributed whose world it is, or ""), `recorded` (the file of its flight recorder),
-    `closed` (the reason, or None), `failed_at` (the time of the error that closed it, by the
+    `closed` (the reason, or None), `followed` (the method that returned the world in place of this
+    one, or ""), `failed_at` (the time of the error that closed it, by the
     monotonic clock), `places` (of peers in the user's program, after a mismatch), `unreported`
     (whether a background thread closed it and no call has raised the error yet), `forked` (whether
     this process is a forked child of the one that made it).
@@ -144,16 +146,17 @@ class Peers:
         self.group_name = ""
         self.recorded: Path | None = None
         self.closed: str | None = None
+        self.followed = ""
         self.places = dict[int, str]()  # of peers in the user's program, after a mismatch
         self.failed_at = math.inf
         self.forked = False
         self.unreported = False
         self.keepalive: list[object] = []  # memory that lives as long as the world
         # of a part of a call that all ranks must complete
-        self.fail_on_error = OnError(self.fail)
+        self.fail_on_error: AbstractContextManager[None] = OnError(self.fail)
         # of what precedes the first signal of a call
-        self.tell_refusal = OnError(self.refuse)
-        self.exclusive = Exclusive(self)
+        self.tell_refusal: AbstractContextManager[None] = OnError(self.refuse)
+        self.exclusive: AbstractContextManager[None] = Exclusive(self)
         self.mesh = mesh
         here = [info for info in infos if info.host == infos[rank].host]
         cores = _all_cores(here)
@@ -185,6 +188,11 @@ class Peers:
         raised it yet.
         """
         self.check_process()
+        if self.followed:
+            raise WeftError(
+                f"this world is over: {self.followed}() has returned the one that follows it; use "
+                "that one"
+            )
         if self.unreported:
             raise self.failure("to make the call")
         if self.closed is not None:

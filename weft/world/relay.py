@@ -302,8 +302,9 @@ class Relay:
                     pass
             control.flush(deadline)
             shutdown(control.connection, socket.SHUT_WR)
-        for hung_up in self.hung_up.values():
-            hung_up.wait(max(0.0, deadline - time.monotonic()))
+        if self.forwarders:  # else nothing has begun, and nobody would notice
+            for hung_up in self.hung_up.values():
+                hung_up.wait(max(0.0, deadline - time.monotonic()))
         for control in self.control.values():
             shutdown(control.connection, socket.SHUT_RDWR)
         self.lanes.end(deadline + _LINGER)

@@ -10,6 +10,7 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -30,24 +31,24 @@ from weft.checks import (
 from weft.errors import WeftError
 from weft.plan import Plan
 from weft.schedules.device_options import DEFAULT, DeviceOptions
-from weft.world import memory, peer_memory, placement, stopped, topology
+from weft.world import memory, placement, renewal, stopped
+from weft.world.agreement import Kept
 from weft.world.backend import Backend, backend_of
+from weft.world.connect import Known, Rendezvous, connections
+from weft.world.door import Door
 from weft.world.forked import keep
-from weft.world.listener import Listener, listen_to_hosts
+from weft.world.membership import Membership
 from weft.world.peers import Peers
 from weft.world.relay import Relay
 from weft.world.rendezvous import (
     STARTING,
-    GroupRendezvous,
     RankInfo,
     StoreRendezvous,
     default_group,
-    host_identity,
     member,
     rendezvous_of,
 )
 from weft.world.signals import Signals
-from weft.world.tcp import TcpTransport
 
 
 class Recorder(Protocol):
@@ -121,6 +122,8 @@ class World(Peers):
         self.engine: Any = None
         self.repeats: _native.CallCache | None = None  # the cache of its calls; None once closed
         self.recorder: Recorder | None = None
+        self.membership: Membership | None = None  # None of a rank of a local world
+        self.kept: Sequence[Kept] = ()  # doors of earlier worlds
         self.emulated_link: tuple[float, float] | None = None
         # number 0 is no world's: a world of streams puts its copies on them
         self.transfers = _native.Transfers(
@@ -252,6 +255,111 @@ class World(Peers):
         """
         return self.emulated_link is None and not self.hosts.several
 
+    def shrink(self, timeout: float | None = None) -> World:
+        """The world of the ranks that are left, in place of this one, which has lost some;
+        collective among those, each of which calls it after the error by which it learned of the
+        loss.
+
+        Ranks keep their order and their `global_ranks`. The new world is the default if this one
+        was; its `timeout`, device options and link are this one's. On an open world it raises
+        `PeerLost` on ranks that are in other calls, so that they call `shrink`, too; a rank that is
+        to leave calls `close`.
+
+        Ranks that have ended, or closed the world, are left out at once. `timeout` (by default the
+        world's) is the seconds that others have to call `shrink`: afterwards those that have may go
+        on if they are more than half of this world's ranks, or half of them with its rank 0. So a
+        rank that is suspended or cut off is never part of a second world.
+
+        Raises `PeerTimeout` on all ranks if they may not go on, `Excluded` on a rank without which
+        the others did, `WeftError` on a local world or one of streams, or if there is a world that
+        follows this one already.
+        """
+        self._check_renewable()
+        if self.closed is None:
+            self.fail(WeftError(f"rank {self.rank} calls shrink"))
+        self._leave()
+        return self._renewed(0, timeout, "shrink")
+
+    def grow(self, joiners: int, timeout: float | None = None) -> World:
+        """The world of this one's ranks and so many others, which call `weft.join`; collective.
+
+        It may be called instead of `shrink` after a loss. Those that join take the lowest free
+        numbers of `global_ranks`, so a replacement has the number, and the place in the order, of
+        the rank that was lost. `timeout` is the seconds for which they, and ranks, are waited for.
+
+        Raises as `shrink`, and `PeerTimeout` on all ranks if others do not join in time, which
+        leaves an open world open; `MismatchError` if ranks expect other numbers.
+        """
+        self._check_renewable()
+        if not (isinstance(joiners, int) and joiners > 0):
+            raise ValueError(f"joiners must be a positive integer; got {joiners!r}")
+        if self.closed is None:
+            self._drain()
+        else:
+            self._leave()
+        return self._renewed(joiners, timeout, "grow")
+
+    def invitation(self) -> str:
+        """A text, to be passed to `weft.join`, by which other processes find the ranks of this
+        world; whoever has it may join. It serves while one of the ranks is in this world.
+        """
+        self._check_renewable()
+        assert self.membership is not None
+        return renewal.invitation(self.membership)
+
+    def _check_renewable(self) -> None:
+        """Raise `WeftError` unless a world can follow this one."""
+        self.check_process()
+        if self.followed:
+            self.check()
+        if self.membership is None or self.stream_ordered:
+            kind = "a local world" if self.membership is None else "a world of streams"
+            raise WeftError(f"{kind} cannot shrink or grow; make a new one with {self.maker}")
+        if self.membership.door.closed:
+            self.check()
+
+    def _renewed(self, joiners: int, timeout: float | None, by: str) -> World:
+        global _default
+        assert self.membership is not None
+        limit = self.timeout if timeout is None else limited(timeout)
+        if self.membership.name == self.identity:
+            self.membership = replace(self.membership, global_ranks=self.global_ranks)
+
+        def adopt(membership: Membership) -> None:
+            self.membership = membership
+
+        def make(rendezvous: Rendezvous, door: Door) -> World:
+            return _connect(rendezvous, limit, self.backend, door)
+
+        try:
+            made, kept = renewal.renew(self.membership, joiners, limit, self.backend, make, adopt)
+        except BaseException:
+            if self.closed is not None:
+                self.membership.door.close()
+            raise
+        _place(made, self.membership, [*self.kept, *kept])
+        self.kept = ()
+        made.set_timeout(self.timeout)
+        made.device_options = self.device_options
+        if self.emulated_link is not None:
+            made.emulate_link(*self.emulated_link)
+        self._leave()
+        self.followed = by
+        self._dissolve()
+        if self is _default:
+            _make_default(made)
+        return made
+
+    def _dissolve(self) -> None:
+        """Let go of what refers to this world in turn: with the last reference of the program its
+        threads, files and memory are freed, not with a garbage collection some time later.
+        """
+        self.membership = None  # the door of the latest is the new world's
+        self.engine = None
+        self.fail_on_error = self.tell_refusal = self.exclusive = contextlib.nullcontext()
+        if self.relay is not None:
+            self.relay.fail = lambda error, culprit: None
+
     def disown(self) -> None:
         """In a forked child: close the sockets by which peers see that this rank is alive.
 
@@ -263,6 +371,10 @@ class World(Peers):
         self.repeats = None
         self.mesh.disown()
         self.transfers.disown()
+        if self.membership is not None:
+            self.membership.door.close()
+        for each in self.kept:
+            each.disown()
         if self.relay is not None:
             self.relay.disown()
 
@@ -274,6 +386,21 @@ class World(Peers):
         """
         if self.forked:
             return
+        self._leave()
+        if self.membership is not None:
+            self.membership.door.close()
+        for each in self.kept:
+            each.close()
+        self.kept = ()
+
+    def set_timeout(self, seconds: float) -> None:
+        """Let every wait from now on take so many seconds at most."""
+        self.timeout = seconds
+        if self.relay is not None:
+            self.relay.timeout = seconds
+
+    def _leave(self) -> None:
+        """As `close`, but for the doors at which peers learn whether this rank goes on."""
         if self.relay is not None:
             self.relay.lanes.finish_transfers()
         self.transfers.finish()
@@ -376,7 +503,6 @@ def init(
         ...     world.rank, world.ranks
         (0, 1)
     """
-    global _default
     if group is None and (here := _thread.world) is not None:
         found: World = here
         return found
@@ -393,8 +519,7 @@ def init(
     )
     world.device_options = device_options
     if group is None:
-        _default = world
-        _native.set_default_world(world, of_thread=False)
+        _make_default(world)
     return world
 
 
@@ -408,69 +533,91 @@ def init_by_store(store: Store, rank: int, ranks: int, timeout: float) -> World:
 
 
 def _connect(
-    rendezvous: GroupRendezvous | StoreRendezvous, timeout: float, backend: Backend
+    rendezvous: Rendezvous, timeout: float, backend: Backend, door: Door | None = None
 ) -> World:
-    rank = rendezvous.rank
-    with contextlib.ExitStack() as stack, contextlib.ExitStack() as unless_made:
-        listener = Listener()
-        stack.enter_context(listener.socket)
-        cores = frozenset(os.sched_getaffinity(0))
-        threads = torch.get_num_threads()
-        locality = topology.locality(placement.host_topology(), cores)
-        own = RankInfo(
-            os.getpid(),
-            host_identity(),
-            listener.address,
-            cores,
-            threads,
-            locality,
-            placement.thresholds(),
-            peer_memory.probe(),
-            backend.device_id,
-        )
-        infos = stack.enter_context(rendezvous.exchange(own, timeout))
-        backend.meet([info.device for info in infos])
-        others = {peer: info for peer, info in enumerate(infos) if peer != rank}
-        local = {
-            peer: (info.pid, info.address) for peer, info in others.items() if info.host == own.host
-        }
-        remote = {peer: info.pid for peer, info in others.items() if peer not in local}
-        if remote and backend.stream_ordered:
-            raise WeftError("ranks with GPUs must be on one host in this version of weft")
-        try:
-            connected = listener.connect(rank, local, timeout)
-            outside = listen_to_hosts(rank) if remote else None
-        except BaseException as error:
-            if remote:
-                rendezvous.give_up(error)
-            raise
-        ends = {}
-        for peer, (unused, connection) in connected.items():
-            unused.close()
-            ends[peer] = stack.enter_context(connection)
-        relay = None
-        if outside is not None:
-            stack.enter_context(outside.socket)
-            addresses = stack.enter_context(rendezvous.exchange(outside.address, timeout))
-            located = {peer: (pid, addresses[peer]) for peer, pid in remote.items()}
-            connections = outside.connect(rank, located, timeout)
-            control = {peer: each for peer, (each, _) in connections.items()}
-            rows = TcpTransport({peer: each for peer, (_, each) in connections.items()})
-            relay = Relay(rank, control, rows, timeout)
-            unless_made.callback(relay.close)
-            ends |= {peer: stack.enter_context(end) for peer, end in relay.sockets().items()}
-        mesh = _native.Mesh(
-            [-1 if peer == rank else ends[peer].fileno() for peer in range(len(infos))]
-        )
-        for end in ends.values():
-            end.detach()
-        world = World(rank, infos, mesh, timeout, backend, relay)
-        unless_made.pop_all()
+    """A world of the ranks of a rendezvous; they find this one by its `door`, a new one if none is
+    given, which is closed on failure.
+    """
+    with contextlib.ExitStack() as unless_made:
+        if door is None:
+            door = Door(backend)
+            unless_made.callback(door.close)
+        with connections(rendezvous, door, timeout, backend) as (rank, infos, mesh, relay, handles):
+            world = World(rank, infos, mesh, timeout, backend, relay)
+        world.membership = Membership.of_made(world.identity, rank, handles, door)
         log_made(world)
         stopped.report_first(lambda: [*_alive.values()])
         with world.fail_on_error:
             backend.prepare(world)
+        unless_made.pop_all()
         return world
+
+
+def _place(world: World, membership: Membership, kept: Sequence[Kept]) -> None:
+    """Give a new world its place after the one before, of which doors are kept."""
+    assert world.membership is not None
+    world.global_ranks = world.membership.global_ranks = [*membership.global_ranks]
+    world.kept = kept
+
+
+def _make_default(world: World) -> None:
+    global _default
+    _default = world
+    _native.set_default_world(world, of_thread=False)
+
+
+def join(invitation: str, *, timeout: float | None = None, comm_threads: int = 1) -> World:
+    """Join the ranks of a world, which call `World.grow`; the world of all is this process's
+    default.
+
+    `invitation` is what `World.invitation` returned on one of them. `timeout` is the seconds for
+    which they are waited for, by default 300, and of every wait of the world, by default 30.
+    `comm_threads` and the binding to cores are as of `init`.
+
+    Raises `ValueError` for any other text; `PeerTimeout` if this process is not let in, `PeerLost`
+    if no rank of the invitation is left, `WeftError` if none can be reached from this host or they
+    run another version of weft.
+
+    Examples:
+        >>> from concurrent.futures import ThreadPoolExecutor
+        >>> with weft.init() as world, ThreadPoolExecutor() as pool:  # as from another process
+        ...     joined = pool.submit(weft.join, world.invitation())
+        ...     world.grow(1), joined.result()
+        (World(rank=0, ranks=2), World(rank=1, ranks=2))
+    """
+    handles = renewal.invited(invitation)
+    backend = Backend(comm_threads)
+    limit, starting = (_TIMEOUT, STARTING) if timeout is None else (limited(timeout),) * 2
+    placement.bind_as_launched()
+
+    def make(rendezvous: Rendezvous, door: Door) -> World:
+        return _connect(rendezvous, limit, backend, door)
+
+    made, membership, kept = renewal.join(handles, starting, limit, backend, make)
+    _place(made, membership, kept)
+    _make_default(made)
+    return made
+
+
+def reconfigure(
+    name: str, handles: Sequence[str], door: Door, timeout: float, backend: Backend | None = None
+) -> World:
+    """Make a world of exactly the processes with these handles, in this order, by nothing else:
+    each calls this with one `name`, the same handles, and its own door. It does not become the
+    default.
+
+    A handle is the text `handle_of(door)`, passed on by any means. Whoever calls this decides who
+    is alive: nothing is agreed. After an error the door serves for another attempt with another
+    name; after success it is the world's, and closed with it. Raises as `init`, and `ValueError`
+    unless the door's handle is among `handles`.
+    """
+    places = [renewal.handle_in(each) for each in handles]
+    if door.handle not in places:
+        raise ValueError("handles must include that of the door")
+    rank = places.index(door.handle)
+    with door.named(name):
+        known = Known(rank, [each.named(name) for each in places])
+        return _connect(known, limited(timeout), backend or Backend(), door)
 
 
 def log_made(world: World) -> None:

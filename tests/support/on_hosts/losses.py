@@ -18,7 +18,7 @@ import torch.distributed as dist
 import weft
 from support.process_resources import leaked, resources
 from weft.engines import network
-from weft.world import relay, tcp
+from weft.world import door, relay, tcp
 from weft.world import world as worlds
 
 LIMIT = 2.0  # seconds that a wait may take where something goes wrong
@@ -61,7 +61,7 @@ def gives_up():
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == dist.get_world_size() - 1:
             patch.setattr(
-                worlds,
+                door,
                 "listen_to_hosts",
                 lambda rank: (_ for _ in ()).throw(weft.WeftError("no address")),
             )
@@ -70,17 +70,22 @@ def gives_up():
 
 def cut_off(folder):
     """A host's interface goes down in mid-operator: every rank gives up within its limit, and
-    reports it.
+    reports it. Of two halves of the ranks only that of rank 0 goes on.
     """
     with weft.init(timeout=20) as world:
         a, b = torch.ones(256, 64), torch.ones(64, 8)
         weft.all_gather_matmul(a, b)
         (folder / f"running{world.rank}").touch()
         found = error_of(lambda: weft.all_gather_matmul(a, b, timeout=LIMIT))
+        try:
+            with world.shrink(timeout=LIMIT) as left:
+                went_on = [*left.global_ranks], weft.all_reduce(torch.ones(1)).item()
+        except weft.PeerTimeout as error:
+            went_on = str(error)
     (folder / f"gave_up{dist.get_rank()}").touch()
     while not (folder / "reconnected").exists():
         time.sleep(0.01)
-    return found
+    return *found, went_on
 
 
 def leaves():

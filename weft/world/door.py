@@ -1,0 +1,134 @@
+"""Doors: the sockets at which a process is reached as a rank, while a world is made and as long as
+it lives.
+
+While a door is open its process may take part in the next world. One that refuses connections is
+gone for certain: the process has ended, or has left its world. So a door is how ranks tell a peer
+that has ended from one that is slow, suspended, or cut off from them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from weft.errors import WeftError
+from weft.world import peer_memory, placement, topology
+from weft.world.backend import Backend
+from weft.world.listener import Address, Listener, listen_to_hosts
+from weft.world.rendezvous import RankInfo, host_identity
+
+NOWHERE = Address("", 0, b"")
+"""The address of a door that ranks on other hosts do not reach."""
+
+
+class Handle(NamedTuple):
+    """What other processes need to make a world with this one: its record, with the address on its
+    host, and the address for other hosts.
+    """
+
+    info: RankInfo
+    outside: Address = NOWHERE
+
+    def named(self, name: str) -> Handle:
+        """The handle with the secrets of connections of the world `name` alone."""
+        here, outside = (_named(each, name) for each in (self.info.address, self.outside))
+        return Handle(self.info._replace(address=here), outside)
+
+    def address_from(self, host: str) -> Address | None:
+        """The address for processes on a host, None if it is not known there."""
+        if self.info.host == host:
+            return self.info.address
+        return self.outside if self.outside.port else None
+
+
+class Door:
+    """The listening sockets of this process in one world, closed with it.
+
+    Attributes: `here` (the listener on this host), `outside` (that for other hosts, None before
+    `open_to_hosts`).
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.here = Listener()
+        self.outside: Listener | None = None
+        cores = frozenset(os.sched_getaffinity(0))
+        self._info = RankInfo(
+            os.getpid(),
+            host_identity(),
+            self.here.address,
+            cores,
+            torch.get_num_threads(),
+            topology.locality(placement.host_topology(), cores),
+            placement.thresholds(),
+            peer_memory.probe(),
+            backend.device_id,
+        )
+
+    @property
+    def info(self) -> RankInfo:
+        """This process's record, with the address at which connections are accepted now."""
+        return self._info._replace(address=self.here.address)
+
+    @property
+    def handle(self) -> Handle:
+        return Handle(self.info, self.outside.address if self.outside else NOWHERE)
+
+    @contextlib.contextmanager
+    def named(self, name: str) -> Iterator[None]:
+        """Accept connections of the world `name` alone from now on; if the block fails, those of
+        the door's handle again.
+        """
+        before = [(each, each.address) for each in self.listeners]
+        for listener, address in before:
+            listener.address = _named(address, name)
+            listener.keep_early()
+        try:
+            yield
+        except BaseException:
+            for listener, address in before:
+                listener.address = address
+            raise
+
+    @property
+    def listeners(self) -> list[Listener]:
+        return [self.here, *([self.outside] if self.outside else [])]
+
+    def open_to_hosts(self, rank: int) -> Listener:
+        """Listen to other hosts, too. Raises as `listen_to_hosts`."""
+        if self.outside is None:
+            self.outside = listen_to_hosts(rank)
+        return self.outside
+
+    def open_if_possible(self, rank: int) -> None:
+        """Listen to other hosts, too, if this one has an address for them."""
+        with contextlib.suppress(WeftError):
+            self.open_to_hosts(rank)
+
+    @property
+    def closed(self) -> bool:
+        return self.here.socket.fileno() < 0
+
+    def close(self) -> None:
+        """Refuse all connections from now on: to others this process is gone."""
+        for listener in self.listeners:
+            listener.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "here"):
+            self.close()
+
+
+def key(address: Address) -> bytes:
+    """What a message to a door begins with; connections of a world begin with the secret itself."""
+    return hashlib.sha256(b"door" + address.secret).digest()[:16]
+
+
+def _named(address: Address, name: str) -> Address:
+    secret = hashlib.sha256(name.encode() + address.secret).digest()[:16]
+    return dataclasses.replace(address, secret=secret)

@@ -1,0 +1,133 @@
+"""Who goes on: the ranks of a world that has lost some, or is joined by others, agree on the next.
+
+Each rank, on its own, knows of another that it takes part (its request has come), that it is gone
+(its door refuses connections: it has ended or left, for certain), or that it is silent (neither,
+for as long as it may take). The lowest rank that is not gone leads: it waits for requests of all
+others that are not gone, and for joiners, and answers with one decision, the ranks of the next
+world. It may decide
+
+- if all ranks without a request are gone: nobody else is left; or
+- after its time limit, if those that take part are more than half of the world's ranks, or half of
+  them with the world's rank 0.
+
+A rank adopts one decision for a world, ever, and the next world is made only if all ranks of it
+have adopted it. Two decisions by the second rule have a rank in common, and one by the first rule
+leaves nobody out who could be in another. So there are never two next worlds, and a rank that was
+silent and is left out learns of it from those that went on (`Excluded`).
+
+If a rank of the next world is lost before it is made, the others agree again, from the decision.
+The halves above are then still counted of the last world that was made, since other decisions may
+have been adopted by ranks that this one does not hear of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from weft.world.door import Door, Handle
+
+
+class Decision(NamedTuple):
+    """The ranks of the next world, `name`: the handle of each, its rank before, -1 for a joiner,
+    and its global rank. `made_ranks` is the number of ranks of the last world that was made, `made`
+    the number there of each rank, -1 if it was none; `doubtful` tells whether a rank of it that may
+    be alive was left out. `joiners` were to join.
+    """
+
+    name: str
+    handles: list[Handle]
+    previous: list[int]
+    global_ranks: list[int]
+    made: list[int]
+    made_ranks: int
+    doubtful: bool
+    joiners: int
+
+    def rank_of(self, handle: Handle) -> int | None:
+        """The rank in the next world of the process with this handle, None if it is left out."""
+        secrets = [each.info.address.secret for each in self.handles]
+        own = handle.info.address.secret
+        return secrets.index(own) if own in secrets else None
+
+
+@dataclass
+class Membership:
+    """A rank's place in the world `name`, or in one that was decided and not yet made: the handles
+    of all ranks and this one's `door`. The rest is as of `Decision`.
+    """
+
+    name: str
+    rank: int
+    handles: Sequence[Handle]
+    global_ranks: Sequence[int]
+    door: Door
+    made: Sequence[int]
+    made_ranks: int
+    doubtful: bool = False
+
+    @classmethod
+    def of_made(
+        cls,
+        name: str,
+        rank: int,
+        handles: Sequence[Handle],
+        door: Door,
+    ) -> Membership:
+        """The place of a rank in a world that is made, and is no part of a larger job."""
+        ranks = len(handles)
+        return cls(name, rank, handles, range(ranks), door, range(ranks), ranks)
+
+    @classmethod
+    def decided(cls, decision: Decision, door: Door) -> Membership | None:
+        """The place of the rank with this door; None if it is left out."""
+        rank = decision.rank_of(door.handle)
+        if rank is None:
+            return None
+        return cls(
+            decision.name,
+            rank,
+            decision.handles,
+            decision.global_ranks,
+            door,
+            decision.made,
+            decision.made_ranks,
+            decision.doubtful,
+        )
+
+    @property
+    def several_hosts(self) -> bool:
+        return len({each.info.host for each in self.handles}) > 1
+
+    def may_go_on(self, ranks: Sequence[int]) -> bool:
+        """Whether these ranks may go on although others may be alive."""
+        made = [self.made[rank] for rank in ranks if self.made[rank] >= 0]
+        return 2 * len(made) > self.made_ranks or (2 * len(made) == self.made_ranks and 0 in made)
+
+    def next(
+        self,
+        name: str,
+        ranks: dict[int, Handle],
+        joining: Sequence[Handle],
+        joiners: int,
+        doubt: bool,
+    ) -> Decision:
+        """The decision that `ranks`, with these new handles, go on with those `joining`, which take
+        the lowest free global ranks. The order is that of global ranks.
+        """
+        taken = {self.global_ranks[rank] for rank in ranks}
+        free = (number for number in range(len(taken) + len(joining)) if number not in taken)
+        places = [(self.global_ranks[rank], rank, each) for rank, each in ranks.items()]
+        places += [(number, -1, each) for number, each in zip(free, joining, strict=False)]
+        places.sort(key=lambda place: place[0])
+        return Decision(
+            name,
+            [handle for _, _, handle in places],
+            [rank for _, rank, _ in places],
+            [number for number, _, _ in places],
+            [self.made[rank] if rank >= 0 else -1 for _, rank, _ in places],
+            self.made_ranks,
+            self.doubtful or doubt,
+            joiners,
+        )

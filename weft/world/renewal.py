@@ -1,0 +1,153 @@
+"""The next world of ranks that have lost some, or are joined by others, in place of theirs.
+
+Ranks agree who goes on (`weft.world.membership`), connect, and make the world. If one of them is
+lost meanwhile they do so again.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from weft.errors import PeerLost, PeerTimeout
+from weft.world import agreement
+from weft.world.agreement import Agreement, Kept
+from weft.world.backend import Backend
+from weft.world.connect import Known
+from weft.world.door import Door, Handle
+from weft.world.membership import Decision, Membership
+from weft.world.wire import decode, encode
+
+World = TypeVar("World")
+Kind = TypeVar("Kind")
+Make = Callable[[Known, Door], World]
+"""Makes the world of ranks that have each other's handles; raises as `weft.init`."""
+
+
+def renew(
+    membership: Membership,
+    joiners: int,
+    timeout: float,
+    backend: Backend,
+    make: Make[World],
+    adopt: Callable[[Membership], object] = lambda membership: None,
+) -> tuple[World, list[Kept]]:
+    """The world after that of `membership`, with so many `joiners`, and the doors that are kept for
+    ranks that were left out. `adopt` is called with the place in each world that was decided.
+
+    Raises as `Agreement.run`, and as `make` if the same ranks fail to make their world again.
+    """
+    own = _door(membership, joiners, backend)
+    try:
+        decision = Agreement(membership, own.handle, joiners, timeout).run()
+    except BaseException:
+        own.close()
+        raise
+    kept = [Kept(membership.door, decision)]
+    return follow(decision, own, timeout, backend, make, adopt, kept)
+
+
+def follow(
+    decision: Decision,
+    own: Door,
+    timeout: float,
+    backend: Backend,
+    make: Make[World],
+    adopt: Callable[[Membership], object] = lambda membership: None,
+    kept: Sequence[Kept] = (),
+) -> tuple[World, list[Kept]]:
+    """As `renew`, from a decision on, in which this process has the door `own`."""
+    kept = [*kept]
+    again = False  # whether the same ranks have failed to make their world before
+    with contextlib.ExitStack() as unless_made:
+        unless_made.callback(lambda: _close(kept))
+        unless_made.callback(own.close)
+        while True:
+            membership = Membership.decided(decision, own)
+            assert membership is not None  # an agreement raises `Excluded` instead
+            adopt(membership)
+            try:
+                made = make(Known(membership.rank, decision.handles), own)
+                break
+            except (PeerLost, PeerTimeout):
+                if again:
+                    raise
+            following = _door(membership, decision.joiners, backend)
+            unless_made.callback(following.close)
+            decision = Agreement(membership, following.handle, decision.joiners, timeout).run()
+            again = decision.previous == [*range(len(membership.handles))]
+            kept.append(Kept(own, decision))
+            own = following
+        unless_made.pop_all()
+    if not decision.doubtful:  # then nobody else can call
+        _close(kept)
+        kept = []
+    return made, kept
+
+
+def _close(kept: Sequence[Kept]) -> None:
+    for each in kept:
+        each.close()
+
+
+def join(
+    handles: Sequence[Handle], starting: float, timeout: float, backend: Backend, make: Make[World]
+) -> tuple[World, Membership, list[Kept]]:
+    """As `renew`, for a process that joins the ranks with these `handles` within `starting`
+    seconds, and its place in the world.
+    """
+    own = Door(backend)
+    own.open_if_possible(-1)
+    try:
+        decision = agreement.join(handles, own.handle, starting)
+    except BaseException:
+        own.close()
+        raise
+    places = list[Membership]()
+    made, kept = follow(decision, own, timeout, backend, make, places.append)
+    return made, places[-1], kept
+
+
+def _door(membership: Membership, joiners: int, backend: Backend) -> Door:
+    door = Door(backend)
+    if joiners or membership.several_hosts:
+        door.open_if_possible(membership.rank)
+    return door
+
+
+def invitation(membership: Membership) -> str:
+    """A text by which other processes find the ranks of a world."""
+    membership.door.open_if_possible(membership.rank)
+    handles = [*membership.handles]
+    handles[membership.rank] = membership.door.handle
+    return _text(handles)
+
+
+def invited(text: str) -> list[Handle]:
+    """The handles in an invitation. Raises `ValueError` for any other text."""
+    return _value(text, list[Handle], "invitation must be what world.invitation() returned")
+
+
+def handle_of(door: Door) -> str:
+    """The handle of a door, which is opened to other hosts if possible, as a text."""
+    door.open_if_possible(-1)
+    return _text(door.handle)
+
+
+def handle_in(text: str) -> Handle:
+    """The handle in a text. Raises `ValueError` for any other text."""
+    return _value(text, Handle, "a handle must be what handle_of(door) returned")
+
+
+def _text(value: object) -> str:
+    return base64.urlsafe_b64encode(zlib.compress(encode(value))).decode()
+
+
+def _value(text: str, kind: type[Kind], what: str) -> Kind:
+    try:
+        return decode(zlib.decompress(base64.urlsafe_b64decode(text)), kind)
+    except (ValueError, TypeError, zlib.error) as error:
+        raise ValueError(f"{what}; got {text!r:.60}") from error
