@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from weft import variables
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import _DistributedBackendOptions
+    from torch._C._distributed_c10d import Backend, _DistributedBackendOptions
 
-    from weft.process_group.group import Group
+    from weft.process_group.fallback import Group
 
 
 def register() -> None:
@@ -28,20 +28,22 @@ def register() -> None:
     import weft.errors as errors
 
     errors.set_base(dist.DistBackendError)
-    dist.Backend.register_backend("weft", _group, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend("weft", _backend, extended_api=True, devices=["cpu"])
 
 
-def _group(group: _DistributedBackendOptions, options: object) -> Group:
+def _backend(group: _DistributedBackendOptions, options: object) -> Backend | Group:
     """The constructor that torch calls, on all ranks."""
     variables.check()
-    from weft.process_group.group import Group
+    from weft.process_group import compiled
+    from weft.process_group.fallback import Group
+    from weft.process_group.operations import Operations
     from weft.process_group.replaced import replace
 
     replace()
-    return Group(
-        group.store,
-        group.group_rank,
-        group.group_size,
-        group.timeout.total_seconds(),
-        group.global_ranks_in_group,
-    )
+    native = compiled.backend()
+    rank, ranks, timeout = group.group_rank, group.group_size, group.timeout.total_seconds()
+    operations = Operations(group.store, rank, ranks, timeout, group.global_ranks_in_group)
+    if native is None:
+        return Group(operations)
+    made: Backend = native.make(operations, rank, ranks, timeout)
+    return made
