@@ -7,7 +7,11 @@ does not load weft: the first group does.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+import weakref
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from weft import variables
 
@@ -41,9 +45,43 @@ def _backend(group: _DistributedBackendOptions, options: object) -> Backend | Gr
 
     replace()
     native = compiled.backend()
-    rank, ranks, timeout = group.group_rank, group.group_size, group.timeout.total_seconds()
+    rank, ranks = group.group_rank, group.group_size
+    timeout = _timeout(options, group.timeout).total_seconds()
     operations = Operations(group.store, rank, ranks, timeout, group.global_ranks_in_group)
     if native is None:
         return Group(operations)
     made: Backend = native.make(operations, rank, ranks, timeout)
+    if os.environ.get("TORCH_FR_BUFFER_SIZE", "0") != "0":
+        operations.start_recorder = partial(
+            _record, weakref.ref(getattr(group, "process_group", made))
+        )
     return made
+
+
+def _record(group: weakref.ref[Any]) -> Any:
+    """Let torch's flight recorder record a group's calls, as it does gloo's; before 2.14 it has
+    only those of torch's own backends.
+    """
+    from torch._C import _distributed_c10d as c10d
+
+    hook = getattr(c10d, "FlightRecorderHook", None)
+    return hook and hook.attach(group())
+
+
+def _timeout(options: object, given: timedelta) -> timedelta:
+    """The group's time limit: of its options, if it has any of weft's."""
+    import torch.distributed as dist
+
+    backend = getattr(options, "backend", None)
+    if backend == "weft":
+        limit: timedelta = options._timeout  # type: ignore[attr-defined]
+        return limit
+    others = dist.Backend.backend_capability
+    # those of another device's backend, as in "cpu:weft,cuda:nccl", are for that one
+    if options is None or "cpu" not in others.get(str(backend), ["cpu"]):
+        return given
+    kind = f"{type(options).__module__}.{type(options).__qualname__}"
+    raise TypeError(
+        f"weft has no options of type {kind}: pass timeout= in place of pg_options, or "
+        'torch._C._distributed_c10d.Backend.Options("weft", timeout)'
+    )

@@ -337,7 +337,8 @@ class Backend : public c10d::Backend {
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
   void setGroupUid(const std::string& uid) override {
     c10d::Backend::setGroupUid(uid);
-    named_ = false;  // its description follows
+    py::gil_scoped_acquire gil;
+    (*operations_).attr("record")();
   }
   void setSequenceNumberForGroup() override {}  // they start at 0 on every rank
   uint64_t getSequenceNumberForGroup() override { return calls_; }

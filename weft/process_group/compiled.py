@@ -69,28 +69,31 @@ def _compiled() -> Path:
     library = folder / "torch" / f"backend-{torch.__version__}-{digest}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(library.with_suffix(".lock")):
+        with _alone(library.parent):
             if not library.exists():
                 _compile(library)
     return library
 
 
 @contextmanager
-def _alone(lock: Path) -> Iterator[None]:
+def _alone(folder: Path) -> Iterator[None]:
     """A part of the program that one process at a time runs; a process that ends leaves it."""
     deadline = time.monotonic() + LIMIT
-    with open(lock, "w") as file:
+    lock = os.open(folder, os.O_RDONLY)
+    try:
         while True:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise TimeoutError(
-                        f"another process has been compiling it for {LIMIT:g} s; its lock is {lock}"
+                        f"another process has locked {folder} for {LIMIT:g} s, to compile it"
                     ) from None
                 time.sleep(0.05)
         yield
+    finally:
+        os.close(lock)
 
 
 def _compile(library: Path) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import Store
 
 from weft.checks import check_own_elements, in_modes, waited
 from weft.process_group import collectives
@@ -219,7 +220,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
     # Properties
 
-    def get_group_store(self) -> dist.Store:
+    def get_group_store(self) -> Store:
         return self.operations.store
 
     def _set_group_name(self, name: str) -> None:

@@ -51,6 +51,8 @@ class Operations:
             self._gloo_for(_MESSAGES)
         self.coalesced: list[Work] | None = None  # issued since `start_coalescing`
         self.barriers = 0
+        self.start_recorder: Callable[[], object] = lambda: None
+        self.recorder: object = None
         self._dropped = weakref.finalize(self, _drop, self.queue, self.messages)
         self._dropped.atexit = False
         try:
@@ -161,6 +163,10 @@ class Operations:
 
     # The group
 
+    def record(self) -> None:
+        """Start the recorder of calls, now that torch has made the group, until its end."""
+        self.recorder = self.start_recorder()
+
     def set_name(self, name: str, text: str) -> None:
         """Set the group's name and description, which errors show."""
         self.world.group_name = f"{name} {'' if text == 'undefined' else text}".strip()
@@ -187,6 +193,7 @@ class Operations:
             )
         _leave(self.queue, self.messages)
         self.gloo = None  # its threads must end before the interpreter
+        self.recorder = None  # has the group, which has this object
 
     def abort(self) -> None:
         """Close the world without running issued works; peers get the reason."""
