@@ -206,7 +206,7 @@ def without_compiler(_):
                 work.wait()
             assert y.tolist() == [4.0] * 3
             dist.barrier()
-            with pytest.raises(ValueError, match=r"on meta: .* no C\+\+ compiler"):
+            with pytest.raises(ValueError, match=r"on meta: .*could not be compiled"):
                 dist.all_reduce(torch.ones(2, device="meta"))
             with pytest.raises(weft.MismatchError):
                 dist.all_reduce(torch.ones(2 + dist.get_rank()))
@@ -215,3 +215,29 @@ def without_compiler(_):
 def test_a_group_needs_no_compiler():
     printed = on_ranks(without_compiler, 2, context=contextlib.nullcontext)
     assert printed is None or all(outcome is None for outcome in printed)
+
+
+@pytest.mark.skipif(not RECENT, reason="an operation of torch 2.14")
+def test_gathers_into_one_tensor():
+    on_ranks(gathers, 2, context=group)
+
+
+def gathers(_):
+    rank = dist.get_rank()
+    out = torch.zeros(2, 3) if rank == 1 else None
+    dist.gather_single(torch.full((3,), float(rank)), out, dst=1)
+    if out is not None:
+        assert out.tolist() == [[0.0] * 3, [1.0] * 3]
+
+
+def on_a_gpu(world):
+    """torch gives the tensors of all devices to one backend if it knows none of a group's."""
+    backend = world._get_backend(CPU)
+    with pytest.raises(ValueError, match="on meta, but weft's backend takes CPU tensors only"):
+        backend.allreduce([torch.ones(2, device="meta")])
+    with pytest.raises(ValueError, match="on meta, but weft's backend takes CPU tensors only"):
+        backend.send([torch.ones(2, device="meta")], 1 - dist.get_rank(), 0)
+
+
+def test_tensors_on_other_devices_are_refused():
+    on_ranks(on_a_gpu, 2, context=group)

@@ -1,13 +1,13 @@
 // weft as a backend of torch's own process groups: each call goes on to `Operations`, in Python.
 //
 // weft compiles this file against the torch that is installed, since classes of torch have no
-// stable binary interface (compiled.py). A version of torch that adds methods to `c10d::Backend`
-// has those that weft implements at the end of the class.
+// stable binary interface (compiled.py).
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
 
 namespace weft {
 
@@ -295,6 +295,13 @@ class Backend : public c10d::Backend {
                input_sizes);
   }
 
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 14
+  WorkOfTorch gather_single(Tensor& out, Tensor& input, const c10d::GatherOptions& opts) override {
+    py::gil_scoped_acquire gil;
+    return run(OpType::GATHER, "gather_single", {out}, opts, out, input, opts.rootRank);
+  }
+#endif
+
   // Messages
 
   WorkOfTorch send(Tensors& tensors, int to, int tag) override {
@@ -348,6 +355,13 @@ class Backend : public c10d::Backend {
   }
 
  private:
+  // torch has one backend for all devices if it knows no other of a group's backends itself.
+  static void check(const Tensor& tensor) {
+    TORCH_CHECK_VALUE(tensor.is_cpu(), "the tensor is on ", tensor.device(),
+                      ", but weft's backend takes CPU tensors only: torch combines it with its "
+                      "own backends, as in \"cpu:weft,cuda:nccl\", but not with those of others");
+  }
+
   // The only tensor of an argument.
   static const Tensor& one(const Tensors& tensors) {
     TORCH_CHECK_VALUE(!tensors.empty(),
@@ -364,7 +378,7 @@ class Backend : public c10d::Backend {
   // A reduction as Python has it: those without a factor are made once.
   static py::object op(const c10d::ReduceOp& op) {
     if (op.op_ == c10d::ReduceOp::PREMUL_SUM) return py::cast(op);
-    static PyObject* made[c10d::ReduceOp::UNUSED] = {};
+    static PyObject* made[c10d::ReduceOp::UNUSED + 1] = {};
     PyObject*& one = made[op.op_];
     if (!one) one = py::cast(op.op_).release().ptr();
     return py::reinterpret_borrow<py::object>(one);
@@ -374,6 +388,7 @@ class Backend : public c10d::Backend {
   template <class Options, class... Args>
   WorkOfTorch run(OpType kind, const char* name, const Tensors& filled, const Options& opts,
                   const Args&... args) {
+    for (const Tensor& tensor : filled) check(tensor);
     const uint64_t number = ++calls_;
     const py::object collective = (*collectives_).attr(name);
     if (!opts.asyncOp && !coalescing_) {
@@ -387,6 +402,7 @@ class Backend : public c10d::Backend {
 
   WorkOfTorch message(OpType kind, const char* name, const Tensor& tensor, std::optional<int> peer,
                       int tag) {
+    check(tensor);
     py::gil_scoped_acquire gil;
     return issued(kind, named().attr(name)(tensor, peer, tag), calls_);
   }

@@ -277,6 +277,13 @@ def gather(
     all_to_all(world, outs if world.rank == root else [nothing] * world.ranks, sent, timeout)
 
 
+def gather_single(
+    world: World, out: Tensor, tensor: Tensor, root: int, timeout: float | None = None
+) -> None:
+    """Gather the tensors of all ranks in `out` of rank `root`, contiguous, one after another."""
+    gather(world, out.view(-1).tensor_split(world.ranks), tensor, root, timeout)
+
+
 def scatter(
     world: World, out: Tensor, tensors: Sequence[Tensor], root: int, timeout: float | None = None
 ) -> None:

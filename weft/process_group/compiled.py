@@ -42,8 +42,8 @@ def backend() -> Any:
     except (OSError, ImportError, subprocess.SubprocessError) as error:
         words = getattr(error, "stderr", None) or str(error)
         _log.warning(
-            "weft's backend could not be compiled for torch %s (%s): without it torch's tracers "
-            "and tools do not see weft's calls, and each takes a few microseconds longer",
+            "weft's backend could not be compiled for torch %s (%s): torch's tracers and tools do "
+            "not see weft's calls, and other backends cannot be combined with it",
             torch.__version__,
             words.strip()[-2000:],
         )
@@ -100,7 +100,10 @@ def _compile(library: Path) -> None:
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         raise FileNotFoundError("there is no C++ compiler: install g++, or set CXX")
-    _log.info("compiling weft's backend for torch %s, half a minute, once", torch.__version__)
+    _log.warning(
+        "compiling weft's backend for torch %s: half a minute, once for each torch and user",
+        torch.__version__,
+    )
     start = time.monotonic()
     home = Path(torch.__file__).parent
     made = library.with_suffix(f".{os.getpid()}.tmp")

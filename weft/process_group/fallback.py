@@ -289,8 +289,8 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
 
 ONLY_CPU = (
-    "this process group of weft serves the CPU alone, since no C++ compiler was found; with one, "
-    'torch.distributed can be initialised with "cpu:weft,cuda:nccl"'
+    "this process group of weft serves the CPU alone, since weft's backend could not be compiled; "
+    'where it can be, torch.distributed is initialised with "cpu:weft,cuda:nccl"'
 )
 
 
