@@ -59,13 +59,16 @@ def _backend(group: _DistributedBackendOptions, options: object) -> Backend | Gr
 
 
 def _record(group: weakref.ref[Any]) -> Any:
-    """Let torch's flight recorder record a group's calls, as it does gloo's; before 2.14 it has
-    only those of torch's own backends.
+    """Let torch's flight recorder record a group's calls, as it does gloo's. Before 2.14 it has
+    only those of torch's own backends, and later versions do it themselves.
     """
     from torch._C import _distributed_c10d as c10d
+    from torch.distributed.distributed_c10d import _world
 
     hook = getattr(c10d, "FlightRecorderHook", None)
-    return hook and hook.attach(group())
+    if hook is None or hasattr(_world, "pg_flight_recorder_hooks"):
+        return None
+    return hook.attach(group())
 
 
 def _timeout(options: object, given: timedelta) -> timedelta:

@@ -233,8 +233,8 @@ class Backend : public c10d::Backend {
   WorkOfTorch reduce_scatter_tensor_coalesced(Tensors& outs, Tensors& inputs,
                                               const c10d::ReduceScatterOptions& opts) override {
     py::gil_scoped_acquire gil;
-    return run(OpType::REDUCE_SCATTER_TENSOR_COALESCED, "reduce_scatter_single_coalesced", outs,
-               opts, outs, inputs, op(opts.reduceOp));
+    return run(OpType::COALESCED, "reduce_scatter_single_coalesced", outs, opts, outs, inputs,
+               op(opts.reduceOp));
   }
 
   // Gathers, scatters and exchanges
@@ -295,13 +295,6 @@ class Backend : public c10d::Backend {
                input_sizes);
   }
 
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 14
-  WorkOfTorch gather_single(Tensor& out, Tensor& input, const c10d::GatherOptions& opts) override {
-    py::gil_scoped_acquire gil;
-    return run(OpType::GATHER, "gather_single", {out}, opts, out, input, opts.rootRank);
-  }
-#endif
-
   // Messages
 
   WorkOfTorch send(Tensors& tensors, int to, int tag) override {
@@ -342,17 +335,27 @@ class Backend : public c10d::Backend {
 
   const std::string getBackendName() const override { return "weft"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
-  void setGroupUid(const std::string& uid) override {
-    c10d::Backend::setGroupUid(uid);
-    py::gil_scoped_acquire gil;
-    (*operations_).attr("record")();
-  }
   void setSequenceNumberForGroup() override {}  // they start at 0 on every rank
   uint64_t getSequenceNumberForGroup() override { return calls_; }
   void setTimeout(milliseconds timeout) override {
     options_->timeout = timeout;
     tell("set_timeout", std::chrono::duration<double>(timeout).count());
   }
+
+  // Methods of torch 2.14 and later
+
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 14
+  WorkOfTorch gather_single(Tensor& out, Tensor& input, const c10d::GatherOptions& opts) override {
+    py::gil_scoped_acquire gil;
+    return run(OpType::GATHER, "gather_single", {out}, opts, out, input, opts.rootRank);
+  }
+
+  void setGroupUid(const std::string& uid) override {
+    c10d::Backend::setGroupUid(uid);
+    py::gil_scoped_acquire gil;
+    (*operations_).attr("record")();
+  }
+#endif
 
  private:
   // torch has one backend for all devices if it knows no other of a group's backends itself.
