@@ -146,7 +146,6 @@ class Repeat {
       end();
       return made;
     } catch (py::error_already_set& error) {
-      const py::error_scope kept;
       end();
       if (error.matches(PyExc_RuntimeError) || error.matches(PyExc_ValueError) ||
           error.matches(PyExc_TypeError))

@@ -17,6 +17,7 @@ from weft.process_group.operations import Operations
 from weft.world import World, init
 
 _made: WeakKeyDictionary[dist.ProcessGroup, World] = WeakKeyDictionary()
+_found: WeakKeyDictionary[dist.ProcessGroup, Operations | None] = WeakKeyDictionary()
 _CPU = torch.device("cpu")
 
 
@@ -24,11 +25,17 @@ def operations_of(group: object) -> Operations | None:
     """The operations of a process group of torch.distributed; None of one that is not weft's."""
     if isinstance(group, Group):
         return group.operations
-    if not isinstance(group, dist.ProcessGroup) or _CPU not in group._device_types:
+    if not isinstance(group, dist.ProcessGroup):
         return None
-    backend = group._get_backend(_CPU)
-    if backend.name() != "weft":
+    if group not in _found:
+        _found[group] = _look_for_operations(group)
+    return _found[group]
+
+
+def _look_for_operations(group: dist.ProcessGroup) -> Operations | None:
+    if _CPU not in group._device_types or group._get_backend(_CPU).name() != "weft":
         return None
+    backend: Any = group._get_backend(_CPU)
     # that of TORCH_DISTRIBUTED_DEBUG=DETAIL contains another
     found: Operations = compiled.backend().operations_of(getattr(backend, "wrapped_pg", backend))
     return found
