@@ -49,6 +49,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         # interpret them.
         ranks.serve(sorted(name for name in modules if not name.startswith("test_kernel")))
         ranks.collect_less_often()
+        if any("process_group" in item.nodeid for item in session.items):
+            # here, since tests have time limits
+            from weft.process_group import compiled
+
+            compiled.backend()
 
 
 @pytest.fixture(params=[True, False], ids=["exchange", "attributes"])
