@@ -166,6 +166,7 @@ class Backend : public c10d::Backend {
       : c10d::Backend(rank, size),
         operations_(std::move(operations)),
         queue_run_((*operations_).attr("queue").attr("run")),
+        queue_issue_((*operations_).attr("queue").attr("issue")),
         world_((*operations_).attr("world")),
         collectives_(py::module_::import("weft.process_group.collectives")),
         options_(c10::make_intrusive<Options>("weft", timeout)),
@@ -398,7 +399,11 @@ class Backend : public c10d::Backend {
       (*queue_run_)(collective, *world_, args..., limit(opts.timeout));
       return nullptr;
     }
-    return issued(kind, named().attr("issue")(collective, filled, args..., limit(opts.timeout)),
+    if (coalescing_)
+      return issued(kind, named().attr("issue")(collective, filled, args..., limit(opts.timeout)),
+                    number);
+    named();
+    return issued(kind, (*queue_issue_)(filled, collective, *world_, args..., limit(opts.timeout)),
                   number);
   }
 
@@ -427,7 +432,7 @@ class Backend : public c10d::Backend {
     return *operations_;
   }
 
-  const Held operations_, queue_run_, world_, collectives_;
+  const Held operations_, queue_run_, queue_issue_, world_, collectives_;
   const c10::intrusive_ptr<Options> options_;
   std::unique_ptr<Repeat> repeat_;
   std::atomic<uint64_t> calls_ = 0;  // collectives
