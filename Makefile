@@ -83,7 +83,7 @@ vllm: .clients/vllm/installed
 check: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	find native -name "*.?pp" -exec $(BIN)/clang-format --dry-run -Werror {} +
+	find native weft -name "*.?pp" -exec $(BIN)/clang-format --dry-run -Werror {} +
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 

@@ -16,6 +16,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, _folders), os.environ.get(
 if "WEFT_CACHE" not in os.environ:
     _cache = tempfile.TemporaryDirectory(prefix="weft-test-cache-", ignore_cleanup_errors=True)
     os.environ["WEFT_CACHE"] = _cache.name
+    # compiled for all sessions, since that takes half a minute
+    _compiled = _here.parent / "build" / "torch"
+    _compiled.mkdir(parents=True, exist_ok=True)
+    Path(_cache.name, "torch").symlink_to(_compiled)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -45,6 +49,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         # interpret them.
         ranks.serve(sorted(name for name in modules if not name.startswith("test_kernel")))
         ranks.collect_less_often()
+        if any("process_group" in item.nodeid for item in session.items):
+            # here, since tests have time limits
+            from weft.process_group import compiled
+
+            compiled.backend()
 
 
 @pytest.fixture(params=[True, False], ids=["exchange", "attributes"])

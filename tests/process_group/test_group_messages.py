@@ -15,6 +15,7 @@ import torch.distributed as dist
 from support.ranks import group, on_ranks
 
 import weft
+from weft.process_group.worlds import operations_of
 
 LONG = 1 << 20  # numbers: more than all slots of a mailbox hold
 
@@ -202,7 +203,7 @@ def test_a_late_message_is_named():
 @contextlib.contextmanager
 def world_of_group():
     with group() as made:
-        yield made.world
+        yield operations_of(made).world
 
 
 def leaves_after_it_sent(world, fails):
@@ -237,7 +238,8 @@ def leaves_during_progress(world):
     """
     if world.rank == 0:
         work = dist.irecv(torch.zeros(3), 1, tag=3)
-        while not (world.mesh.left(1) and (work.progress.mover or work.is_completed())):
+        messages = operations_of(dist.group.WORLD).messages
+        while not (world.mesh.left(1) and (messages.mover or work.is_completed())):
             time.sleep(0.001)
         start = time.monotonic()
         while world.ranks == 2 and not work.is_completed():

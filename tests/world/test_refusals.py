@@ -14,6 +14,7 @@ from support.ranks import group, start, stream_world, world
 import weft
 from weft.engines import engine
 from weft.errors import MismatchError
+from weft.process_group.worlds import operations_of
 from weft.schedules.barrier import barrier
 
 ONES = torch.ones
@@ -120,7 +121,7 @@ def of_a_group(_, asynchronous):
     if dist.get_rank():
         with pytest.raises(ValueError, match="must have 2 times"):
             dist.all_gather_into_tensor(ONES(9), tensor, async_op=asynchronous).wait()
-        until_failed(dist.group.WORLD.world)
+        until_failed(operations_of(dist.group.WORLD).world)
         dist.barrier()
     elif asynchronous:
         dist.all_gather_into_tensor(out, tensor, async_op=True).wait()

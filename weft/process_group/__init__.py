@@ -8,14 +8,17 @@ does not load weft: the first group does.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+import weakref
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from weft import variables
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import _DistributedBackendOptions
+    from torch._C._distributed_c10d import Backend, _DistributedBackendOptions
 
-    from weft.process_group.group import Group
+    from weft.process_group.fallback import Group
 
 
 def register() -> None:
@@ -29,24 +32,63 @@ def register() -> None:
     import weft.errors as errors
 
     errors.set_base(dist.DistBackendError)
-    dist.Backend.register_backend("weft", _group, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend("weft", _backend, extended_api=True, devices=["cpu"])
     if os.environ.get("WEFT_REPLACES_GLOO"):
         from weft.process_group import in_place_of_gloo
 
         in_place_of_gloo.replace()
 
 
-def _group(group: _DistributedBackendOptions, options: object) -> Group:
+def _backend(group: _DistributedBackendOptions, options: object) -> Backend | Group:
     """The constructor that torch calls, on all ranks."""
     variables.check()
-    from weft.process_group.group import Group
+    from weft.process_group import compiled
+    from weft.process_group.fallback import Group
+    from weft.process_group.operations import Operations
     from weft.process_group.replaced import replace
 
     replace()
-    return Group(
-        group.store,
-        group.group_rank,
-        group.group_size,
-        group.timeout.total_seconds(),
-        group.global_ranks_in_group,
+    native = compiled.backend()
+    rank, ranks = group.group_rank, group.group_size
+    timeout = _timeout(options, group.timeout).total_seconds()
+    operations = Operations(group.store, rank, ranks, timeout, group.global_ranks_in_group)
+    if native is None:
+        return Group(operations)
+    made: Backend = native.make(operations, rank, ranks, timeout)
+    if os.environ.get("TORCH_FR_BUFFER_SIZE", "0") != "0":
+        operations.start_recorder = partial(
+            _record, weakref.ref(getattr(group, "process_group", made))
+        )
+    return made
+
+
+def _record(group: weakref.ref[Any]) -> Any:
+    """Let torch's flight recorder record a group's calls, as it does gloo's. Before 2.14 it has
+    only those of torch's own backends, and later versions do it themselves.
+    """
+    from torch._C import _distributed_c10d as c10d
+    from torch.distributed.distributed_c10d import _world
+
+    hook = getattr(c10d, "FlightRecorderHook", None)
+    if hook is None or hasattr(_world, "pg_flight_recorder_hooks"):
+        return None
+    return hook.attach(group())
+
+
+def _timeout(options: object, given: timedelta) -> timedelta:
+    """The group's time limit: of its options, if it has any of weft's."""
+    import torch.distributed as dist
+
+    backend = getattr(options, "backend", None)
+    if backend == "weft":
+        limit: timedelta = options._timeout  # type: ignore[attr-defined]
+        return limit
+    others = dist.Backend.backend_capability
+    # those of another device's backend, as in "cpu:weft,cuda:nccl", are for that one
+    if options is None or "cpu" not in others.get(str(backend), ["cpu"]):
+        return given
+    kind = f"{type(options).__module__}.{type(options).__qualname__}"
+    raise TypeError(
+        f"weft has no options of type {kind}: pass timeout= in place of pg_options, or "
+        'torch._C._distributed_c10d.Backend.Options("weft", timeout)'
     )

@@ -30,6 +30,7 @@ from weft.ops.all_gather import check as check_all_gather
 from weft.ops.all_reduce import all_reduce as weft_all_reduce
 from weft.ops.all_to_all import all_to_all as weft_all_to_all
 from weft.ops.all_to_all import check as check_all_to_all
+from weft.ops.barrier import barrier  # noqa: F401  (by its name, like the others)
 from weft.ops.broadcast import broadcast as weft_broadcast
 from weft.ops.collective import ANY, NUMBERS, CollectiveCall, same_place
 from weft.ops.reduce_scatter import check as check_reduce_scatter
@@ -276,6 +277,13 @@ def gather(
     all_to_all(world, outs if world.rank == root else [nothing] * world.ranks, sent, timeout)
 
 
+def gather_single(
+    world: World, out: Tensor, tensor: Tensor, root: int, timeout: float | None = None
+) -> None:
+    """Gather the tensors of all ranks in `out` of rank `root`, contiguous, one after another."""
+    gather(world, out.view(-1).tensor_split(world.ranks), tensor, root, timeout)
+
+
 def scatter(
     world: World, out: Tensor, tensors: Sequence[Tensor], root: int, timeout: float | None = None
 ) -> None:
@@ -295,6 +303,37 @@ def all_reduce_coalesced(
         joined = _joined(of_dtype)
         all_reduce(world, joined, op, timeout)
         _put_parts(joined, [tensor.numel() for tensor in of_dtype], of_dtype)
+
+
+def all_gather_coalesced(
+    world: World,
+    outs: Sequence[Sequence[Tensor]],
+    tensors: Sequence[Tensor],
+    timeout: float | None = None,
+) -> None:
+    """`all_gather` of several tensors: of ``tensors[i]`` in ``outs[p][i]``."""
+    for of_tensor, tensor in zip(zip(*outs, strict=True), tensors, strict=True):
+        all_gather(world, of_tensor, tensor, timeout)
+
+
+def all_gather_single_coalesced(
+    world: World, outs: Sequence[Tensor], tensors: Sequence[Tensor], timeout: float | None = None
+) -> None:
+    """`all_gather_single` of several tensors."""
+    for out, tensor in zip(outs, tensors, strict=True):
+        all_gather_single(world, out, tensor, timeout)
+
+
+def reduce_scatter_single_coalesced(
+    world: World,
+    outs: Sequence[Tensor],
+    tensors: Sequence[Tensor],
+    op: Any,
+    timeout: float | None = None,
+) -> None:
+    """`reduce_scatter_single` of several tensors."""
+    for out, tensor in zip(outs, tensors, strict=True):
+        reduce_scatter_single(world, out, tensor, op, timeout)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

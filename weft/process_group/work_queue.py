@@ -33,6 +33,9 @@ from weft.world.rendezvous import time_left
 
 _NO_LIMIT = timedelta(0)  # the value of no limit in torch's native code
 
+Done = Callable[[BaseException | None, list[Tensor]], object]
+"""A function of a work's error and of the tensors that it fills."""
+
 
 @uncompiled_methods
 class Work(dist.Work):
@@ -63,14 +66,18 @@ class Work(dist.Work):
         """True once the work is done. Raises its error, and `PeerTimeout` after `timeout`, which
         leaves the work outstanding.
         """
+        seconds = timeout.total_seconds()
+        self.wait_for(seconds if seconds > 0 else None)
+        return True
+
+    def wait_for(self, seconds: float | None) -> None:
+        """As `wait`; None for no limit."""
         if not self.done:
-            seconds = timeout.total_seconds()
-            self._advance(seconds if seconds > 0 else None)
+            self._advance(seconds)
             if not self.done:
                 raise PeerTimeout(f"the operation is not done, and timed out after {seconds:g} s")
         if self.error is not None:
             raise self.error
-        return True
 
     def synchronize(self) -> None:
         """As `wait`."""
@@ -102,11 +109,18 @@ class Work(dist.Work):
         """A future of the tensors; for a failed work it has an error with the same text."""
         done: torch.futures.Future[Any] = torch.futures.Future()
         made = done.then(self._value)  # a Python callback, so that native code sees the exception
-        progress = self.progress
-        depth = getattr(_thread, "callback_depth", 0)
-        if progress is None or not self.add_callback(lambda: progress.complete(done, depth)):
-            done.set_result(None)
+        self.complete(lambda *_: done.set_result(None))
         return made
+
+    def complete(self, done: Done) -> None:
+        """Call `done` once the work is done: on a callback thread, or here if it is done now."""
+        progress, depth = self.progress, getattr(_thread, "callback_depth", 0)
+
+        def call() -> None:
+            done(self.error, list(self.tensors))
+
+        if progress is None or not self.add_callback(lambda: progress.call(call, depth)):
+            call()
 
     def add_callback(self, call: Callable[[], object]) -> bool:
         """Run `call` once the work is done, which is to be soon; False if it is done already."""
@@ -138,23 +152,34 @@ _thread = threading.local()  # `callback_depth`: 0, or one more than that of the
 class CombinedWork(Work):
     """Several works as one."""
 
-    def __init__(self, works: Sequence[dist.Work]) -> None:
+    def __init__(self, works: Sequence[Work]) -> None:
         super().__init__([tensor for work in works for tensor in work.result()])
         self.works = works
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self.works)
 
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        futures = torch.futures.collect_all([work.get_future() for work in self.works])
-        return futures.then(
-            lambda all_of_them: [tensor for one in all_of_them.value() for tensor in one.value()]
-        )
+    def complete(self, done: Done) -> None:
+        left = len(self.works)
+
+        def one_is_done(error: BaseException | None, _: object) -> None:
+            nonlocal left
+            with _callbacks_lock:
+                self.error = self.error or error
+                left -= 1
+            if left <= 0:
+                self.end(self.error)
+                done(self.error, list(self.tensors))
+
+        for work in self.works:
+            work.complete(one_is_done)
+        if not self.works:
+            one_is_done(None, ())
 
     def _advance(self, seconds: float | None) -> None:
         deadline = None if seconds is None else time.monotonic() + seconds
         for each in self.works:
-            each.wait(_NO_LIMIT if deadline is None else time_left(deadline))
+            each.wait_for(None if deadline is None else time_left(deadline).total_seconds())
         self.end()
 
 
@@ -175,9 +200,10 @@ class GlooWork(Work):
     def is_completed(self) -> bool:
         return self.done or self.work.is_completed()
 
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        self.wait()  # messages of gloo's have no futures
-        return super().get_future()
+    def complete(self, done: Done) -> None:
+        if not self.done:
+            self._advance(None)  # messages of gloo's have no futures
+        super().complete(done)
 
     def _advance(self, seconds: float | None) -> None:
         try:
@@ -236,8 +262,8 @@ class Progress(ABC):
         self.thread.start()
         _running.add(self)
 
-    def complete(self, future: torch.futures.Future[Any], depth: int) -> None:
-        """Complete a future on callback thread `depth`."""
+    def call(self, callback: Callable[[], object], depth: int) -> None:
+        """Call a callback on callback thread `depth`."""
         with self.callback_threads_lock:
             while len(self.callback_threads) <= depth:
                 following = len(self.callback_threads) + 1
@@ -247,9 +273,9 @@ class Progress(ABC):
                     )
                 )
         try:
-            self.callback_threads[depth].submit(future.set_result, None)
+            self.callback_threads[depth].submit(callback)
         except RuntimeError:  # the interpreter is ending, and starts no threads
-            future.set_result(None)
+            callback()
 
     def close(self) -> None:
         """End the threads, after the callbacks of finished works."""
@@ -287,6 +313,7 @@ def _close_all() -> None:
         progress.close()
 
 
+@uncompiled_methods
 class WorkQueue(Progress):
     """A queue that runs a group's collectives one at a time, in the order of issue."""
 

@@ -1,4 +1,6 @@
-"""The world of a process group of torch.distributed, and calls on it in the group's order."""
+"""The operations and the world of a process group of torch.distributed, and calls on it in the
+group's order.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,37 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
-from weft.process_group.group import Group
+from weft.process_group import compiled
+from weft.process_group.fallback import Group
+from weft.process_group.operations import Operations
 from weft.world import World, init
 
 _made: WeakKeyDictionary[dist.ProcessGroup, World] = WeakKeyDictionary()
+_found: WeakKeyDictionary[dist.ProcessGroup, Operations | None] = WeakKeyDictionary()
+_CPU = torch.device("cpu")
+
+
+def operations_of(group: object) -> Operations | None:
+    """The operations of a process group of torch.distributed; None of one that is not weft's."""
+    if isinstance(group, Group):
+        return group.operations
+    if not isinstance(group, dist.ProcessGroup):
+        return None
+    if group not in _found:
+        _found[group] = _look_for_operations(group)
+    return _found[group]
+
+
+def _look_for_operations(group: dist.ProcessGroup) -> Operations | None:
+    if _CPU not in group._device_types or group._get_backend(_CPU).name() != "weft":
+        return None
+    backend: Any = group._get_backend(_CPU)
+    # that of TORCH_DISTRIBUTED_DEBUG=DETAIL contains another
+    found: Operations = compiled.backend().operations_of(getattr(backend, "wrapped_pg", backend))
+    return found
 
 
 def make(group: dist.ProcessGroup) -> World:
@@ -27,14 +54,16 @@ def find(group: dist.ProcessGroup) -> World | None:
     """The world for operators on the group: its own, or else the one that `make` made; None without
     either.
     """
-    world = group.world if isinstance(group, Group) else _made.get(group)
+    own = operations_of(group)
+    world = _made.get(group) if own is None else own.world
     return None if world is None or world.closed else world
 
 
 def run_in_order(group: dist.ProcessGroup, call: Callable[[], Any]) -> Any:
     """The result of `call`, made on the group's world after all earlier operations of the group."""
-    if not isinstance(group, Group):
+    own = operations_of(group)
+    if own is None:
         return call()
     made: list[Any] = []
-    group.queue.run(lambda: made.append(call()))
+    own.queue.run(lambda: made.append(call()))
     return made[0]

@@ -17,7 +17,7 @@ from weft.kernels.weights import FLOAT8
 from weft.ops.all_gather import all_gather
 from weft.ops.reduce_scatter import reduce_scatter
 from weft.process_group import collectives
-from weft.process_group.group import Group
+from weft.process_group.worlds import operations_of
 from weft.vllm import operators
 from weft.vllm.row_shard import whole
 
@@ -45,13 +45,13 @@ class Communicator(CpuCommunicator):  # type: ignore[misc]
         DeviceCommunicatorBase.__init__(
             self, cpu_group, device, device_group, unique_name, use_all2all=use_all2all
         )
-        if not isinstance(device_group, Group):
+        if (operations := operations_of(device_group)) is None:
             raise ValueError(
                 f"weft's communicator needs a group of backend weft; group {unique_name!r} has "
                 f"{device_group and dist.get_backend(device_group)}"
             )
-        self.group = device_group
-        self.world = device_group.world
+        self.operations = operations
+        self.world = operations.world
         self.supports_tensor_dict = True
         operators.communicators[unique_name] = self
         if self.use_all2all:
@@ -64,7 +64,7 @@ class Communicator(CpuCommunicator):  # type: ignore[misc]
         if torch.compiler.is_compiling():
             operators.all_reduce(input_, self.unique_name)
         else:
-            self.group.queue.run(collectives.all_reduce, self.world, input_, _SUM)
+            self.operations.queue.run(collectives.all_reduce, self.world, input_, _SUM)
         return input_
 
     def all_gather(self, input_: Tensor, dim: int = -1) -> Tensor:
@@ -125,12 +125,12 @@ class Communicator(CpuCommunicator):  # type: ignore[misc]
         """The tensors of all ranks, of one shape, joined along `dim` on rank `dst`, else None."""
         mine = self.rank_in_group == dst
         outs = [torch.empty_like(input_) for _ in range(self.world_size)] if mine else []
-        self.group.queue.run(collectives.gather, self.world, outs, input_, dst)
+        self.operations.queue.run(collectives.gather, self.world, outs, input_, dst)
         return torch.cat(outs, dim) if mine else None
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """Overwrite the tensor with that of rank `src`."""
-        self.group.queue.run(collectives.broadcast, self.world, tensor, src)
+        self.operations.queue.run(collectives.broadcast, self.world, tensor, src)
         return tensor
 
     def all_to_all(
@@ -141,7 +141,7 @@ class Communicator(CpuCommunicator):  # type: ignore[misc]
         """
         rows = sum(output_sizes) if output_sizes else len(input_)
         out = input_.new_empty(rows, *input_.shape[1:])
-        self.group.queue.run(
+        self.operations.queue.run(
             collectives.all_to_all_single, self.world, out, input_, output_sizes, input_sizes
         )
         return out
@@ -151,7 +151,9 @@ class Communicator(CpuCommunicator):  # type: ignore[misc]
         the group.
         """
         results: list[Tensor] = []
-        self.group.queue.run(lambda: results.append(operator(*args, world=self.world, **options)))
+        self.operations.queue.run(
+            lambda: results.append(operator(*args, world=self.world, **options))
+        )
         return results[0]
 
     # Messages
@@ -159,13 +161,13 @@ class Communicator(CpuCommunicator):  # type: ignore[misc]
     def send(self, tensor: Tensor, dst: int | None = None) -> None:
         """Send a tensor to a rank, the next one by default."""
         to = (self.rank_in_group + 1) % self.world_size if dst is None else dst
-        self.group.send([whole(tensor)], to).wait()
+        self.operations.send(whole(tensor), to).wait()
 
     def recv(self, size: torch.Size, dtype: torch.dtype, src: int | None = None) -> Tensor:
         """Receive a tensor of this shape from a rank, the previous one by default."""
         source = (self.rank_in_group - 1) % self.world_size if src is None else src
         tensor = torch.empty(size, dtype=dtype, device=self.device)
-        self.group.recv([tensor], source).wait()
+        self.operations.receive(tensor, source).wait()
         return tensor
 
     def send_tensor_dict(self, tensor_dict: dict[str, Tensor], dst: int) -> None:
@@ -180,7 +182,7 @@ class Communicator(CpuCommunicator):  # type: ignore[misc]
         ]
         header = torch.frombuffer(bytearray(json.dumps(described).encode()), dtype=torch.uint8)
         sent = [torch.tensor([len(header)], device="cpu"), header, *tensor_dict.values()]
-        works = [self.group.send([tensor], dst) for tensor in sent if tensor.numel()]
+        works = [self.operations.send(tensor, dst) for tensor in sent if tensor.numel()]
         for work in works:
             work.wait()
 
@@ -192,7 +194,7 @@ class Communicator(CpuCommunicator):  # type: ignore[misc]
             key: torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
             for key, dtype, shape in json.loads(bytes(header.tolist()))
         }
-        works = [self.group.recv([part], src) for part in tensors.values() if part.numel()]
+        works = [self.operations.receive(part, src) for part in tensors.values() if part.numel()]
         for work in works:
             work.wait()
         return tensors

@@ -26,6 +26,7 @@ from support.process_resources import leaked, resources
 from support.storm.calls import Call, calls, compiled, group_calls
 from support.storm.machine import starved
 from support.storm.trial import RIGHT, Kind, Trial
+from weft.process_group.worlds import operations_of
 from weft.world import world as worlds
 
 HANGS = 30.0  # seconds after which an unfinished rank counts as hanging
@@ -72,7 +73,7 @@ class Part:
         dist.init_process_group(
             "weft", store=self.store("group"), rank=self.rank, world_size=ranks, timeout=limit
         )
-        return dist.group.WORLD.world
+        return operations_of(dist.group.WORLD).world
 
     @contextlib.contextmanager
     def world(self) -> Iterator[weft.World]:

@@ -1,0 +1,249 @@
+"""The operations of a process group of torch.distributed whose ranks are a world of weft."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from weft.errors import PeerTimeout, WeftError
+from weft.process_group.messages import Messages
+from weft.process_group.uncompiled import uncompiled_methods
+from weft.process_group.work_queue import CombinedWork, GlooWork, Work, WorkQueue
+from weft.world import init_by_store
+from weft.world.rendezvous import time_left
+
+_log = logging.getLogger("weft")
+_TAGS = 1 << 31  # as of torch
+_MESSAGES = "messages, since its ranks are on several hosts"
+_DETECTION = 1.0  # seconds within which the world detects a lost peer
+
+
+@uncompiled_methods
+class Operations:
+    """What `backend.cpp`, or without a compiler `fallback.Group`, does for torch's process groups;
+    all tensors are on the CPU. `limit` is in seconds, None for the group's; results are `Work`s.
+
+    Attributes: `world`, of the group's ranks, for calls of the group only.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, ranks: int, timeout: float, global_ranks: Sequence[int]
+    ) -> None:
+        self.store = store
+        self.rank, self.ranks = rank, ranks
+        self.world = init_by_store(store, rank, ranks, timeout)
+        self.world.global_ranks = [*global_ranks] or [*range(ranks)]
+        self.world.maker = 'init_process_group("weft") or new_group(backend="weft")'
+        self.queue = WorkQueue(f"weft group of {ranks}", self.world)
+        self.messages = None if self.world.hosts.several else Messages(self.world)
+        self.gloo: Any = None
+        if self.messages is None:
+            self._gloo_for(_MESSAGES)
+        self.coalesced: list[Work] | None = None  # issued since `start_coalescing`
+        self.barriers = 0
+        self.start_recorder: Callable[[], object] = lambda: None
+        self.recorder: object = None
+        self._dropped = weakref.finalize(self, _drop, self.queue, self.messages)
+        self._dropped.atexit = False
+        try:
+            for progress in filter(None, (self.queue, self.messages)):
+                progress.start()
+        except BaseException:  # such as Ctrl-C
+            self.shutdown()
+            raise
+
+    # Collectives
+
+    def issue(
+        self, collective: Callable[..., object], filled: Sequence[Tensor], *args: Any
+    ) -> Work:
+        """Issue a function of `collectives` with these arguments, the last of which is its limit,
+        and which fills the tensors `filled`. A synchronous one is run by the `queue`.
+        """
+        return self._coalesce(self.queue.issue(filled, collective, self.world, *args))
+
+    def all_reduce_sparse(self, tensor: Tensor, op: Any) -> Work:
+        """An all_reduce of a sparse tensor, by gloo."""
+        opts = dist.AllreduceOptions()
+        opts.reduceOp = op
+        return self._run_by_gloo(
+            tensor, self._gloo_for("sparse all_reduce").allreduce, [tensor], opts
+        )
+
+    # Messages
+
+    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> Work:
+        """Send a tensor to a peer."""
+        self._check_message(peer, tag)
+        if self.messages is None:
+            return self._run_by_gloo(tensor, self._gloo_for(_MESSAGES).send, [tensor], peer, tag)
+        return self._coalesce(self.messages.send(tensor, peer, tag))
+
+    def receive(self, tensor: Tensor, peer: int | None, tag: int = 0) -> Work:
+        """Receive a tensor from a peer, or from any (None)."""
+        self._check_message(peer, tag)
+        if self.messages is None:
+            gloo = self._gloo_for(_MESSAGES)
+            begin, of = (gloo.recv_anysource, ()) if peer is None else (gloo.recv, (peer,))
+            return self._run_by_gloo(tensor, begin, [tensor], *of, tag)
+        return self._coalesce(self.messages.receive(tensor, peer, tag))
+
+    def _check_message(self, peer: int | None, tag: int) -> None:
+        if peer is not None and (not 0 <= peer < self.ranks or peer == self.rank):
+            raise ValueError(
+                f"the peer of rank {self.rank} must be another rank of this group of "
+                f"{self.ranks}; got rank {peer}"
+            )
+        if not 0 <= tag < _TAGS:
+            raise ValueError(f"the tag of a message must be from 0 to 2**31 - 1; got {tag}")
+
+    # A barrier that names missing ranks
+
+    def monitored_barrier(self, limit: float | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier by the group's store; after `limit` rank 0 names the first missing rank, or
+        all.
+        """
+        seconds = self.world.timeout if limit is None else limit
+        rank = self.rank
+        deadline = time.monotonic() + seconds
+        store = PrefixStore(f"weft monitored barrier {self.barriers}", self.store)
+        self.barriers += 1
+
+        def arrived(key: str) -> bool:
+            try:
+                store.wait([key], time_left(deadline))
+            except RuntimeError:
+                return False
+            return True
+
+        if rank:
+            store.set(str(rank), "")
+            if not arrived("all"):
+                raise PeerTimeout(
+                    f"Rank {rank} successfully reached monitoredBarrier, "
+                    "but received errors while waiting for send/recv from rank 0"
+                )
+            return
+        if not seconds > 0 and self.ranks > 1:
+            raise PeerTimeout(f"Rank 0 timed out in monitoredBarrier after {seconds * 1e3:g} ms")
+        missing = (peer for peer in map(str, range(1, self.ranks)) if not arrived(peer))
+        if late := [*itertools.islice(missing, None if wait_all_ranks else 1)]:
+            late_ranks = f"Rank{'s' if len(late) > 1 else ''} {', '.join(late)}"
+            raise PeerTimeout(
+                f"{late_ranks} failed to pass monitoredBarrier in {seconds * 1e3:g} ms"
+            )
+        store.set("all", "")
+
+    # Coalescing
+
+    def start_coalescing(self) -> None:
+        """Issue all following works at the end of coalescing, as one."""
+        self.coalesced = []
+
+    def end_coalescing(self) -> Work:
+        """The works since `start_coalescing` as one."""
+        works = self.coalesced or []
+        self.coalesced = None
+        return CombinedWork(works)
+
+    def _coalesce(self, work: Work) -> Work:
+        if self.coalesced is not None:
+            self.coalesced.append(work)
+        return work
+
+    # The group
+
+    def record(self) -> None:
+        """Start the recorder of calls, now that torch has made the group, until its end."""
+        self.recorder = self.start_recorder()
+
+    def set_name(self, name: str, text: str) -> None:
+        """Set the group's name and description, which errors show."""
+        self.world.group_name = f"{name} {'' if text == 'undefined' else text}".strip()
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set the time limit of every wait from now on."""
+        self.world.timeout = seconds
+
+    def shutdown(self) -> None:
+        """Run all issued works, then close the world, as `dist.destroy_process_group` does.
+
+        In a signal handler that interrupts a call on the group, the call and all works fail.
+        """
+        self._dropped.detach()
+        if self.world.forked:
+            return
+        if call := self.queue.current_call() or (
+            self.messages is not None and self.messages.current_call()
+        ):
+            self.world.fail(
+                WeftError(
+                    f"rank {self.rank} left the group in a signal handler while it was in {call}"
+                )
+            )
+        _leave(self.queue, self.messages)
+        self.gloo = None  # its threads must end before the interpreter
+        self.recorder = None  # has the group, which has this object
+
+    def abort(self) -> None:
+        """Close the world without running issued works; peers get the reason."""
+        self.world.fail(WeftError("the group was aborted"))
+        self.shutdown()
+
+    # gloo
+
+    def _gloo_for(self, operations: str) -> Any:
+        """The gloo group for `operations`, made at the first use."""
+        self.world.check()
+        if self.gloo is None:
+            if self.rank == 0:
+                _log.warning("a process group of weft uses gloo for %s", operations)
+            limit = timedelta(seconds=self.world.timeout)
+            self.gloo = dist.ProcessGroupGloo(
+                PrefixStore("weft gloo", self.store), self.rank, self.ranks, timeout=limit
+            )
+        return self.gloo
+
+    def _run_by_gloo(self, tensor: Tensor, begin: Callable[..., dist.Work], *args: Any) -> Work:
+        """A gloo operation, started by ``begin(*args)``, which raises if a peer is already lost."""
+        try:
+            work = begin(*args)
+        except RuntimeError as error:
+            raise self._cause(error) from None
+        return self._coalesce(GlooWork(work, [tensor], self._cause))
+
+    def _cause(self, error: RuntimeError) -> BaseException:
+        """The error of a lost peer if that is why gloo lost a connection, else `error`."""
+        deadline = time.monotonic() + _DETECTION
+        while time.monotonic() < deadline:
+            if self.world.mesh.failure()[0]:
+                return self.world.failure("for a message")
+            time.sleep(0.01)
+        return error
+
+
+def _leave(queue: WorkQueue, messages: Messages | None) -> None:
+    """Run all issued works, and close the world of a group."""
+    queue.close()
+    if messages is not None:
+        messages.close()
+    queue.world.close()
+
+
+def _drop(queue: WorkQueue, messages: Messages | None) -> None:
+    """Leave a group that its owner has dropped: on its thread, since this one may be anywhere in
+    the program.
+    """
+    if not queue.world.forked:
+        queue.ended = partial(_leave, queue, messages)
+        queue.deferred.close()
