@@ -29,7 +29,7 @@ from weft.formats.mscclpp.collectives import (
     SCRATCH,
     Shape,
 )
-from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Wait
+from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Value, Wait
 from weft.plan import reads as reads_of
 from weft.plan import writes as writes_of
 from weft.plan.language import port, thread_block
@@ -82,15 +82,19 @@ class Imported:
         )
 
 
-def read(file: object, collective: str | None = None) -> Imported:
+def read(
+    file: object,
+    collective: str | None = None,
+    result: Mapping[Region, Value] | None = None,
+) -> Imported:
     """The plan of an execution plan, the object of its JSON. `collective` is what it promises, by
-    default what it says.
+    default what it says; `result` is what it promises if it is no collective.
 
     Raises `ValueError` for another object, and for a plan with parts that weft has no words for,
     naming them.
     """
     try:
-        return _Reader(file, collective).imported()  # type: ignore[arg-type]
+        return _Reader(file, collective, result).imported()  # type: ignore[arg-type]
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         what = f"{type(error).__name__}: {error}"
         raise ValueError(f"it is no execution plan of MSCCL++ ({what})") from None
@@ -116,8 +120,10 @@ class _Channel(NamedTuple):
 
 
 class _Reader:
-    def __init__(self, file: Json, collective: str | None) -> None:
-        self.file, self.gpus = file, file["gpus"]
+    def __init__(
+        self, file: Json, collective: str | None, result: Mapping[Region, Value] | None
+    ) -> None:
+        self.file, self.gpus, self.result = file, file["gpus"], result
         self.ranks = len(self.gpus)
         if [gpu["id"] for gpu in self.gpus] != [*range(self.ranks)] or not self.ranks:
             raise ValueError("its gpus are not numbered from 0 on")
@@ -137,7 +143,7 @@ class _Reader:
         )
         self.flagged = any(each["name"] in _PACKETS for each in operations)
         name = collective or file["collective"]
-        if name not in COLLECTIVES:
+        if name not in COLLECTIVES and result is None:
             raise ValueError(
                 f"it does not say what {name!r} promises: name one of {', '.join(COLLECTIVES)}"
             )
@@ -148,7 +154,8 @@ class _Reader:
         self.shape = Shape(
             name, self.ranks, rows * self.unit, out_rows * self.unit, bool(file["inplace"])
         )
-        self.shape.check()
+        if result is None:
+            self.shape.check()
         self.channels = [self.channels_of(gpu) for gpu in self.gpus]
         # the waits so far, and the thread block that waits
         self.waits: Counter[tuple[int, Signal]] = Counter()
@@ -193,7 +200,7 @@ class _Reader:
             str(self.file["name"]),
             buffers,
             tuple({name: tuple(i for i, _ in lane) for name, lane in own.items()} for own in lanes),
-            self.shape.promise(),
+            self.shape.promise() if self.result is None else self.result,
         )
         operations = [{name: [at for _, at in lane] for name, lane in own.items()} for own in lanes]
         shared = bool(self.file.get("reuse_resources")) and any(scratch)
