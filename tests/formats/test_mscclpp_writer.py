@@ -96,7 +96,7 @@ def run(*arguments):
 
 def test_the_command_writes_a_file_that_the_other_reads(tmp_path):
     file = tmp_path / "gather.json"
-    assert run("all-gather", "-n", 8, "--algorithm", "ring", "-o", file) == (0, "")
+    assert run("all-gather", "-n", 8, "--algorithm", "ring", file) == (0, "")
     code, said = run("all-gather", "--ranks", 8, "--algorithm", "ring")
     assert code == 0
     assert json.loads(said) == json.loads(file.read_text())
@@ -111,6 +111,9 @@ def test_the_command_writes_a_file_that_the_other_reads(tmp_path):
         ("all-gather --algorithm pull", "gets rows from another offset"),
         ("all-gather --algorithm two_shot", "is planned with pull"),
         ("broadcast --algorithm push", "mscclpp has no broadcast"),
+        ("all-gather-matmul", "mscclpp is for collectives"),
+        ("all-gather --shape 8x8x8", "has an effect with --format pto only"),
+        ("all-gather --format pto", "pto is for all-gather-matmul"),
         ("all-reduce -n 8 --algorithm ring", "the executor has room for 64"),
         ("barrier", "has one input and one output"),
     ],
