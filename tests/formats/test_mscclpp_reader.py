@@ -129,6 +129,14 @@ REFUSED = {
     "multicast": ({"ops": [op("gstore")]}, "stores to several ranks"),
     "a pipeline": ({"ops": [op("pipeline", ops=[])]}, "overlap in units"),
     "an unknown operation": ({"ops": [op("hop")]}, "does not know the operation 'hop'"),
+    "packets beside a wait": (
+        {"ops": [over("wait"), *packets(0)]},
+        "some still wait while others send packets",
+    ),
+    "rows beside a wait and a signal": (
+        {"ops": [over("wait"), over("signal"), op("copy", local("o", 0), local("o", 1))]},
+        "some still wait",
+    ),
     "packets as rows": (
         {"ops": [*packets(0), op("copy", local("s", 0), local("o", 0))]},
         "both as packets and as rows",
