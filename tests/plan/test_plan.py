@@ -127,5 +127,5 @@ def test_a_plan_without_instructions_can_be_shown():
 
 
 def test_a_buffer_refuses_an_unknown_role():
-    with pytest.raises(ValueError, match="input, output, workspace or eager; got 'scratch'"):
+    with pytest.raises(ValueError, match="workspace, eager, inout or private; got 'scratch'"):
         Buffer("scratch", (1, 1))

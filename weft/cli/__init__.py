@@ -11,7 +11,7 @@ import typer
 
 import weft
 from weft import variables
-from weft.cli import doctor, fuzz, machine, mutants, options, plan, predict, run
+from weft.cli import doctor, exports, fuzz, imports, machine, mutants, options, plan, predict, run
 from weft.cli.group import Commands
 
 app = typer.Typer(
@@ -31,6 +31,8 @@ for command in (
 app.add_typer(plan.app, name="plan")
 plan.app.command()(mutants.mutants)
 plan.app.command()(fuzz.fuzz)
+plan.app.command("import")(imports.import_plan)
+plan.app.command()(exports.export)
 
 
 def _print_version(wanted: bool) -> None:

@@ -15,7 +15,7 @@ from weft.measure.progress import progress
 from weft.plan import Plan
 from weft.plan.binding import bind
 from weft.plan.language import show as show_plan
-from weft.plan.proof import RUNS, verify
+from weft.plan.proof import runs, verify
 from weft.predict.planners import PLANNERS
 from weft.schedules.workload import ORDERS, Order, Request, pieces
 
@@ -119,7 +119,7 @@ def show(
         typer.echo(f"\nnot verified: proofs are of at most {PROVED} ranks")
         return
     try:
-        with progress("proof", RUNS * count) as advance:
+        with progress("proof", runs(made) * count) as advance:
             verify(made, ended=advance)
     except PlanError as error:
         typer.echo(f"\nNOT VERIFIED: {error}", err=True)

@@ -37,7 +37,7 @@ from weft.plan.launch import Launch
 from weft.plan.lazy import PerRank
 from weft.plan.values import Value
 
-Role = Literal["input", "output", "workspace", "eager"]
+Role = Literal["input", "output", "workspace", "eager", "inout", "private"]
 
 ANY_BLOCK = -1
 """In place of a block's number: a slot for any block, one at a time, with the rows of the largest.
@@ -140,13 +140,17 @@ class Reduce:
 class Notify:
     """Add 1 to `rank`'s counter `signal`, after everything above it in this lane is visible there
     (release).
+
+    A `relaxed` one tells only that the executing rank has begun this execution: nothing that it has
+    done since need be visible.
     """
 
     rank: int
     signal: Signal
+    relaxed: bool = False
 
     def __str__(self) -> str:
-        return f"notify {self.signal} on {self.rank}"
+        return f"{'begun ' if self.relaxed else 'notify'} {self.signal} on {self.rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +177,32 @@ Lanes = Mapping[str, tuple[Instruction, ...]]
 """The lanes of a rank by name."""
 
 
+_THREAD_BLOCK, _PORT = "tb", "port"
+
+
+def thread_block(number: int) -> str:
+    """The name of the lane of a thread block of a rank, in plans of other systems."""
+    return f"{_THREAD_BLOCK}{number}"
+
+
+def port(number: int) -> str:
+    """The name of the lane of a rank's port, which puts rows that thread blocks have posted. A rank
+    may end a plan before its ports are done.
+    """
+    return f"{_PORT}{number}"
+
+
+def is_port(name: str) -> bool:
+    """Whether a lane is a port."""
+    return name.startswith(_PORT) and name[len(_PORT) :].isdigit()
+
+
 def is_lane(name: str) -> bool:
-    """Whether some engine runs a lane of this name."""
-    return name in LANES or (name.startswith("comm") and name[4:].isdigit())
+    """Whether a lane may have this name: some engine runs it, or engines run the plan that is
+    `weft.plan.ordinary.ordinary`.
+    """
+    numbered = (prefix for prefix in ("comm", _THREAD_BLOCK, _PORT) if name.startswith(prefix))
+    return name in LANES or any(name[len(prefix) :].isdigit() for prefix in numbered)
 
 
 @dataclass(frozen=True)
@@ -187,6 +214,12 @@ class Buffer:
     synchronize (`Plan.synchronizes`), so that a rank need not be notified that one may be written
     again.
 
+    Plans of other systems also have *inout* buffers, outputs that hold the caller's rows at the
+    beginning and may be written more than once, and *private* ones: memory of this plan alone, of
+    which there are `copies` that its executions use in turn. The rows of a `flagged` private buffer
+    have flags: a read of a row waits until this execution has written it, once. Engines execute
+    such plans as `weft.plan.ordinary.ordinary` makes them.
+
     `rows` has the number of blocks on each rank, and `blocks` their numbers in the plan, or
     `ANY_BLOCK`; without `blocks` each is one row. Raises `ValueError` for another role.
     """
@@ -194,6 +227,8 @@ class Buffer:
     role: Role
     rows: tuple[int, ...]
     blocks: tuple[Sequence[int], ...] = ()
+    copies: int = 1
+    flagged: bool = False
 
     def __post_init__(self) -> None:
         if self.role not in get_args(Role):
@@ -210,8 +245,8 @@ class Buffer:
 
     @property
     def given(self) -> bool:
-        """Whether the caller has it: an input or an output."""
-        return self.role in ("input", "output")
+        """Whether the caller has it: an input, an output or both."""
+        return self.role in ("input", "output", "inout")
 
     def numbers(self, rank: int) -> Sequence[int]:
         """The number of each block on a rank, or `ANY_BLOCK` or `ROW`."""

@@ -101,9 +101,9 @@ def _aims(
 ) -> Iterator[Instruction]:
     """An instruction with one of its aims replaced by each other one, and possibly by its own."""
     match instruction:
-        case Notify(_, signal):
+        case Notify():
             for peer in range(plan.ranks):
-                yield Notify(peer, signal)
+                yield replace(instruction, rank=peer)
             for other in signals:
                 yield replace(instruction, signal=other)
         case Wait(signal, count):

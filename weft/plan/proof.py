@@ -37,13 +37,17 @@ from weft.plan import (
     accesses,
     reads,
 )
-from weft.plan.happens_before import Run
+from weft.plan.happens_before import Run, Where
 from weft.plan.language import ANY_BLOCK, aligned, is_lane, whole_sources
 from weft.plan.messages import lower_to_messages, origin
 from weft.plan.values import REDUCTIONS, terms, wholes
 
-RUNS = 3
-"""Plans that the proof of a single plan runs: an adversary, and the plan twice."""
+
+def runs(plan: Plan) -> int:
+    """The number of plans that the proof of a single plan runs: an adversary, and the plan until it
+    uses all its memory again.
+    """
+    return 2 + max((buffer.copies for buffer in plan.buffers.values()), default=1)
 
 
 def verify(
@@ -85,9 +89,12 @@ def problems(
     *plans: Plan,
     hosts: Sequence[int] | None = None,
     ended: Callable[[], object] = lambda: None,
+    where: Where | None = None,
 ) -> list[str]:
-    """The defects that `verify` reports; empty for correct plans."""
-    return list(dict.fromkeys(_problems(plans, hosts, ended)))
+    """The defects that `verify` reports; empty for correct plans. `where` names instructions, by
+    default by their lanes.
+    """
+    return list(dict.fromkeys(_problems(plans, hosts, ended, where)))
 
 
 def accepts(*plans: Plan, hosts: Sequence[int] | None = None) -> bool:
@@ -101,6 +108,7 @@ def _problems(
     plans: Sequence[Plan],
     hosts: Sequence[int] | None = None,
     ended: Callable[[], object] = lambda: None,
+    where: Where | None = None,
 ) -> Iterator[str]:
     """The defects of plans as they are found; those of a run only if their form has none."""
     if len({plan.ranks for plan in plans}) != 1:
@@ -122,8 +130,8 @@ def _problems(
             yield str(error)
             return
     adversary = _adversary(plans[0].ranks)
-    inside = plans if len(plans) > 1 else [*plans] * 2
-    yield from Run([adversary, *inside], ended).problems()
+    inside = plans if len(plans) > 1 else [*plans] * (runs(plans[0]) - 1)
+    yield from Run([adversary, *inside], ended, where).problems()
 
 
 def _malformed(plan: Plan) -> Iterator[str]:
@@ -162,14 +170,17 @@ def _malformed(plan: Plan) -> Iterator[str]:
         if buffer.role == "output"
         for r in ranks
     }
+    inout = {name for name, buffer in plan.buffers.items() if buffer.role == "inout"}
     results: dict[tuple[int, str], list[Region]] = {output: [] for output in outputs}
     for region in sorted(plan.result):
+        if region.buffer in inout:
+            continue
         if region[:2] not in results:
             yield f"the result has {region}, which is no output"
         elif region.rows:
             results[region[:2]].append(region)
     for region, value in plan.result.items():
-        for term in terms(value) if region[:2] in results else ():
+        for term in terms(value) if region[:2] in results or region.buffer in inout else ():
             source = Region(
                 term.rank, term.buffer, region.start + term.shift, region.stop + term.shift
             )

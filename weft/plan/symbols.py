@@ -6,10 +6,22 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from weft.plan.values import Value, shifted, whole
+
+
+class Read(NamedTuple):
+    """A read by a lane at a time, of the row ``row + shift`` of a buffer."""
+
+    lane: int
+    time: int
+    rank: int
+    buffer: str
+    shift: int
+
 
 Pieces = list[tuple[int, int, Value]]
 """``(start, stop, value)`` of adjacent rows."""
@@ -17,14 +29,17 @@ Pieces = list[tuple[int, int, Value]]
 
 @dataclass
 class Cell:
-    """Rows with one history: their value, the number of writes, the lane of the last write and the
-    lanes that have read since, each with its time.
+    """Rows with one history: their value, the number of writes and the execution that made them,
+    the lane of the last write and the lanes that have read since, each with its time. `made_of` has
+    the reads that the value follows from, in plans whose rows have flags.
     """
 
     value: Value | None = None
     writes: int = 0
+    execution: int = -1
     writer: tuple[int, int] | None = None
     readers: dict[int, int] = field(default_factory=dict)
+    made_of: frozenset[Read] = frozenset()
 
 
 class RowsOfValue:
@@ -38,7 +53,7 @@ class RowsOfValue:
         if self.cuts[i] != at:
             old = self.cells[i - 1]
             self.cuts.insert(i, at)
-            self.cells.insert(i, Cell(old.value, old.writes, old.writer, dict(old.readers)))
+            self.cells.insert(i, replace(old, readers=dict(old.readers)))
         return i
 
     def over(self, start: int, stop: int) -> Iterable[tuple[int, int, Cell]]:

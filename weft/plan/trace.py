@@ -95,7 +95,7 @@ class Trace:
         """
         raised, awaited = dict[tuple[int, str], list[int]](), dict[tuple[int, str], list[Any]]()
         for number, span in sorted(enumerate(self.spans), key=lambda found: found[1].stop):
-            if notify := re.fullmatch(r"notify (.+) on (\d+)", span.text):
+            if notify := re.fullmatch(r"(?:notify|begun) +(.+) on (\d+)", span.text):
                 raised.setdefault((int(notify[2]), notify[1]), []).append(number)
             elif wait := re.fullmatch(r"wait +(.+) >= (\d+)", span.text):
                 awaited.setdefault((span.rank, wait[1]), []).append((int(wait[2]), number))

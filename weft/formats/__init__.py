@@ -1,0 +1,1 @@
+"""Formats of other systems, in which plans travel: readers and writers of their files."""

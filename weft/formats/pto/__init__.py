@@ -1,0 +1,1 @@
+"""Programs of PTO, the tile instructions of Ascend: `writer` makes the kernels of one of a plan."""
