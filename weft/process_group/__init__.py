@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from weft import variables
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Backend, _DistributedBackendOptions
+    from torch._C._distributed_c10d import Backend, Store, _DistributedBackendOptions
 
     from weft.process_group.fallback import Group
 
@@ -46,19 +46,37 @@ def _backend(group: _DistributedBackendOptions, options: object) -> Backend | Gr
     from weft.process_group.fallback import Group
     from weft.process_group.operations import Operations
     from weft.process_group.replaced import replace
+    from weft.world import init_by_store
 
     replace()
     native = compiled.backend()
     rank, ranks = group.group_rank, group.group_size
     timeout = _timeout(options, group.timeout).total_seconds()
-    operations = Operations(group.store, rank, ranks, timeout, group.global_ranks_in_group)
+    if getattr(group, "enable_reconfigure", False):
+        return _unconnected(native, group.store, rank, ranks, timeout)
+    world = init_by_store(group.store, rank, ranks, timeout)
+    operations = Operations(world, group.store, group.global_ranks_in_group)
     if native is None:
         return Group(operations)
-    made: Backend = native.make(operations, rank, ranks, timeout)
+    made: Backend = native.make(operations, None, rank, ranks, timeout)
     if os.environ.get("TORCH_FR_BUFFER_SIZE", "0") != "0":
         operations.start_recorder = partial(
             _record, weakref.ref(getattr(group, "process_group", made))
         )
+    return made
+
+
+def _unconnected(native: Any, store: Store, rank: int, ranks: int, timeout: float) -> Backend:
+    """The backend of a group whose ranks ``dist._reconfigure`` connects."""
+    from weft.errors import WeftError
+    from weft.process_group.elastic import Elastic
+
+    if native is None:
+        raise WeftError(
+            "enable_reconfigure=True needs weft's backend in C++, which could not be compiled: the "
+            "warning says why"
+        )
+    made: Backend = native.make(None, Elastic(store), rank, ranks, timeout)
     return made
 
 

@@ -36,10 +36,12 @@ class Held {
   py::object object_;
 };
 
+double seconds(milliseconds time) { return std::chrono::duration<double>(time).count(); }
+
 // A time limit in seconds; None for the group's.
 py::object limit(milliseconds timeout) {
   if (timeout.count() <= 0) return py::none();
-  return py::float_(std::chrono::duration<double>(timeout).count());
+  return py::float_(seconds(timeout));
 }
 
 // Raises an exception of Python in C++ as itself.
@@ -160,27 +162,43 @@ class Repeat {
   std::vector<py::object> options_;  // by the numbers of torch's reductions
 };
 
+// The operations of a group whose ranks are connected, and what each call looks up in them.
+struct Connection {
+  explicit Connection(const py::object& made)
+      : operations(made),
+        queue_run(made.attr("queue").attr("run")),
+        queue_issue(made.attr("queue").attr("issue")),
+        world(made.attr("world")),
+        repeat(made) {}
+
+  const py::object operations, queue_run, queue_issue, world;
+  const Repeat repeat;
+  bool named = false;
+};
+
 class Backend : public c10d::Backend {
  public:
-  Backend(py::object operations, int rank, int size, milliseconds timeout)
+  // `operations` is None until `reconfigure` connects the ranks, by `elastic`, which is None for a
+  // group that is connected from the start.
+  Backend(const py::object& operations, py::object elastic, int rank, int size,
+          milliseconds timeout)
       : c10d::Backend(rank, size),
-        operations_(std::move(operations)),
-        queue_run_((*operations_).attr("queue").attr("run")),
-        queue_issue_((*operations_).attr("queue").attr("issue")),
-        world_((*operations_).attr("world")),
+        elastic_(std::move(elastic)),
+        hooks_(py::dict()),
         collectives_(py::module_::import("weft.process_group.collectives")),
-        options_(c10::make_intrusive<Options>("weft", timeout)),
-        repeat_(new Repeat(*operations_)) {}
+        options_(c10::make_intrusive<Options>("weft", timeout)) {
+    if (!operations.is_none()) connect(operations);
+  }
   ~Backend() override {
     if (!Py_IsInitialized()) {
-      repeat_.release();
+      new std::shared_ptr<Connection>(std::move(connection_));  // its objects ended with Python
       return;
     }
     py::gil_scoped_acquire gil;
-    repeat_.reset();
+    connection_.reset();
   }
 
-  const py::object& operations() const { return *operations_; }
+  py::object operations() const { return connection_ ? connection_->operations : py::none(); }
 
   // Reductions
 
@@ -189,7 +207,7 @@ class Backend : public c10d::Backend {
     if (tensor.is_sparse()) return allreduce_sparse(tensors, opts);
     py::gil_scoped_acquire gil;
     if (!opts.asyncOp && !coalescing_ &&
-        (*repeat_)(tensor, opts.reduceOp.op_, limit(opts.timeout))) {
+        connection()->repeat(tensor, opts.reduceOp.op_, limit(opts.timeout))) {
       ++calls_;
       return nullptr;
     }
@@ -198,8 +216,7 @@ class Backend : public c10d::Backend {
 
   WorkOfTorch allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
     py::gil_scoped_acquire gil;
-    const py::object work =
-        (*operations_).attr("all_reduce_sparse")(one(tensors), op(opts.reduceOp));
+    const py::object work = named().attr("all_reduce_sparse")(one(tensors), op(opts.reduceOp));
     return issued(OpType::_ALLREDUCE_SPARSE, work, ++calls_);
   }
 
@@ -326,10 +343,25 @@ class Backend : public c10d::Backend {
   WorkOfTorch endCoalescing() override {
     coalescing_ = false;
     py::gil_scoped_acquire gil;
-    return issued(OpType::COALESCED, (*operations_).attr("end_coalescing")(), calls_);
+    return issued(OpType::COALESCED, named().attr("end_coalescing")(), calls_);
   }
-  void shutdown() override { tell("shutdown"); }
-  void abort() override { tell("abort"); }
+  void shutdown() override {
+    py::gil_scoped_acquire gil;
+    if (connection_) tell("shutdown");
+    if (!(*elastic_).is_none()) (*elastic_).attr("close")();
+  }
+  void abort() override {
+    py::gil_scoped_acquire gil;
+    if (connection_) tell("abort");
+  }
+  c10d::ErrorType getError() override {
+    py::gil_scoped_acquire gil;
+    if (!connection_) return c10d::ErrorType::SUCCESS;
+    const auto kind = connection_->operations.attr("error_type")().cast<std::string>();
+    if (kind == "TIMEOUT") return c10d::ErrorType::TIMEOUT;
+    if (kind == "REMOTE_ERROR") return c10d::ErrorType::REMOTE_ERROR;
+    return kind == "SUCCESS" ? c10d::ErrorType::SUCCESS : c10d::ErrorType::COMM_ERROR;
+  }
 
   // Properties
 
@@ -339,7 +371,8 @@ class Backend : public c10d::Backend {
   uint64_t getSequenceNumberForGroup() override { return calls_; }
   void setTimeout(milliseconds timeout) override {
     options_->timeout = timeout;
-    tell("set_timeout", std::chrono::duration<double>(timeout).count());
+    py::gil_scoped_acquire gil;
+    if (connection_) tell("set_timeout", seconds(timeout));
   }
 
   // Methods of torch 2.14 and later
@@ -353,7 +386,58 @@ class Backend : public c10d::Backend {
   void setGroupUid(const std::string& uid) override {
     c10d::Backend::setGroupUid(uid);
     py::gil_scoped_acquire gil;
-    (*operations_).attr("record")();
+    if (connection_) connection_->operations.attr("record")();
+  }
+
+  // Membership
+
+  bool supportsReconfigure() const override {
+    py::gil_scoped_acquire gil;
+    return !(*elastic_).is_none();
+  }
+  c10d::ReconfigureHandle get_reconfigure_handle() const override {
+    py::gil_scoped_acquire gil;
+    return elastic().attr("handle")().cast<std::string>();
+  }
+  WorkOfTorch reconfigure(const c10d::ReconfigureOptions& opts) override {
+    py::gil_scoped_acquire gil;
+    const milliseconds own = options_->timeout;
+    connect(elastic().attr("connect")(opts.uuid, opts.handles, seconds(opts.timeout.value_or(own)),
+                                      seconds(own), operations()));
+    rank_ = operations().attr("rank").cast<int>();
+    size_ = operations().attr("ranks").cast<int>();
+    return issued(OpType::UNKNOWN, done(), calls_);
+  }
+
+  bool supportsShrinking() const override { return true; }
+  c10::intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& excluded, int flags,
+                                           const c10::intrusive_ptr<Options>& opts) override {
+    const milliseconds timeout = (opts ? opts : options_)->timeout;
+    py::gil_scoped_acquire gil;
+    return part(named().attr("without")(excluded, flags != 0, seconds(timeout)), timeout);
+  }
+
+  bool supportsSplitting() const override { return true; }
+  c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
+                                          const std::vector<int>& ranks,
+                                          const c10::intrusive_ptr<Options>& opts) override {
+    if (std::find(ranks.begin(), ranks.end(), rank_) == ranks.end()) return nullptr;
+    const milliseconds timeout = (opts ? opts : options_)->timeout;
+    py::gil_scoped_acquire gil;
+    return part(named().attr("part")(store, ranks, seconds(timeout)), timeout);
+  }
+
+  void registerAbortHook(int64_t number, c10d::AbortHook hook) override {
+    py::gil_scoped_acquire gil;
+    const auto call = [hook = std::move(hook)] {
+      py::gil_scoped_release without_gil;
+      hook();
+    };
+    (*hooks_)[py::int_(number)] = py::cpp_function(call);
+  }
+  void unregisterAbortHook(int64_t number) override {
+    py::gil_scoped_acquire gil;
+    (*hooks_).attr("pop")(number, py::none());
   }
 #endif
 
@@ -394,16 +478,17 @@ class Backend : public c10d::Backend {
     for (const Tensor& tensor : filled) check(tensor);
     const uint64_t number = ++calls_;
     const py::object collective = (*collectives_).attr(name);
+    const py::object& operations = named();
+    const std::shared_ptr<Connection> own = connection_;
     if (!opts.asyncOp && !coalescing_) {
-      named();
-      (*queue_run_)(collective, *world_, args..., limit(opts.timeout));
+      own->queue_run(collective, own->world, args..., limit(opts.timeout));
       return nullptr;
     }
     if (coalescing_)
-      return issued(kind, named().attr("issue")(collective, filled, args..., limit(opts.timeout)),
-                    number);
-    named();
-    return issued(kind, (*queue_issue_)(filled, collective, *world_, args..., limit(opts.timeout)),
+      return issued(
+          kind, operations.attr("issue")(collective, filled, args..., limit(opts.timeout)), number);
+    return issued(kind,
+                  own->queue_issue(filled, collective, own->world, args..., limit(opts.timeout)),
                   number);
   }
 
@@ -426,22 +511,58 @@ class Backend : public c10d::Backend {
     named().attr(name)(args...);
   }
 
-  // The operations, with the name that torch gave this group after it was made.
-  const py::object& named() {
-    if (!std::exchange(named_, true)) (*operations_).attr("set_name")(pg_uid_, pg_desc_);
-    return *operations_;
+  // The connection, which another thread may replace during a call.
+  std::shared_ptr<Connection> connection() const {
+    TORCH_CHECK_WITH(DistBackendError, connection_,
+                     "the ranks of this group are not connected, since it was made with "
+                     "enable_reconfigure=True: call torch.distributed._reconfigure first");
+    return connection_;
   }
 
-  const Held operations_, queue_run_, queue_issue_, world_, collectives_;
+  void connect(const py::object& operations) {
+    operations.attr("failure").attr("hooks") = *hooks_;
+    connection_ = std::make_shared<Connection>(operations);
+  }
+
+  // The operations, with the name that torch gave this group after it was made.
+  const py::object& named() {
+    const std::shared_ptr<Connection> own = connection();
+    if (!std::exchange(own->named, true)) own->operations.attr("set_name")(pg_uid_, pg_desc_);
+    return own->operations;
+  }
+
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 14
+  const py::object& elastic() const {
+    TORCH_CHECK_WITH(DistBackendError, !(*elastic_).is_none(),
+                     "this group was connected when it was made: only one made with "
+                     "enable_reconfigure=True can be reconfigured");
+    return *elastic_;
+  }
+
+  // A work that is done.
+  static py::object done() {
+    return py::module_::import("weft.process_group.work_queue").attr("DONE");
+  }
+
+  // The backend of a group of some of this one's ranks.
+  static c10::intrusive_ptr<c10d::Backend> part(const py::object& operations,
+                                                milliseconds timeout) {
+    return c10::make_intrusive<Backend>(operations, py::none(), operations.attr("rank").cast<int>(),
+                                        operations.attr("ranks").cast<int>(), timeout);
+  }
+#endif
+
+  const Held elastic_, hooks_, collectives_;
   const c10::intrusive_ptr<Options> options_;
-  std::unique_ptr<Repeat> repeat_;
+  std::shared_ptr<Connection> connection_;
   std::atomic<uint64_t> calls_ = 0;  // collectives
-  bool named_ = false, coalescing_ = false;
+  bool coalescing_ = false;
 };
 
-c10::intrusive_ptr<c10d::Backend> make(py::object operations, int rank, int size, double timeout) {
+c10::intrusive_ptr<c10d::Backend> make(py::object operations, py::object elastic, int rank,
+                                       int size, double timeout) {
   return c10::make_intrusive<Backend>(
-      std::move(operations), rank, size,
+      operations, std::move(elastic), rank, size,
       std::chrono::duration_cast<milliseconds>(std::chrono::duration<double>(timeout)));
 }
 

@@ -21,11 +21,9 @@ from weft.checks import check_own_elements, in_modes, waited
 from weft.process_group import collectives
 from weft.process_group.operations import Operations
 from weft.process_group.uncompiled import uncompiled_methods
-from weft.process_group.work_queue import Work
+from weft.process_group.work_queue import DONE
 
 _CPU = torch.device("cpu")
-_DONE = Work(())  # of synchronous calls
-_DONE.end()
 
 Options = TypeVar("Options")
 Timeout = timedelta | None
@@ -274,7 +272,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         if opts.asyncOp or own.coalesced is not None:
             return own.issue(collective, filled, *args, limit)
         own.queue.run(collective, own.world, *args, limit)
-        return _DONE
+        return DONE
 
     # Names of some methods in other versions of torch
     _allgather_base, allgather_into_tensor_coalesced = (

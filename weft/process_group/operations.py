@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from weft.errors import PeerTimeout, WeftError
+from weft.process_group.failure import Failure
 from weft.process_group.messages import Messages
 from weft.process_group.uncompiled import uncompiled_methods
 from weft.process_group.work_queue import CombinedWork, GlooWork, Work, WorkQueue
-from weft.world import init_by_store
+from weft.world import World, init_by_store
 from weft.world.rendezvous import time_left
 
 _log = logging.getLogger("weft")
@@ -36,21 +37,21 @@ class Operations:
     Attributes: `world`, of the group's ranks, for calls of the group only.
     """
 
-    def __init__(
-        self, store: Store, rank: int, ranks: int, timeout: float, global_ranks: Sequence[int]
-    ) -> None:
+    def __init__(self, world: World, store: Store, global_ranks: Sequence[int]) -> None:
         self.store = store
-        self.rank, self.ranks = rank, ranks
-        self.world = init_by_store(store, rank, ranks, timeout)
-        self.world.global_ranks = [*global_ranks] or [*range(ranks)]
+        self.rank, self.ranks = world.rank, world.ranks
+        self.world = world
+        self.world.global_ranks = [*global_ranks] or [*range(world.ranks)]
         self.world.maker = 'init_process_group("weft") or new_group(backend="weft")'
-        self.queue = WorkQueue(f"weft group of {ranks}", self.world)
+        self.failure = self.world.before_failure = Failure()
+        self.queue = WorkQueue(f"weft group of {world.ranks}", self.world)
         self.messages = None if self.world.hosts.several else Messages(self.world)
         self.gloo: Any = None
         if self.messages is None:
             self._gloo_for(_MESSAGES)
         self.coalesced: list[Work] | None = None  # issued since `start_coalescing`
         self.barriers = 0
+        self.shrunk = 0  # times that `without` was called
         self.start_recorder: Callable[[], object] = lambda: None
         self.recorder: object = None
         self._dropped = weakref.finalize(self, _drop, self.queue, self.messages)
@@ -197,8 +198,42 @@ class Operations:
 
     def abort(self) -> None:
         """Close the world without running issued works; peers get the reason."""
+        before = self.failure.error
         self.world.fail(WeftError("the group was aborted"))
+        self.failure.error = before  # to abort is no error
         self.shutdown()
+
+    def leave(self) -> None:
+        """Close the world: without error for peers if no work is outstanding."""
+        if self.queue.issued or self.queue.running:
+            self.abort()
+        else:
+            self.shutdown()
+
+    def error_type(self) -> str:
+        """Why the world was closed, if by an error, as torch names it."""
+        lost = self.world.closed is None and self.world.mesh.failure()[0]  # no call has raised it
+        return "REMOTE_ERROR" if lost else self.failure.kind
+
+    # Groups of some of its ranks
+
+    def part(self, store: Store, ranks: Sequence[int], timeout: float) -> Operations:
+        """The operations of a group of these ranks of this one, in this order; collective among
+        them, by a store that serves nothing else.
+        """
+        world = init_by_store(store, ranks.index(self.rank), len(ranks), timeout)
+        return Operations(world, store, [self.world.global_ranks[rank] for rank in ranks])
+
+    def without(self, excluded: Sequence[int], abort: bool, timeout: float) -> Operations:
+        """As `part`, of all but the ranks `excluded`; `abort` this group first, or leave it as it
+        is.
+        """
+        if abort:
+            self.abort()
+        self.shrunk += 1
+        store = PrefixStore(f"weft shrunk {self.shrunk}", self.store)
+        ranks = [rank for rank in range(self.ranks) if rank not in excluded]
+        return self.part(store, ranks, timeout)
 
     # gloo
 

@@ -144,6 +144,10 @@ class Work(dist.Work):
         return list(self.tensors)
 
 
+DONE = Work(())
+"""That of a call which is complete when it returns."""
+DONE.done = True
+
 _callbacks_lock = threading.RLock()  # a signal handler may interrupt its owner
 _thread = threading.local()  # `callback_depth`: 0, or one more than that of the callback thread
 

@@ -17,7 +17,7 @@ from weft.process_group.operations import Operations
 from weft.world import World, init
 
 _made: WeakKeyDictionary[dist.ProcessGroup, World] = WeakKeyDictionary()
-_found: WeakKeyDictionary[dist.ProcessGroup, Operations | None] = WeakKeyDictionary()
+_backends: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
 _CPU = torch.device("cpu")
 
 
@@ -27,18 +27,21 @@ def operations_of(group: object) -> Operations | None:
         return group.operations
     if not isinstance(group, dist.ProcessGroup):
         return None
-    if group not in _found:
-        _found[group] = _look_for_operations(group)
-    return _found[group]
+    if group not in _backends:
+        _backends[group] = _backend(group)
+    backend = _backends[group]
+    # asked again at each call, since a group may be reconfigured
+    found: Operations | None = backend and compiled.backend().operations_of(backend)
+    return found
 
 
-def _look_for_operations(group: dist.ProcessGroup) -> Operations | None:
+def _backend(group: dist.ProcessGroup) -> Any:
+    """The group's backend if that is weft's."""
     if _CPU not in group._device_types or group._get_backend(_CPU).name() != "weft":
         return None
     backend: Any = group._get_backend(_CPU)
     # that of TORCH_DISTRIBUTED_DEBUG=DETAIL contains another
-    found: Operations = compiled.backend().operations_of(getattr(backend, "wrapped_pg", backend))
-    return found
+    return getattr(backend, "wrapped_pg", backend)
 
 
 def make(group: dist.ProcessGroup) -> World:

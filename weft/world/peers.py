@@ -105,6 +105,8 @@ class Peers:
     """The call that makes another such world, for errors."""
     deferred: Any = None
     """The call, if there is one, whose method `begin` is to be called before the next call."""
+    before_failure: Callable[[BaseException], object] = staticmethod(lambda error: None)
+    """Called with an error before it closes the world and peers are notified; raises nothing."""
     returned: Collection[int] = ()
     """The ranks of a local world that have returned from its `run`."""
 
@@ -283,6 +285,7 @@ class Peers:
         `in_background` the next call raises it.
         """
         if self.closed is None and not self.forked:
+            self.before_failure(error)
             text = error.how if isinstance(error, PeerLost) else str(error)
             text = text.encode(errors="replace")[:8000].decode(errors="ignore")
             self.mesh.abort(type(error).__name__, self.rank if culprit is None else culprit, text)
