@@ -176,6 +176,57 @@ struct Connection {
   bool named = false;
 };
 
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 14
+// Makes `memory`, contiguous bytes, the storage of `tensor`, with the values of that and its views.
+void move_storage(const Tensor& tensor, const Tensor& memory) {
+  c10::StorageImpl* const storage = tensor.storage().unsafeGetStorageImpl();
+  std::memcpy(memory.mutable_data_ptr(), storage->data(), storage->nbytes());
+  const auto forget = [](void* kept) { delete static_cast<Tensor*>(kept); };
+  storage->set_data_ptr(
+      at::DataPtr(memory.mutable_data_ptr(), new Tensor(memory), forget, at::Device(at::kCPU)));
+}
+
+// A window, which is a `windows.Window`.
+class Window : public c10d::Window {
+ public:
+  explicit Window(py::object window) : window_(std::move(window)) {}
+
+  void tensor_register(const Tensor& tensor, bool owning) override {
+    call("register", tensor, owning);
+  }
+  void tensor_deregister() override { call("deregister"); }
+
+  WorkOfTorch put(const Tensor& tensor, int64_t to, int64_t offset, bool async,
+                  const c10d::PutOptions&) override {
+    return call("put", async, tensor, to, offset);
+  }
+  WorkOfTorch signal(int64_t to, bool async, const c10d::SignalOptions&) override {
+    return call("signal", async, to);
+  }
+  WorkOfTorch wait_signal(int64_t from, bool async, const c10d::WaitSignalOptions& opts) override {
+    py::gil_scoped_acquire gil;
+    return call("wait_signal", async, from, limit(opts.timeout));
+  }
+
+  Tensor map_remote_tensor(int64_t rank) override {
+    py::gil_scoped_acquire gil;
+    return (*window_).attr("map")(rank).cast<Tensor>();
+  }
+  c10d::WindowAttr get_attr(int64_t) override { return {}; }  // one memory, of all ranks
+
+ private:
+  template <class... Args>
+  WorkOfTorch call(const char* name, const Args&... args) {
+    py::gil_scoped_acquire gil;
+    const py::object work = (*window_).attr(name)(args...);
+    if (work.is_none()) return nullptr;
+    return c10::make_intrusive<Work>(work, OpType::UNKNOWN, 0);
+  }
+
+  const Held window_;
+};
+#endif
+
 class Backend : public c10d::Backend {
  public:
   // `operations` is None until `reconfigure` connects the ranks, by `elastic`, which is None for a
@@ -425,6 +476,15 @@ class Backend : public c10d::Backend {
     const milliseconds timeout = (opts ? opts : options_)->timeout;
     py::gil_scoped_acquire gil;
     return part(named().attr("part")(store, ranks, seconds(timeout)), timeout);
+  }
+
+  bool supportsWindow() const override { return true; }
+  c10::intrusive_ptr<c10d::Window> new_window(const std::optional<Tensor>& tensor) override {
+    py::gil_scoped_acquire gil;
+    const auto make = py::module_::import("weft.process_group.windows").attr("Window");
+    auto window = c10::make_intrusive<Window>(make(named(), py::cpp_function(&move_storage)));
+    if (tensor) window->tensor_register(*tensor, true);
+    return window;
   }
 
   void registerAbortHook(int64_t number, c10d::AbortHook hook) override {
