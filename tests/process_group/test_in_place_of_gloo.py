@@ -202,13 +202,13 @@ def test_a_program_changes_nothing_but_its_environment(tmp_path):
     assert done.stdout == "weft in all\n", done.stderr
 
 
-LAUNCHED = """
-import torch, torch.distributed as dist
+LAUNCHED = r"""
+import sys, torch, torch.distributed as dist
 dist.init_process_group()
 x = torch.ones(1)
 dist.all_reduce(x)
 from weft.process_group import worlds
-print(worlds.find(dist.group.WORLD).maker.split('(')[0], x.item())
+sys.stdout.write(f"{worlds.find(dist.group.WORLD).maker.split('(')[0]} {x.item()}\n")
 dist.destroy_process_group()
 """
 

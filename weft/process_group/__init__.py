@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,15 @@ from typing import TYPE_CHECKING, Any
 from weft import variables
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Backend, _DistributedBackendOptions
+    from torch._C._distributed_c10d import (
+        Backend,
+        ProcessGroup,
+        Store,
+        _DistributedBackendOptions,
+    )
 
     from weft.process_group.fallback import Group
+    from weft.process_group.operations import Operations
 
 
 def register() -> None:
@@ -39,8 +46,34 @@ def register() -> None:
         in_place_of_gloo.replace()
 
 
-def _backend(group: _DistributedBackendOptions, options: object) -> Backend | Group:
-    """The constructor that torch calls, on all ranks."""
+def make(
+    store: Store, rank: int, ranks: int, timeout: timedelta, global_ranks: Sequence[int] = ()
+) -> ProcessGroup:
+    """A process group of `ranks` ranks that share a store, unknown to torch.distributed, for
+    libraries that keep groups of their own, as torchft does; collective.
+
+    `timeout` is the time limit of every wait; `global_ranks` are the ranks' numbers in a larger
+    job, for errors. Errors are as of `weft.init`.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from weft.process_group.fallback import Group
+
+    made, operations = _made(store, rank, ranks, timeout, global_ranks)
+    operations.world.group_name = "unnamed"
+    if isinstance(made, Group):
+        return made
+    group = dist.ProcessGroup(store, rank, ranks)
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, made)
+    return group
+
+
+def _made(
+    store: Store, rank: int, ranks: int, timeout: timedelta, global_ranks: Sequence[int]
+) -> tuple[Backend | Group, Operations]:
+    """A backend, or without a compiler a group in Python, and its operations."""
     variables.check()
     from weft.process_group import compiled
     from weft.process_group.fallback import Group
@@ -49,12 +82,23 @@ def _backend(group: _DistributedBackendOptions, options: object) -> Backend | Gr
 
     replace()
     native = compiled.backend()
-    rank, ranks = group.group_rank, group.group_size
-    timeout = _timeout(options, group.timeout).total_seconds()
-    operations = Operations(group.store, rank, ranks, timeout, group.global_ranks_in_group)
+    seconds = timeout.total_seconds()
+    operations = Operations(store, rank, ranks, seconds, global_ranks)
     if native is None:
-        return Group(operations)
-    made: Backend = native.make(operations, rank, ranks, timeout)
+        return Group(operations), operations
+    return native.make(operations, rank, ranks, seconds), operations
+
+
+def _backend(group: _DistributedBackendOptions, options: object) -> Backend | Group:
+    """The constructor that torch calls, on all ranks."""
+    from weft.process_group.fallback import Group
+
+    timeout = _timeout(options, group.timeout)
+    made, operations = _made(
+        group.store, group.group_rank, group.group_size, timeout, group.global_ranks_in_group
+    )
+    if isinstance(made, Group):
+        return made
     if os.environ.get("TORCH_FR_BUFFER_SIZE", "0") != "0":
         operations.start_recorder = partial(
             _record, weakref.ref(getattr(group, "process_group", made))
