@@ -61,12 +61,14 @@ def make(
     from weft.process_group.fallback import Group
 
     made, operations = _made(store, rank, ranks, timeout, global_ranks)
-    operations.world.group_name = "unnamed"
+    group: ProcessGroup
     if isinstance(made, Group):
-        return made
-    group = dist.ProcessGroup(store, rank, ranks)
-    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, made)
+        group = made
+    else:
+        group = dist.ProcessGroup(store, rank, ranks)
+        group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, made)
+    operations.world.group_name = "unnamed"  # torch has named it after no group
     return group
 
 
