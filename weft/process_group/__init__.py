@@ -60,7 +60,7 @@ def make(
 
     from weft.process_group.fallback import Group
 
-    made, operations = _made(store, rank, ranks, timeout, global_ranks)
+    made, _ = _made(store, rank, ranks, timeout, global_ranks)
     group: ProcessGroup
     if isinstance(made, Group):
         group = made
@@ -68,7 +68,7 @@ def make(
         group = dist.ProcessGroup(store, rank, ranks)
         group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, made)
-    operations.world.group_name = "unnamed"  # torch has named it after no group
+    group._set_group_name("unnamed")  # torch names those that it knows
     return group
 
 
