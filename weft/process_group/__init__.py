@@ -68,7 +68,8 @@ def make(
         group = dist.ProcessGroup(store, rank, ranks)
         group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, made)
-    group._set_group_name("unnamed")  # torch names those that it knows
+    name: Any = "unnamed"  # torch names those that it knows
+    group._set_group_name(name)
     return group
 
 
