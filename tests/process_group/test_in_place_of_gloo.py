@@ -213,6 +213,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_weft_run_replaces_gloo(tmp_path):
     script = tmp_path / "launched.py"
     script.write_text(LAUNCHED)
