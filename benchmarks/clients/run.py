@@ -171,7 +171,7 @@ def main(
     console.print(_table(results))
     worse = [*_worse(results)]
     for text in worse:
-        console.print(f"[bold red]on gloo alone:[/] {text}", soft_wrap=True)
+        console.print(f"[bold red]wrong:[/] {text}", soft_wrap=True)
     raise typer.Exit(bool(worse))
 
 
@@ -185,7 +185,6 @@ def _installed(client: Client) -> Path:
         venv.create(folder, with_pip=True)
         _pip(python, "install", "torch", "pytest", "pytest-timeout", *client.requirements)
         client.lay_out(python, folder)
-        (folder / "pytest.ini").write_text("[pytest]\n")  # in place of this project's settings
         done.touch()
     subprocess.run([python, "-m", "pip", "uninstall", "-qq", "--yes", "torch-weft"], check=True)
     _pip(python, "install", str(_wheel()))
@@ -214,6 +213,7 @@ def _pip(python: Path, command: str, *words: str) -> None:
 
 def _tested(folder: Path, tests: tuple[str, ...], variable: str) -> dict[str, Outcome]:
     """The outcome of each test; of none if pytest ended early."""
+    (folder / "pytest.ini").write_text("[pytest]\n")  # in place of this project's settings
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
     environment = {**os.environ, "WEFT_REPLACES_GLOO": variable, "OMP_NUM_THREADS": "1"}
@@ -266,8 +266,10 @@ def _table(results: Results) -> Table:
 
 
 def _worse(results: Results) -> Iterator[str]:
-    """The tests that pass on gloo and not on weft."""
+    """The tests that pass on gloo and not on weft, and clients of which none passes."""
     for name, by_backend in results.items():
+        if not any(outcome.result == PASSED for outcome in by_backend["gloo"].values()):
+            yield f"{name}: no test passes on gloo either (.clients/{name}/gloo.log)"
         for test, outcome in by_backend["gloo"].items():
             here = by_backend["weft"].get(test)
             if outcome.result == PASSED and (here is None or here.result != PASSED):
