@@ -47,7 +47,7 @@ def test_the_library_needs_no_extra():
 import importlib, pkgutil, weft
 for module in pkgutil.walk_packages(weft.__path__, "weft."):
     folder = module.name.split(".")[1]
-    if folder not in ("__main__", "cli", "doctor", "vllm") and ".device" not in module.name:
+    if folder not in ("__main__", "cli", "doctor", "torchft", "vllm") and ".device" not in module.name:
         importlib.import_module(module.name)
 print(weft.all_reduce.__name__, "weft.measure.calibrate" in sys.modules)
 """

@@ -102,8 +102,8 @@ def _zero_cta(world: World, a: Tensor) -> Way:
     group = dist.new_group(backend="nccl", pg_options=options)
 
     def make() -> tuple[Tensor, Tensor]:
-        gathered = torch.empty(len(a) * world.ranks, dtype=a.dtype, device=world.device)
-        return torch.empty_like(a), gathered
+        source = torch.empty_like(a)
+        return source, torch.empty(len(a) * world.ranks, dtype=a.dtype, device=world.device)
 
     source, gathered = nccl.in_registered_memory(world, group, make, "--gather nccl-zero-cta")
     gather = partial(dist.all_gather_into_tensor, gathered, source, group=group)

@@ -85,6 +85,17 @@ def _own(name: str) -> Callable[[Path, Path], None]:
     return lay_out
 
 
+def _installed_with_it(plugin: str) -> Callable[[Path, Path], None]:
+    """Lays out a plug-in of pytest from here, for tests that a project's wheel has."""
+
+    def lay_out(python: Path, folder: Path) -> None:
+        shutil.copy(HERE / plugin, folder)
+
+    return lay_out
+
+
+_OF_TORCHFT = ("-p", "torchft_on_weft", "--pyargs", "torchft.process_group_test")
+
 CLIENTS = (
     Client(
         "accelerate",
@@ -104,6 +115,13 @@ CLIENTS = (
         _from_source("transformers"),
         ("tests/test_families.py",),
         ("tests/test_families.py", "-k", "tp_forward_0 or ep_forward_0 or fsdp2_save_load"),
+    ),
+    Client(
+        "torchft",
+        ("torchft", "parameterized", "opentelemetry-exporter-otlp-proto-http", "opentelemetry-sdk"),
+        _installed_with_it("torchft_on_weft.py"),
+        (*_OF_TORCHFT, "torchft.ddp_test", "torchft.manager_integ_test"),
+        (*_OF_TORCHFT, "-k", "NormalGloo or gloo_apis or functional or managed"),
     ),
     Client(
         "lightning",
@@ -153,7 +171,7 @@ def main(
     console.print(_table(results))
     worse = [*_worse(results)]
     for text in worse:
-        console.print(f"[bold red]on gloo alone:[/] {text}", soft_wrap=True)
+        console.print(f"[bold red]wrong:[/] {text}", soft_wrap=True)
     raise typer.Exit(bool(worse))
 
 
@@ -167,9 +185,9 @@ def _installed(client: Client) -> Path:
         venv.create(folder, with_pip=True)
         _pip(python, "install", "torch", "pytest", "pytest-timeout", *client.requirements)
         client.lay_out(python, folder)
-        (folder / "pytest.ini").write_text("[pytest]\n")  # in place of this project's settings
         done.touch()
-    _pip(python, "install", "--no-deps", "--force-reinstall", str(_wheel()))
+    subprocess.run([python, "-m", "pip", "uninstall", "-qq", "--yes", "torch-weft"], check=True)
+    _pip(python, "install", str(_wheel()))
     return folder
 
 
@@ -195,9 +213,11 @@ def _pip(python: Path, command: str, *words: str) -> None:
 
 def _tested(folder: Path, tests: tuple[str, ...], variable: str) -> dict[str, Outcome]:
     """The outcome of each test; of none if pytest ended early."""
+    (folder / "pytest.ini").write_text("[pytest]\n")  # in place of this project's settings
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
     environment = {**os.environ, "WEFT_REPLACES_GLOO": variable, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONHASHSEED"] = "0"  # torchft names its tests by the order of a set
     environment["PATH"] = f"{folder / 'bin'}{os.pathsep}{environment['PATH']}"
     command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "600")
     log = folder / f"{'weft' if variable == '1' else 'gloo'}.log"
@@ -246,8 +266,10 @@ def _table(results: Results) -> Table:
 
 
 def _worse(results: Results) -> Iterator[str]:
-    """The tests that pass on gloo and not on weft."""
+    """The tests that pass on gloo and not on weft, and clients of which none passes."""
     for name, by_backend in results.items():
+        if not any(outcome.result == PASSED for outcome in by_backend["gloo"].values()):
+            yield f"{name}: no test passes on gloo either (.clients/{name}/gloo.log)"
         for test, outcome in by_backend["gloo"].items():
             here = by_backend["weft"].get(test)
             if outcome.result == PASSED and (here is None or here.result != PASSED):

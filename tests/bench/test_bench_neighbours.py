@@ -116,7 +116,7 @@ def of_views(result):
     ("command", "count", "times"),
     [
         pytest.param(["all-reduce", "--sizes", "8"], 0, of_rows, marks=pytest.mark.slow),
-        (["all-reduce", "--sizes", "8"], 1, of_rows),
+        pytest.param(["all-reduce", "--sizes", "8"], 1, of_rows, marks=pytest.mark.slow),
         (["all-gather-matmul", "--shape", "64x64x32"], 1, of_views),
     ],
 )

@@ -202,17 +202,18 @@ def test_a_program_changes_nothing_but_its_environment(tmp_path):
     assert done.stdout == "weft in all\n", done.stderr
 
 
-LAUNCHED = """
-import torch, torch.distributed as dist
+LAUNCHED = r"""
+import sys, torch, torch.distributed as dist
 dist.init_process_group()
 x = torch.ones(1)
 dist.all_reduce(x)
 from weft.process_group import worlds
-print(worlds.find(dist.group.WORLD).maker.split('(')[0], x.item())
+sys.stdout.write(f"{worlds.find(dist.group.WORLD).maker.split('(')[0]} {x.item()}\n")
 dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_weft_run_replaces_gloo(tmp_path):
     script = tmp_path / "launched.py"
     script.write_text(LAUNCHED)

@@ -112,6 +112,7 @@ def grandchildren(world):
     weft.barrier()
 
 
+@pytest.mark.slow
 def test_children_of_children():
     on_ranks(grandchildren, 2)
 

@@ -15,6 +15,7 @@ from support.ranks import group, on_ranks
 
 import weft
 from weft import log
+from weft.process_group import worlds
 
 CALLS = 40
 
@@ -81,7 +82,7 @@ def of_a_group(_):
     with logged() as printed:
         pair = torch.distributed.new_group([1, 2], backend="weft")
         if torch.distributed.get_rank():
-            pair.world.fail(RuntimeError("a test"))
+            worlds.find(pair).fail(RuntimeError("a test"))
         torch.distributed.barrier()  # rank 0 serves the store
         return lines(printed)
 

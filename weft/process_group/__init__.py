@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,15 @@ from typing import TYPE_CHECKING, Any
 from weft import variables
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Backend, Store, _DistributedBackendOptions
+    from torch._C._distributed_c10d import (
+        Backend,
+        ProcessGroup,
+        Store,
+        _DistributedBackendOptions,
+    )
 
     from weft.process_group.fallback import Group
+    from weft.process_group.operations import Operations
 
 
 def register() -> None:
@@ -39,8 +46,37 @@ def register() -> None:
         in_place_of_gloo.replace()
 
 
-def _backend(group: _DistributedBackendOptions, options: object) -> Backend | Group:
-    """The constructor that torch calls, on all ranks."""
+def make(
+    store: Store, rank: int, ranks: int, timeout: timedelta, global_ranks: Sequence[int] = ()
+) -> ProcessGroup:
+    """A process group of `ranks` ranks that share a store, unknown to torch.distributed, for
+    libraries that keep groups of their own, as torchft does; collective.
+
+    `timeout` is the time limit of every wait; `global_ranks` are the ranks' numbers in a larger
+    job, for errors. Errors are as of `weft.init`.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from weft.process_group.fallback import Group
+
+    made, _ = _made(store, rank, ranks, timeout, global_ranks)
+    group: ProcessGroup
+    if isinstance(made, Group):
+        group = made
+    else:
+        group = dist.ProcessGroup(store, rank, ranks)
+        group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, made)
+    name: Any = "unnamed"  # torch names those that it knows
+    group._set_group_name(name)
+    return group
+
+
+def _made(
+    store: Store, rank: int, ranks: int, timeout: timedelta, global_ranks: Sequence[int]
+) -> tuple[Backend | Group, Operations]:
+    """A backend, or without a compiler a group in Python, and its operations."""
     variables.check()
     from weft.process_group import compiled
     from weft.process_group.fallback import Group
@@ -50,15 +86,25 @@ def _backend(group: _DistributedBackendOptions, options: object) -> Backend | Gr
 
     replace()
     native = compiled.backend()
-    rank, ranks = group.group_rank, group.group_size
-    timeout = _timeout(options, group.timeout).total_seconds()
-    if getattr(group, "enable_reconfigure", False):
-        return _unconnected(native, group.store, rank, ranks, timeout)
-    world = init_by_store(group.store, rank, ranks, timeout)
-    operations = Operations(world, group.store, group.global_ranks_in_group)
+    seconds = timeout.total_seconds()
+    world = init_by_store(store, rank, ranks, seconds)
+    operations = Operations(world, store, global_ranks)
     if native is None:
-        return Group(operations)
-    made: Backend = native.make(operations, None, rank, ranks, timeout)
+        return Group(operations), operations
+    return native.make(operations, None, rank, ranks, seconds), operations
+
+
+def _backend(group: _DistributedBackendOptions, options: object) -> Backend | Group:
+    """The constructor that torch calls, on all ranks."""
+    from weft.process_group.fallback import Group
+
+    timeout, rank, ranks = _timeout(options, group.timeout), group.group_rank, group.group_size
+    if getattr(group, "enable_reconfigure", False):
+        variables.check()
+        return _unconnected(group.store, rank, ranks, timeout.total_seconds())
+    made, operations = _made(group.store, rank, ranks, timeout, group.global_ranks_in_group)
+    if isinstance(made, Group):
+        return made
     if os.environ.get("TORCH_FR_BUFFER_SIZE", "0") != "0":
         operations.start_recorder = partial(
             _record, weakref.ref(getattr(group, "process_group", made))
@@ -66,11 +112,15 @@ def _backend(group: _DistributedBackendOptions, options: object) -> Backend | Gr
     return made
 
 
-def _unconnected(native: Any, store: Store, rank: int, ranks: int, timeout: float) -> Backend:
+def _unconnected(store: Store, rank: int, ranks: int, timeout: float) -> Backend:
     """The backend of a group whose ranks ``dist._reconfigure`` connects."""
     from weft.errors import WeftError
+    from weft.process_group import compiled
     from weft.process_group.elastic import Elastic
+    from weft.process_group.replaced import replace
 
+    replace()
+    native = compiled.backend()
     if native is None:
         raise WeftError(
             "enable_reconfigure=True needs weft's backend in C++, which could not be compiled: the "

@@ -480,7 +480,9 @@ class StoreRendezvous:
                 message = self.store.get(key)
             except dist.DistStoreError as error:
                 raise PeerTimeout(
-                    f"rank {self.rank} waited {timeout:g} s for the address of rank {peer}"
+                    f"rank {self.rank} waited {timeout:g} s for the address of rank {peer} "
+                    # words by which frameworks recognise it
+                    f"(timeout after {1e3 * timeout:.0f}ms)"
                 ) from error
             except RuntimeError as error:
                 raise PeerLost(
