@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import free_port, on_ranks, start
+from support.ranks import free_port, group, on_ranks, start
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -25,11 +25,8 @@ def replaced(backend):
     """The default process group of ranks that have the variable."""
     os.environ[VARIABLE] = "1"
     in_place_of_gloo.replace()
-    dist.init_process_group(backend, timeout=timedelta(seconds=20))
-    try:
-        yield dist.group.WORLD
-    finally:
-        dist.destroy_process_group()
+    with group(backend) as made:
+        yield made
 
 
 def gloo():
@@ -44,10 +41,10 @@ def for_all_devices():
     return replaced("cpu:gloo,cuda:gloo")
 
 
-def every_door(group, name):
+def every_door(world_group, name):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("all",))
     groups = [
-        group,
+        world_group,
         dist.new_group(),
         dist.new_group(backend="gloo", pg_options=dist.ProcessGroupGloo._Options()),
         dist.new_group(backend="cpu:gloo"),

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import on_ranks
+from support.ranks import group, on_ranks
 from torch._C._distributed_c10d import AllreduceOptions
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -23,17 +23,17 @@ def made(_):
         limit = timedelta(seconds=seconds)
         return process_group.make(PrefixStore(name, store), rank, 2, limit, [5, 7])
 
-    group = make("first")
+    first = make("first")
     x = torch.tensor([1.0 + rank])
-    group.allreduce([x], AllreduceOptions()).wait()
+    first.allreduce([x], AllreduceOptions()).wait()
     assert x.item() == 3.0
-    assert (group.rank(), group.size()) == (rank, 2)
-    assert worlds.find(group).global_ranks == [5, 7]
+    assert (first.rank(), first.size()) == (rank, 2)
+    assert worlds.find(first).global_ranks == [5, 7]
     if rank == 1:
-        worlds.find(group).close()
+        worlds.find(first).close()
     else:
         with pytest.raises(weft.PeerLost, match="Connection closed by peer"):
-            group.allreduce([x], AllreduceOptions()).wait()
+            first.allreduce([x], AllreduceOptions()).wait()
     again = make("second")  # in place of the first, as after a new quorum
     x = torch.tensor([1.0 + rank])
     again.allreduce([x], AllreduceOptions()).wait()
@@ -45,8 +45,6 @@ def made(_):
 
 
 def gloo():
-    from support.ranks import group
-
     return group("gloo")
 
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import on_ranks, start
+from support.ranks import group, on_ranks, start
 from torch._C import _distributed_c10d as c10d
 
 import weft
@@ -22,13 +22,8 @@ CPU = torch.device("cpu")
 LIMIT = timedelta(seconds=20)
 
 
-@contextlib.contextmanager
 def unconnected():
-    dist.init_process_group("weft", timeout=LIMIT, enable_reconfigure=True)
-    try:
-        yield dist.group.WORLD
-    finally:
-        dist.destroy_process_group()
+    return group(enable_reconfigure=True)
 
 
 @contextlib.contextmanager

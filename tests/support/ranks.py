@@ -84,9 +84,11 @@ def world() -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def group(backend: str = "weft", timeout: float = 20.0) -> Iterator[dist.ProcessGroup]:
-    """The default process group of torch.distributed."""
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+def group(
+    backend: str | None = "weft", timeout: float = 20.0, **options: Any
+) -> Iterator[dist.ProcessGroup]:
+    """The default process group of torch.distributed, with further options of torch's."""
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **options)
     try:
         yield dist.group.WORLD
     finally:

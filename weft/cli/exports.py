@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from weft.cli.options import algorithms, refuse, refusing
-from weft.cli.plan import Name
+from weft.cli.plan import Name, chosen_algorithm
 from weft.cli.values import Shape, product
 from weft.errors import PlanError
 from weft.formats.mscclpp.foreign import foreign
@@ -65,12 +65,8 @@ def export(
 
     What is written is proved, and refused by name if that system has no words or no room for it.
     """
-    planner = PLANNERS[operator.name]
-    chosen = algorithm or planner.first
-    if chosen not in planner.algorithms:
-        names = f"{operator.value} is planned with {', '.join(planner.algorithms)}"
-        refuse("--algorithm", f"{names}; got {chosen!r}")
-    plan = planner.plan(Request(ranks, pieces, chosen))
+    chosen = chosen_algorithm(operator, algorithm)
+    plan = PLANNERS[operator.name].plan(Request(ranks, pieces, chosen))
     if format == "pto":
         if operator.name != _PROGRAM:
             refuse("--format", "pto is for all-gather-matmul")

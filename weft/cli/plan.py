@@ -29,6 +29,16 @@ app = typer.Typer(
 Name = Enum("Name", {name: name.replace("_", "-") for name in PLANNERS}, type=str)  # type: ignore[misc]
 
 
+def chosen_algorithm(operator: Name, algorithm: str | None) -> str:
+    """An operator's algorithm of this name, or its first; another name is refused."""
+    planner = PLANNERS[operator.name]
+    chosen = algorithm or planner.first
+    if chosen not in planner.algorithms:
+        names = f"{operator.value} is planned with {', '.join(planner.algorithms)}"
+        refuse("--algorithm", f"{names}; got {chosen!r}")
+    return chosen
+
+
 @app.command()
 def show(
     operator: Annotated[Name, typer.Argument(help="The operator to plan.")],
@@ -78,11 +88,7 @@ def show(
     Of many ranks one is shown, whose lanes are planned in a moment, and nothing is proved: the time
     of a proof grows with the cube of the ranks.
     """
-    planner = PLANNERS[operator.name]
-    chosen = algorithm or planner.first
-    if chosen not in planner.algorithms:
-        names = f"{operator.value} is planned with {', '.join(planner.algorithms)}"
-        refuse("--algorithm", f"{names}; got {chosen!r}")
+    planner, chosen = PLANNERS[operator.name], chosen_algorithm(operator, algorithm)
     parts = None if rows is None else _rows(rows, ranks)
     cut = pieces(max(parts) if parts else 4, chunk_rows or 2)
     count = len(parts) if parts else ranks or 2

@@ -192,17 +192,26 @@ def port(number: int) -> str:
     return f"{_PORT}{number}"
 
 
+def _numbered(name: str, prefix: str) -> bool:
+    """Whether a lane is one of several with this prefix."""
+    return name.startswith(prefix) and name[len(prefix) :].isdigit()
+
+
 def is_port(name: str) -> bool:
     """Whether a lane is a port."""
-    return name.startswith(_PORT) and name[len(_PORT) :].isdigit()
+    return _numbered(name, _PORT)
+
+
+def is_engines_lane(name: str) -> bool:
+    """Whether some engine runs a lane of this name."""
+    return name in LANES or _numbered(name, LANES[1])
 
 
 def is_lane(name: str) -> bool:
     """Whether a lane may have this name: some engine runs it, or engines run the plan that is
     `weft.plan.ordinary.ordinary`.
     """
-    numbered = (prefix for prefix in ("comm", _THREAD_BLOCK, _PORT) if name.startswith(prefix))
-    return name in LANES or any(name[len(prefix) :].isdigit() for prefix in numbered)
+    return is_engines_lane(name) or _numbered(name, _THREAD_BLOCK) or is_port(name)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from weft.plan.language import (
     Region,
     Signal,
     Wait,
+    is_engines_lane,
     reads,
     writes,
 )
@@ -39,7 +40,7 @@ def ordinary(plan: Plan) -> Plan:
     """
     names = {name for lanes in plan.lanes for name in lanes}
     foreign = any(buffer.role in ("inout", "private") for buffer in plan.buffers.values())
-    if not foreign and all(name in LANES or name.startswith("comm") for name in names):
+    if not foreign and all(map(is_engines_lane, names)):
         return plan
     return _Ordinary(plan).made()
 

@@ -77,15 +77,11 @@ def _made(
     store: Store, rank: int, ranks: int, timeout: timedelta, global_ranks: Sequence[int]
 ) -> tuple[Backend | Group, Operations]:
     """A backend, or without a compiler a group in Python, and its operations."""
-    variables.check()
-    from weft.process_group import compiled
     from weft.process_group.fallback import Group
     from weft.process_group.operations import Operations
-    from weft.process_group.replaced import replace
     from weft.world import init_by_store
 
-    replace()
-    native = compiled.backend()
+    native = _native()
     seconds = timeout.total_seconds()
     world = init_by_store(store, rank, ranks, seconds)
     operations = Operations(world, store, global_ranks)
@@ -100,7 +96,6 @@ def _backend(group: _DistributedBackendOptions, options: object) -> Backend | Gr
 
     timeout, rank, ranks = _timeout(options, group.timeout), group.group_rank, group.group_size
     if getattr(group, "enable_reconfigure", False):
-        variables.check()
         return _unconnected(group.store, rank, ranks, timeout.total_seconds())
     made, operations = _made(group.store, rank, ranks, timeout, group.global_ranks_in_group)
     if isinstance(made, Group):
@@ -115,12 +110,9 @@ def _backend(group: _DistributedBackendOptions, options: object) -> Backend | Gr
 def _unconnected(store: Store, rank: int, ranks: int, timeout: float) -> Backend:
     """The backend of a group whose ranks ``dist._reconfigure`` connects."""
     from weft.errors import WeftError
-    from weft.process_group import compiled
     from weft.process_group.elastic import Elastic
-    from weft.process_group.replaced import replace
 
-    replace()
-    native = compiled.backend()
+    native = _native()
     if native is None:
         raise WeftError(
             "enable_reconfigure=True needs weft's backend in C++, which could not be compiled: the "
@@ -128,6 +120,18 @@ def _unconnected(store: Store, rank: int, ranks: int, timeout: float) -> Backend
         )
     made: Backend = native.make(None, Elastic(store), rank, ranks, timeout)
     return made
+
+
+def _native() -> Any:
+    """The module that makes backends in C++, None where it cannot be compiled; before the first
+    group torch's functions are replaced that serve its own backends only.
+    """
+    variables.check()
+    from weft.process_group import compiled
+    from weft.process_group.replaced import replace
+
+    replace()
+    return compiled.backend()
 
 
 def _record(group: weakref.ref[Any]) -> Any:
