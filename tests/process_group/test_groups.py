@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support.process_resources import leaked, resources
 from support.ranks import die, free_port, group, on_ranks, start
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
@@ -196,6 +197,34 @@ def test_the_peers_of_a_rank_that_drops_its_group_are_told():
     assert isinstance(waits.error, weft.PeerLost), waits.trace
     assert re.search(r"rank 1 .*closed its world while rank 0 waited", str(waits.error))
     assert drops_it.result is False, drops_it.trace
+
+
+def loses_a_peer(asynchronous, _):
+    """What rank 0 keeps of a group whose call failed, after `destroy_process_group`."""
+    dist.init_process_group("weft")
+    dist.all_reduce(torch.ones(1))
+    dist.destroy_process_group()
+    gc.collect()
+    before = resources()
+    dist.init_process_group("weft")
+    if dist.get_rank():
+        die()
+    with contextlib.suppress(weft.PeerLost):
+        works = [dist.all_reduce(torch.ones(4), async_op=asynchronous) for _ in range(3)]
+        for work in works:
+            work.wait()
+    assert operations_of(distributed_c10d._get_default_group()).error_type() == "REMOTE_ERROR"
+    dist.destroy_process_group()
+    works = work = None  # which keep their group
+    return leaked(before)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_nothing_of_a_failed_group_is_left(asynchronous):
+    first, _ = start(
+        functools.partial(loses_a_peer, asynchronous), 2, context=contextlib.nullcontext
+    )
+    assert first.result == [], first.trace
 
 
 def test_no_thread_of_gloo_outlives_the_groups():

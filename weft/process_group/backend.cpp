@@ -65,7 +65,7 @@ class Work : public c10d::Work {
 
   std::exception_ptr exception() const override {
     py::gil_scoped_acquire gil;
-    const py::object error = (*work_).attr("error");
+    const py::object error = (*work_).attr("exception")();
     return error.is_none() ? nullptr : std::make_exception_ptr(raised(error));
   }
 

@@ -13,26 +13,25 @@ _log = logging.getLogger("weft")
 class Failure:
     """What a world calls before an error closes it: the `hooks`, by their numbers.
 
-    Attributes: `error`, by which the world was closed, None without.
+    Attributes: `kind`, the error by which the world was closed, as torch's ErrorType names it. The
+    error itself would keep the group alive: its frames refer to torch's group, whose references
+    Python's collector does not see.
     """
 
     def __init__(self) -> None:
         self.hooks: dict[int, Callable[[], object]] = {}
-        self.error: BaseException | None = None
+        self.kind = "SUCCESS"
 
     def __call__(self, error: BaseException) -> None:
-        self.error = error
+        self.kind = _kind(error)
         for hook in [*self.hooks.values()]:
             try:
                 hook()
             except Exception:  # the world is to be closed all the same
                 _log.exception("an abort hook of a process group failed")
 
-    @property
-    def kind(self) -> str:
-        """The name in torch's ErrorType."""
-        if isinstance(self.error, PeerTimeout):
-            return "TIMEOUT"
-        if isinstance(self.error, PeerLost):
-            return "REMOTE_ERROR"
-        return "SUCCESS" if self.error is None else "COMM_ERROR"
+
+def _kind(error: BaseException) -> str:
+    if isinstance(error, PeerTimeout):
+        return "TIMEOUT"
+    return "REMOTE_ERROR" if isinstance(error, PeerLost) else "COMM_ERROR"

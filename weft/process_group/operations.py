@@ -198,9 +198,9 @@ class Operations:
 
     def abort(self) -> None:
         """Close the world without running issued works; peers get the reason."""
-        before = self.failure.error
+        before = self.failure.kind
         self.world.fail(WeftError("the group was aborted"))
-        self.failure.error = before  # to abort is no error
+        self.failure.kind = before  # to abort is no error
         self.shutdown()
 
     def leave(self) -> None:

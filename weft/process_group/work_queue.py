@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
+import logging
 import os
 import threading
 import time
@@ -31,6 +33,7 @@ from weft.process_group.uncompiled import uncompiled_methods
 from weft.world import World
 from weft.world.rendezvous import time_left
 
+_log = logging.getLogger("weft")
 _NO_LIMIT = timedelta(0)  # the value of no limit in torch's native code
 
 Done = Callable[[BaseException | None, list[Tensor]], object]
@@ -54,7 +57,9 @@ class Work(dist.Work):
 
     def end(self, error: BaseException | None = None) -> None:
         """Mark the work as done, or as failed with `error`."""
-        self.error = error
+        if error is not None:
+            _log.debug("an asynchronous operation failed", exc_info=error)
+            self.error = _without_frames(error)
         self.done = True
         with _callbacks_lock:
             callbacks = self.callbacks
@@ -76,8 +81,8 @@ class Work(dist.Work):
             self._advance(seconds)
             if not self.done:
                 raise PeerTimeout(f"the operation is not done, and timed out after {seconds:g} s")
-        if self.error is not None:
-            raise self.error
+        if error := self.exception():
+            raise error
 
     def synchronize(self) -> None:
         """As `wait`."""
@@ -92,8 +97,8 @@ class Work(dist.Work):
         return self.done and self.error is None
 
     def exception(self) -> BaseException | None:
-        """The error of a failed work."""
-        return self.error
+        """A new instance of the error of a failed work."""
+        return None if self.error is None else _without_frames(self.error)
 
     def result(self) -> list[Tensor]:
         """The tensors that the work fills."""
@@ -117,7 +122,7 @@ class Work(dist.Work):
         progress, depth = self.progress, getattr(_thread, "callback_depth", 0)
 
         def call() -> None:
-            done(self.error, list(self.tensors))
+            done(self.exception(), list(self.tensors))
 
         if progress is None or not self.add_callback(lambda: progress.call(call, depth)):
             call()
@@ -139,9 +144,19 @@ class Work(dist.Work):
             self.progress.advance(self, seconds)
 
     def _value(self, _: object) -> list[Tensor]:
-        if self.error is not None:
-            raise self.error.with_traceback(None)  # torch would show its frames, all of weft's
+        if error := self.exception():
+            raise error
         return list(self.tensors)
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """A copy without the frames in which it was raised. They would keep their group alive: they
+    refer to torch's works, whose references to weft's Python's collector does not see.
+    """
+    try:
+        return copy.copy(error)
+    except Exception:  # a class, such as of a signal handler's exception, that cannot be copied
+        return WeftError(f"{type(error).__name__}: {error}")
 
 
 DONE = Work(())
@@ -173,7 +188,7 @@ class CombinedWork(Work):
                 left -= 1
             if left <= 0:
                 self.end(self.error)
-                done(self.error, list(self.tensors))
+                done(self.exception(), list(self.tensors))
 
         for work in self.works:
             work.complete(one_is_done)
