@@ -60,9 +60,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def tensor_access(request: pytest.FixtureRequest) -> Iterator[None]:
     """Native code reads tensors by the exchange API of torch 2.10 and later, and by attributes."""
     from weft import _native
-    from weft.checks import PLAIN
-    from weft.world import memory
+    from weft.checks import LOOK, PLAIN
 
-    _native.set_tensor_access(PLAIN, memory.LOOK if request.param else None)
+    _native.set_tensor_access(PLAIN, LOOK if request.param else None)
     yield
-    _native.set_tensor_access(PLAIN, memory.LOOK)
+    _native.set_tensor_access(PLAIN, LOOK)

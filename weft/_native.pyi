@@ -45,6 +45,23 @@ def pack_panels(weight: object, panels: object) -> None: ...
 
 def half_product(x: object, weight: object, out: object, bias: int, dtype: Dtype, out_dtype: Dtype, packed: bool) -> None: ...
 
+class Activation(enum.Enum):
+    silu = 0
+
+    gelu = 1
+
+    gelu_tanh = 2
+
+    relu = 3
+
+class PackedExperts:
+    def __init__(self, gate_up: object, down: object, dtype: Dtype, activation: Activation, first: int) -> None: ...
+
+    def sums(self, x: object, chosen: object, scores: object, out: object, out_dtype: Dtype) -> None: ...
+
+    @staticmethod
+    def route(x: object, chosen: object, scores: object, rows: object) -> None: ...
+
 def set_team_size(arg: int, /) -> None: ...
 
 def team_size() -> int: ...

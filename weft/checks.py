@@ -17,7 +17,13 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+import weft._native as _native
+
 PLAIN = (Tensor, torch.nn.Parameter)
+LOOK = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+"""The interface by which native code reads a tensor's metadata; None in torch 2.9."""
+# before any tensor is read: what a watch has read is compared with what it reads later
+_native.set_tensor_access(PLAIN, LOOK)
 _TRACED = (*PLAIN, FakeTensor, FunctionalTensor)
 _TRACING = (FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode)
 _FUNCTIONALIZE = "torch.func.functionalize"

@@ -1,6 +1,7 @@
 #include "kernels/half_kernels.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <type_traits>
 #include <utility>
 
@@ -16,6 +17,14 @@ namespace weft::half {
 #if defined(__x86_64__)
 
 namespace {
+
+// Two adjacent numbers, which instructions multiply by two others, and add up.
+struct Pair {
+  uint32_t bits;
+};
+
+inline float widen(float x) { return x; }
+inline float widen(Pair x) { return bits_as<float>(x.bits); }
 
 template <class Out>
 Out narrow_to(float x) {
@@ -38,6 +47,10 @@ WEFT_TARGET inline Vector add(Vector x, Vector y) { return _mm256_add_ps(x, y); 
 WEFT_TARGET inline Vector multiply_add(Vector x, Vector y, Vector sum) {
   return _mm256_fmadd_ps(x, y, sum);
 }
+WEFT_TARGET inline Vector scaled_add(Vector x, Vector y, Vector sum) {
+  return multiply_add(x, y, sum);
+}
+WEFT_TARGET inline Vector widen_vector(const float* from) { return load(from); }
 WEFT_TARGET inline __m128i load_half(const void* from) {
   return _mm_loadu_si128(static_cast<const __m128i*>(from));
 }
@@ -79,6 +92,10 @@ WEFT_TARGET inline Vector add(Vector x, Vector y) { return _mm512_add_ps(x, y); 
 WEFT_TARGET inline Vector multiply_add(Vector x, Vector y, Vector sum) {
   return _mm512_fmadd_ps(x, y, sum);
 }
+WEFT_TARGET inline Vector scaled_add(Vector x, Vector y, Vector sum) {
+  return multiply_add(x, y, sum);
+}
+WEFT_TARGET inline Vector widen_vector(const float* from) { return load(from); }
 WEFT_TARGET inline __m256i load_half(const void* from) {
   return _mm256_loadu_si256(static_cast<const __m256i*>(from));
 }
@@ -107,6 +124,20 @@ WEFT_TARGET inline void store(BFloat16* to, Vector x) {  // as `narrow` in float
 #undef WEFT_TARGET
 }  // namespace avx512
 
+namespace avx512_pairs {
+#define WEFT_TARGET __attribute__((target("avx512f,avx512bf16")))
+using avx512::all, avx512::load, avx512::add, avx512::scaled_add, avx512::store;
+using avx512::Vector, avx512::kWidth, avx512::kColumns, avx512::kRows;
+
+// The sum of both products of each pair of bfloat16.
+WEFT_TARGET inline Vector multiply_add(Vector x, Vector y, Vector sum) {
+  return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)y);
+}
+WEFT_TARGET inline Vector widen_vector(const Pair* from) { return _mm512_loadu_ps(from); }
+#include "kernels/half_tile.hpp"
+#undef WEFT_TARGET
+}  // namespace avx512_pairs
+
 namespace {
 
 bool converts() {
@@ -121,9 +152,14 @@ size_t find_columns() {
   return all ? avx2::kColumns : 0;
 }
 
-template <class Half>
+bool multiplies_pairs() {
+  unsigned a = 0, b, c, d;
+  return columns() == avx512::kColumns && __get_cpuid_count(7, 1, &a, &b, &c, &d) && a & 1u << 5;
+}
+
+template <class Item>
 Kernels chosen() {
-  return columns() == avx512::kColumns ? avx512::kernels_of<Half>() : avx2::kernels_of<Half>();
+  return columns() == avx512::kColumns ? avx512::kernels_of<Item>() : avx2::kernels_of<Item>();
 }
 
 }  // namespace
@@ -134,8 +170,15 @@ size_t columns() {
 }
 
 const Kernels& kernels_of(Dtype dtype) {
-  static const Kernels of_float16 = chosen<Float16>(), of_bfloat16 = chosen<BFloat16>();
-  return dtype == Dtype::float16 ? of_float16 : of_bfloat16;
+  static const Kernels of_float16 = chosen<Float16>(), of_bfloat16 = chosen<BFloat16>(),
+                       of_float32 = chosen<float>();
+  return dtype == Dtype::float16 ? of_float16 : dtype == Dtype::bfloat16 ? of_bfloat16 : of_float32;
+}
+
+const Kernels* kernels_of_pairs(Dtype dtype) {
+  static const bool possible = multiplies_pairs();
+  static const Kernels pairs = avx512_pairs::kernels_of<Pair, BFloat16, BFloat16>();
+  return possible && dtype == Dtype::bfloat16 ? &pairs : nullptr;
 }
 
 #else
@@ -146,6 +189,8 @@ const Kernels& kernels_of(Dtype) {
   static const Kernels none{};
   return none;
 }
+
+const Kernels* kernels_of_pairs(Dtype) { return nullptr; }
 
 #endif
 

@@ -1,4 +1,5 @@
-// The innermost loops of products of 16-bit numbers, for the widest vectors of this processor.
+// The innermost loops of products of 16-bit numbers and of float32, for the widest vectors of this
+// processor.
 #pragma once
 
 #include <cstddef>
@@ -18,6 +19,9 @@ constexpr size_t kMostRows = 12, kMostSums = 12 * 32;
 // multiply-add waits for the one before.
 constexpr size_t panels_together(size_t rows) { return rows == 1 ? 4 : rows < 4 ? 2 : 1; }
 
+// What an expert does to the products by its gate.
+enum class Activation : int { silu, gelu, gelu_tanh, relu };
+
 struct Kernels {
   size_t rows;  // of a full tile, whose sums fit the registers
   void (*widen)(const void* from, float* to, size_t n);
@@ -27,8 +31,18 @@ struct Kernels {
   // Add a bias, unless it is null, and round, to 16 bits or not.
   void (*finish)(const float* sums, const float* bias, void* to, size_t n);
   void (*finish_wide)(const float* sums, const float* bias, void* to, size_t n);
+  // to += factor * sums
+  void (*add_scaled)(const float* sums, float factor, float* to, size_t n);
+  // activation(gate) * up for the columns of a panel, as elements of a widened row.
+  void (*activate)(Activation activation, const float* gate, const float* up, void* to);
 };
 
+// float16, bfloat16 or float32.
 const Kernels& kernels_of(Dtype dtype);
+
+// The same for rows and panels of pairs of numbers along the depth, each pair in the place of one
+// widened number; null if this processor does not multiply pairs of that dtype. They take half as
+// long.
+const Kernels* kernels_of_pairs(Dtype dtype);
 
 }  // namespace weft::half

@@ -1,35 +1,14 @@
 #include "kernels/half_product.hpp"
 
 #include <algorithm>
-#include <memory>
 
+#include "kernels/blocks.hpp"
 #include "kernels/half_kernels.hpp"
 #include "kernels/team.hpp"
 
 namespace weft::half {
 
 namespace {
-
-// Bytes of widened rows, and of panels, that are multiplied by each other before the next, so that
-// each is read again from a near cache.
-// Measured on a 2-core Zen 4: with 128 KiB a product takes 1.1 to 1.3 times as long, with 256 KiB
-// 1.0 to 1.2, with 1 MiB 1.0 to 1.1 (512 x 2048 x 1024 and 256 x 4096 x 1024).
-constexpr size_t kBlockBytes = size_t{512} << 10;
-
-constexpr size_t kLine = 64;  // bytes of a cache line
-
-struct Range {
-  size_t begin, end;
-  size_t size() const { return end - begin; }
-  // The part of this number; parts differ by one at most.
-  Range part(size_t number, size_t parts) const {
-    return {begin + size() * number / parts, begin + size() * (number + 1) / parts};
-  }
-  // The next range of at most `n`.
-  Range next(size_t from, size_t n) const { return {from, std::min(from + n, end)}; }
-};
-
-size_t divided(size_t n, size_t by) { return (n + by - 1) / by; }
 
 // Lay out some panels. Of a weight with contiguous rows some rows for all of them, else panel by
 // panel some rows of each column, so that a line is read at once and few pages are in use.
@@ -150,21 +129,6 @@ class Part {
   size_t block_tiles_, block_panels_;
 };
 
-// Memory that a thread keeps (P2), at a line.
-char* memory(size_t bytes) {
-  thread_local std::unique_ptr<char[]> kept;
-  thread_local size_t size = 0;
-  if (size < bytes + kLine) {
-    size = 0;
-    kept.reset();
-    kept.reset(new char[bytes + kLine]);
-    size = bytes + kLine;
-  }
-  void* from = kept.get();
-  size_t space = size;
-  return static_cast<char*>(std::align(kLine, bytes, from, space));
-}
-
 }  // namespace
 
 void pack_panels(const Matrix& weight, size_t depth, size_t all_columns, uint16_t* packed) {
@@ -189,7 +153,7 @@ void multiply(const Product& product) {
                                : Part(product, rows.part(part, parts), panels);
   };
   const size_t each = divided(Part(product, rows, panels).bytes(), kLine) * kLine;  // or less
-  char* const all = memory(team_size() * each);
+  char* const all = kept_memory(team_size() * each);
   on_team(time,
           [&](size_t part, size_t parts) { part_of(part, parts).compute(all + part * each); });
 }

@@ -8,6 +8,7 @@
 #include "kernels/stores.hpp"
 #include "kernels/team.hpp"
 #include "python/bind.hpp"
+#include "python/packed_experts.hpp"
 #include "python/tensor_view.hpp"
 
 using namespace nanobind::literals;
@@ -102,6 +103,17 @@ void bind_kernels(nb::module_& m) {
       "weight"_a, "panels"_a);
   m.def("half_product", &half_product, "x"_a, "weight"_a, "out"_a, "bias"_a, "dtype"_a,
         "out_dtype"_a, "packed"_a);
+
+  nb::enum_<half::Activation>(m, "Activation")
+      .value("silu", half::Activation::silu)
+      .value("gelu", half::Activation::gelu)
+      .value("gelu_tanh", half::Activation::gelu_tanh)
+      .value("relu", half::Activation::relu);
+  nb::class_<PackedExperts>(m, "PackedExperts")
+      .def(nb::init<nb::handle, nb::handle, Dtype, half::Activation, int64_t>(), "gate_up"_a,
+           "down"_a, "dtype"_a, "activation"_a, "first"_a)
+      .def("sums", &PackedExperts::sums, "x"_a, "chosen"_a, "scores"_a, "out"_a, "out_dtype"_a)
+      .def_static("route", &PackedExperts::route, "x"_a, "chosen"_a, "scores"_a, "rows"_a);
 
   m.def("set_team_size", &set_team_size);
   m.def("team_size", &team_size);

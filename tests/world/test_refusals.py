@@ -54,6 +54,15 @@ CALLS = {
         lambda world, wrong: weft.matmul_all_reduce(ONES(4, 3), ONES(5 if wrong else 3, 2)),
         "ValueError: a has 3 columns and b 5 rows; ",
     ),
+    "moe": (
+        lambda world, wrong: weft.moe(
+            ONES(4, 3 if wrong else 2),
+            torch.zeros(4, 1, dtype=torch.int64),
+            ONES(4, 1),
+            weft.Experts(ONES(1, 2, 2), ONES(1, 2, 1)),
+        ),
+        "ValueError: x must be tokens (T, 2) for ",
+    ),
     "empty": (
         lambda world, wrong: world.empty(-4 if wrong else 4),
         "ValueError: sizes must not be negative; got (-4,)",

@@ -9,7 +9,7 @@ from weft.kernels import products
 from weft.kernels.methods import METHODS, mm, mm_packed
 from weft.kernels.weights import PreparedWeight, Product, check_matrix, transposed
 
-_SAMPLED = 64
+SAMPLED = 64
 """Elements that are compared: a net below a promise, which no result may rely on.
 
 Measured on a 2-core Zen 4: the check takes 0.1 us.
@@ -37,7 +37,7 @@ class PackedWeight(PreparedWeight):
         self.tensors = (self.plain,)
         super().__init__(b.shape, b.dtype, b.stride())
         # torch counts no writes to inference tensors
-        self._watch = _native.Watch(b, not b.is_inference(), _SAMPLED)
+        self._watch = _native.Watch(b, not b.is_inference(), SAMPLED)
         self._forms: dict[str, Tensor] = {}  # by method
         self._layout_name = "packed transposed" if transposed(self.plain) else "packed plain"
 

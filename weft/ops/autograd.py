@@ -45,7 +45,7 @@ def register(operator: FusedOperator) -> None:
         a, weights, biases, options, world = _recorded(inputs)
         none = [None] * len(weights)
         operands = Operands(a, weights, [x if x.numel() else None for x in biases] or none, none)
-        return driver.call(operator.check, _world(world), operands, options)
+        return driver.call(operator.check, recorded_world(world), operands, options)
 
     made = torch.library.custom_op(f"weft::{operator.name}", run, mutates_args=(), schema=_SCHEMA)
     made.register_fake(lambda *inputs: fake(_recorded(inputs)))
@@ -85,7 +85,8 @@ def _recorded(inputs: tuple[Any, ...]) -> Recorded:
     return Recorded(a, weights, biases, Options.of(options), world)
 
 
-def _world(name: Sequence[int]) -> World:
+def recorded_world(name: Sequence[int]) -> World:
+    """The world of a recorded call; `WeftError` if it is gone, or this is another rank of it."""
     number, *position = name
     world = by_number(number)
     if world is None:

@@ -17,7 +17,6 @@ from weakref import WeakValueDictionary
 import torch
 
 import weft._native as _native
-from weft.checks import PLAIN
 from weft.checks import name as dtype_name
 from weft.errors import SymmetricMemoryError
 from weft.world.peers import Peers, attach, receive, send
@@ -59,11 +58,6 @@ segments: WeakValueDictionary[int, Segment] = WeakValueDictionary()
 
 on_devices: WeakValueDictionary[int, DeviceSegment] = WeakValueDictionary()
 """Those that native code does not know."""
-
-LOOK = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-"""The interface by which native code reads a tensor's metadata; None in torch 2.9."""
-
-_native.set_tensor_access(PLAIN, LOOK)
 
 _END_OF_CALL = "\x1e"  # the separator of records, which no description of a call contains
 

@@ -1,0 +1,124 @@
+// Packed experts of a rank for Python.
+#pragma once
+
+#include <memory>
+#include <new>
+#include <stdexcept>
+
+#include "kernels/experts.hpp"
+#include "python/tensor_view.hpp"
+
+namespace weft {
+
+class PackedExperts {
+  // A matrix in this process's memory with contiguous rows; throws for any other tensor.
+  struct Rows : View {
+    size_t stride;  // elements between rows
+
+    explicit Rows(nb::handle tensor) {
+      if (!read(tensor) || dimensions != 2 || (shape[1] > 1 && strides[1] != 1))
+        throw std::invalid_argument("rows of experts are those of a matrix on the CPU, contiguous");
+      stride = static_cast<size_t>(shape[0] > 1 ? strides[0] : shape[1]);
+    }
+    size_t rows() const { return static_cast<size_t>(shape[0]); }
+    size_t columns() const { return static_cast<size_t>(shape[1]); }
+    template <class T>
+    T* row(size_t number) const {
+      return reinterpret_cast<T*>(address + number * stride * item);
+    }
+  };
+
+  // Matrices in this process's memory, one for each expert.
+  struct Stack : View {
+    explicit Stack(nb::handle tensor) {
+      if (!read(tensor) || dimensions != 3)
+        throw std::invalid_argument("weights of experts have three dimensions, on the CPU");
+    }
+    experts::Stack native() const {
+      return {reinterpret_cast<const char*>(address), static_cast<size_t>(strides[0]),
+              static_cast<size_t>(strides[1]), static_cast<size_t>(strides[2])};
+    }
+  };
+
+ public:
+  // Packs gate and up (experts, 2 * inner, width), and down (experts, width, inner).
+  PackedExperts(nb::handle gate_up, nb::handle down, Dtype dtype, half::Activation activation,
+                int64_t first) {
+    const Stack from(gate_up), back(down);
+    product_.shape = {dtype, static_cast<size_t>(from.shape[0]), static_cast<size_t>(from.shape[2]),
+                      static_cast<size_t>(back.shape[2])};
+    const auto& shape = product_.shape;
+    if (back.shape[0] != from.shape[0] || back.shape[1] != from.shape[2] ||
+        from.shape[1] != 2 * back.shape[2] || from.item != size_of(dtype) ||
+        back.item != size_of(dtype))
+      throw std::invalid_argument("the shapes or dtypes of gate_up and down do not fit");
+    if (!half::columns())
+      throw std::invalid_argument("this processor lacks the instructions for packed experts");
+    gate_up_ = allocate(shape.count * shape.gate_up_elements() * from.item);
+    down_ = allocate(shape.count * shape.down_elements() * from.item);
+    product_.gate_up = gate_up_.get(), product_.down = down_.get();
+    product_.activation = activation, product_.first = first;
+    nb::gil_scoped_release release;
+    experts::pack(shape, from.native(), back.native(), gate_up_.get(), down_.get());
+  }
+
+  // Each token's weighted sum of the experts that it chose: x (tokens, width), chosen and scores
+  // (tokens, top), out (tokens, width).
+  void sums(nb::handle x, nb::handle chosen, nb::handle scores, nb::handle out,
+            Dtype out_dtype) const {
+    const Rows choices(chosen), factors(scores);
+    const experts::Routing routing{choices.row<const char>(0),  choices.stride, choices.item == 8,
+                                   factors.row<const float>(0), factors.stride, choices.columns()};
+    multiply(Rows(x), routing, Rows(out), out_dtype);
+  }
+
+  // Write tokens to `rows`, each followed by the experts that it chose as int32, and its scores.
+  static void route(nb::handle x, nb::handle chosen, nb::handle scores, nb::handle rows) {
+    const Rows from(x), choices(chosen), factors(scores), to(rows);
+    const size_t bytes = from.columns() * from.item, at = (bytes + 3) / 4 * 4,
+                 top = choices.columns();
+    for (size_t token = 0; token < from.rows(); ++token) {
+      char* const row = to.row<char>(token);
+      std::memcpy(row, from.row<const char>(token), bytes);
+      std::memset(row + bytes, 0, at - bytes);
+      auto* const numbers = reinterpret_cast<int32_t*>(row + at);
+      for (size_t choice = 0; choice < top; ++choice)
+        numbers[choice] = choices.item == 8 ? narrowed(choices.row<const int64_t>(token)[choice])
+                                            : choices.row<const int32_t>(token)[choice];
+      std::memcpy(numbers + top, factors.row<const float>(token), top * sizeof(float));
+    }
+  }
+
+ private:
+  struct Free {
+    void operator()(char* memory) const { ::operator delete[](memory, std::align_val_t{64}); }
+  };
+  using Memory = std::unique_ptr<char[], Free>;
+
+  static Memory allocate(size_t bytes) {
+    return Memory(static_cast<char*>(::operator new[](bytes, std::align_val_t{64})));
+  }
+
+  // The number of an expert, or one that no expert has.
+  static int32_t narrowed(int64_t number) {
+    const auto narrow = static_cast<int32_t>(number);
+    return narrow == number ? narrow : INT32_MIN;
+  }
+
+  void multiply(const Rows& x, const experts::Routing& routing, const Rows& out,
+                Dtype out_dtype) const {
+    experts::Product product = product_;
+    product.routing = routing;
+    product.out_dtype = out_dtype;
+    product.x = x.row<const char>(0), product.x_stride = x.stride;
+    product.out = out.row<char>(0), product.out_stride = out.stride;
+    product.tokens = x.rows();
+    nb::gil_scoped_release release;
+    experts::multiply(product);
+  }
+
+  experts::Product product_{};
+  Memory gate_up_, down_;
+};
+
+}  // namespace weft

@@ -1,0 +1,75 @@
+"""A mixture of experts by its definition, and random ones."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from weft.kernels.expert_methods import ACTIVATIONS
+
+
+class Mixture(NamedTuple):
+    """The operands of a layer: those of all ranks' experts."""
+
+    x: Tensor
+    chosen: Tensor
+    scores: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+    def part(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """The weights of some experts."""
+        return self.gate_up[first:stop], self.down[first:stop]
+
+
+def random(
+    tokens: int,
+    width: int,
+    inner: int,
+    experts: int,
+    top: int,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    favoured: int = 0,
+) -> Mixture:
+    """A layer whose tokens choose different experts at random, or, if some are `favoured`, only the
+    first ones.
+    """
+    g = torch.Generator().manual_seed(seed)
+    among = favoured or experts
+    chosen = torch.stack(
+        [torch.randperm(among, generator=g)[:top] for _ in range(tokens)]
+        or [torch.empty(top, dtype=torch.int64)]
+    )[:tokens]
+    draw = lambda *shape: torch.randn(*shape, generator=g)  # noqa: E731
+    return Mixture(
+        draw(tokens, width).to(dtype),
+        chosen,
+        draw(tokens, top).softmax(-1),
+        (draw(experts, 2 * inner, width) / max(width, 1) ** 0.5).to(dtype),
+        (draw(experts, width, inner) / max(inner, 1) ** 0.5).to(dtype),
+    )
+
+
+def defined(
+    x: Tensor,
+    chosen: Tensor,
+    scores: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    first: int = 0,
+    activation: str = "silu",
+) -> Tensor:
+    """The layer token by token, in float64."""
+    x, scores, gate_up, down = (each.double() for each in (x, scores, gate_up, down))
+    rows = []
+    for token, numbers, factors in zip(x, chosen.tolist(), scores, strict=True):
+        row = token * 0
+        for number, factor in zip(numbers, factors, strict=True):
+            if 0 <= number - first < len(gate_up):
+                gate, up = (gate_up[number - first] @ token).chunk(2)
+                row = row + factor * (down[number - first] @ (ACTIVATIONS[activation](gate) * up))
+        rows.append(row)
+    return torch.stack(rows) if rows else x.clone()

@@ -1,0 +1,194 @@
+"""The methods to compute experts on a CPU, and the fastest of them, timed once and stored."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import weft._native as _native
+import weft.cache as cache
+from weft.checks import name
+from weft.kernels import half, products
+from weft.kernels.packed import PackedWeight, pack
+from weft.kernels.weights import Weight
+
+if TYPE_CHECKING:
+    from weft.kernels.experts import Experts
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+"""The activations of a gate by name, which is also that of the native one."""
+
+_NATIVE = (torch.float16, torch.bfloat16, torch.float32)
+_ROWS = (1, 4, 16, 64)
+"""Rows of each expert at which the methods are timed; other numbers are treated as the nearest one
+below.
+"""
+_WIDTHS = {"small": 256, "large": 1024}
+"""Widths of the timed experts, both of tokens and between the products."""
+_LARGE = 512 * 512
+"""Elements of a matrix from which on an expert counts as large."""
+_TIMED = 4  # experts
+_ROUNDS = 4  # of timing, one of which warms up
+
+
+class Shape(NamedTuple):
+    """`number` experts for tokens of `width` numbers, with `inner` between the products."""
+
+    number: int
+    width: int
+    inner: int
+
+
+class Method(NamedTuple):
+    """A method: ``run(packed(experts), experts, x, chosen, scores, out)``."""
+
+    packed: Callable[[Experts], Any]
+    run: Callable[[Any, Experts, Tensor, Tensor, Tensor, Tensor], None]
+
+
+def each(
+    weights: Sequence[tuple[Weight, Weight]],
+    experts: Experts,
+    x: Tensor,
+    chosen: Tensor,
+    scores: Tensor,
+    out: Tensor,
+) -> None:
+    """One expert after another, by two products each: any dtype, and weights as they are."""
+    activation = ACTIVATIONS[experts.activation]
+    _, width, inner = experts.shape
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    sums = torch.zeros(len(x), width, dtype=wide, device=x.device)
+    for (gate_up, down), (tokens, at) in zip(weights, routed(experts, chosen), strict=True):
+        if len(tokens):
+            both = x.new_empty(len(tokens), 2 * inner)
+            products.multiply(x.index_select(0, tokens), gate_up, both)
+            gate, up = both.chunk(2, 1)
+            result = sums.new_empty(len(tokens), width)
+            products.multiply(activation(gate) * up, down, result)
+            sums.index_add_(0, tokens, result * scores.reshape(-1)[at].unsqueeze(1))
+    out.copy_(sums)
+
+
+def routed(experts: Experts, chosen: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """For each expert the tokens that chose it, and the places of these choices in `chosen`
+    (tokens, top), flattened.
+    """
+    count = experts.shape.number
+    local = chosen.reshape(-1).long() - experts.first
+    local = torch.where((local < 0) | (local >= count), count, local)
+    _, order = local.sort(stable=True)
+    sizes = torch.bincount(local, minlength=count + 1).tolist()
+    tokens = order // max(chosen.shape[1], 1)
+    return [*zip(tokens.split(sizes)[:count], order.split(sizes)[:count], strict=True)]
+
+
+def _packed_each(experts: Experts) -> list[tuple[PackedWeight, PackedWeight]]:
+    made = [
+        (pack(gate_up.t()), pack(down.t()))
+        for gate_up, down in zip(experts.gate_up.detach(), experts.down.detach(), strict=True)
+    ]
+    for weight in [weight for both in made for weight in both]:
+        weight.watched = True  # as parts of the experts
+    return made
+
+
+def _packed_natively(experts: Experts) -> _native.PackedExperts:
+    return _native.PackedExperts(
+        experts.gate_up.detach(),
+        experts.down.detach(),
+        getattr(_native.Dtype, name(experts.dtype)),
+        getattr(_native.Activation, experts.activation),
+        experts.first,
+    )
+
+
+def _natively(
+    packed: _native.PackedExperts,
+    experts: Experts,
+    x: Tensor,
+    chosen: Tensor,
+    scores: Tensor,
+    out: Tensor,
+) -> None:
+    packed.sums(x, chosen, scores, out, _DTYPES[out.dtype])
+
+
+_DTYPES = {dtype: getattr(_native.Dtype, name(dtype)) for dtype in _NATIVE}
+
+METHODS = {"native": Method(_packed_natively, _natively), "each": Method(_packed_each, each)}
+"""The methods by name: ``native``, one call for all experts in one pass over their weights, and
+``each``, the fastest packed product (`weft.pack`) of each expert after the other.
+"""
+
+
+def fastest(experts: Experts, rows: int) -> str:
+    """The name of the fastest method for packed experts and a call of so many `rows`, one for each
+    choice. It does not depend on what the router has chosen, and so neither do bits.
+    """
+    if experts.dtype not in _NATIVE or not half.COLUMNS:
+        return "each"
+    count, width, inner = experts.shape
+    size = "large" if width * inner >= _LARGE else "small"
+    nearest = max(case for case in _ROWS if case <= max(rows // max(count, 1), 1))
+    pack: Any = type(experts)
+    return _table(pack, experts.dtype, torch.get_num_threads())[size][str(nearest)]
+
+
+@functools.cache
+def _table(pack: Any, dtype: torch.dtype, threads: int) -> dict[str, dict[str, str]]:
+    """The fastest method by the size of an expert and its rows, for those that `pack` makes."""
+    software = f"torch {torch.__version__} {threads} threads"
+
+    def fits(found: dict[str, dict[str, str]]) -> bool:
+        return all(found[size][str(rows)] in METHODS for size in _WIDTHS for rows in _ROWS)
+
+    table: dict[str, dict[str, str]] = cache.once(
+        cache.of_this_machine(f"experts-{name(dtype)}", software),
+        lambda: _measure(pack, dtype),
+        fits,
+    )
+    return table
+
+
+@torch.inference_mode(False)
+def _measure(
+    pack: Callable[[Tensor, Tensor], Experts], dtype: torch.dtype
+) -> dict[str, dict[str, str]]:
+    def timed(width: int) -> dict[str, str]:
+        experts = pack(
+            torch.randn(_TIMED, 2 * width, width, dtype=dtype, device="cpu"),
+            torch.randn(_TIMED, width, width, dtype=dtype, device="cpu"),
+        )
+        return {str(rows): _fastest(experts, rows) for rows in _ROWS}
+
+    with torch.no_grad():
+        return {size: timed(width) for size, width in _WIDTHS.items()}
+
+
+def _fastest(experts: Any, rows: int) -> str:
+    """The method with the least time for so many rows of each expert."""
+    tokens = rows * experts.shape.number
+    x = torch.randn(tokens, experts.shape.width, dtype=experts.dtype, device="cpu")
+    chosen = (torch.arange(tokens, device="cpu") % experts.shape.number).unsqueeze(1)
+    scores, out = torch.ones(tokens, 1, device="cpu"), torch.empty_like(x)
+    least = dict.fromkeys(METHODS, float("inf"))
+    for number in range(_ROUNDS):
+        for method, (_, run) in METHODS.items():
+            form = experts.form(method)
+            start = time.perf_counter()
+            run(form, experts, x, chosen, scores, out)
+            if number:
+                least[method] = min(least[method], time.perf_counter() - start)
+    return min(least, key=lambda method: least[method])
