@@ -19,7 +19,11 @@ def test_every_style_is_replaced_once():
 
 
 def _replaced_once(_):
-    from transformers.distributed import tensor_parallel, utils
+    from transformers.distributed import (
+        expert_parallel,  # noqa: F401, which has styles of its own
+        tensor_parallel,
+        utils,
+    )
 
     styles = tensor_parallel.ALL_PARALLEL_STYLES
     before = dict(styles.items())

@@ -39,6 +39,10 @@ MODELS = {
     "qwen2": (transformers.Qwen2ForCausalLM, {"tie_word_embeddings": True}),
     "phi3": (transformers.Phi3ForCausalLM, {}),
     "mixtral": (transformers.MixtralForCausalLM, {"num_local_experts": 4}),
+    "qwen3 moe": (
+        transformers.Qwen3MoeForCausalLM,
+        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 8},
+    ),
     "by three": (
         transformers.LlamaForCausalLM,
         {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 3},
@@ -131,6 +135,66 @@ def test_every_layer_of_a_llama_is_wefts(folder):
         ),
         ["lm_head", "weft: product without communication, then all_gather"],
     ]
+
+
+EXPERTS = [("mixtral",), ("qwen3 moe",)]
+DIVIDED = {"tp_size": 2, "ep_size": 2}
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("implementation", ["weft", "auto"])
+@pytest.mark.parametrize("folder", EXPERTS, indirect=True, ids=[name for (name,) in EXPERTS])
+def test_divided_experts(folder, implementation):
+    model = alone(folder)
+    expected = generated(model), logits(model), _gradients(model)
+    for tokens, found, grads, explained in on_ranks(
+        _divided, 2, folder, implementation, context=group
+    ):
+        assert tokens == expected[0]
+        assert_near(found, expected[1])
+        assert "model.layers.0.mlp.experts" in explained
+        assert explained.count("weft: moe") == SIZES["num_hidden_layers"]
+        assert grads.keys() == expected[2].keys()
+        for name, gradient in grads.items():
+            assert_near(gradient, expected[2][name], label=name)
+
+
+def _divided(_, folder, implementation):
+    model = sharded(folder, **DIVIDED, ep_implementation=implementation)
+    found = logits(model)
+    weft.nn.freeze(model)
+    return generated(model), found, _gradients(model), weft.nn.explain(model)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("folder", EXPERTS[:1], indirect=True)
+def test_experts_whose_tokens_are_not_shared_remain_transformers(folder):
+    expected = logits(alone(folder))
+    for found, explained in on_ranks(_spread, 2, folder, context=group):
+        assert_near(found, expected)
+        assert "weft: moe" not in explained
+        assert "transformers: tp_size=1 and ep_size=2 of 2 ranks" in explained
+
+
+def _spread(_, folder):
+    model = sharded(folder, fsdp_size=2, ep_size=2, ep_implementation="weft")
+    return logits(model), weft.nn.explain(model)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("folder", EXPERTS, indirect=True, ids=[name for (name,) in EXPERTS])
+def test_experts_in_one_process(folder):
+    expected = logits(alone(folder))
+    [found] = on_ranks(_one_process, 1, folder, context=contextlib.nullcontext)
+    assert_near(found, expected)
+
+
+def _one_process(_, folder):
+    weft.huggingface.enable()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", experts_implementation="weft"
+    )
+    return logits(model.eval())
 
 
 @pytest.mark.data

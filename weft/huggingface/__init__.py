@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from weft.huggingface import experts
 from weft.huggingface.styles import Style
 
 __all__ = ["enable"]
@@ -21,9 +22,14 @@ def enable() -> None:
 
     A row-parallel linear layer becomes a `weft.nn.RowParallelLinear`, whose product overlaps its
     sum over the ranks; a column-parallel one a `weft.nn.ColumnParallelLinear`; an embedding with a
-    sharded vocabulary is looked up and summed without DTensors. Parameters, their gradients and the
-    state dict are the same, and so are results but for the order of sums. What weft cannot run
-    remains transformers' own: `weft.nn.explain` shows the reason.
+    sharded vocabulary is looked up and summed without DTensors; the experts of a mixture become
+    `weft.nn.ParallelExperts`, whether each is divided (`tp_plan`) or each rank has some
+    (``DistributedConfig(tp_size=2, ep_size=2)``, with the `ep_implementation` ``weft`` or
+    ``auto``). Parameters, their gradients and the state dict are the same, and so are results but
+    for the order of sums. What weft cannot run remains transformers' own: `weft.nn.explain` shows
+    the reason.
+
+    A model in one process has weft's experts with ``experts_implementation="weft"``.
 
     If transformers makes the process group, for CPUs, its backend is weft; a group that the program
     makes before, of any backend, is used as it is. Call this on all ranks before
@@ -33,6 +39,7 @@ def enable() -> None:
     elsewhere than 5.23 and 5.24 do.
     """
     styles, backends = _registries()
+    experts.register()  # first, since it loads styles
     for name, style in [*styles.items()]:
         if not isinstance(style, Style):
             styles.register(name, Style(style))

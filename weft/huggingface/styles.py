@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from weft.huggingface import embedding
+from weft.huggingface import embedding, experts
+from weft.nn import expert_parallel
 from weft.nn.layers import ColumnParallelLinear, RowParallelLinear, ShardedLinear, note
 from weft.nn.layout import TensorLayout
 from weft.nn.styles import convert, obstacle
@@ -26,9 +27,13 @@ class Style:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.style, name)
 
-    def install_forward(self, module: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    def install_forward(
+        self, module: nn.Module, mesh: DeviceMesh | None = None, **options: Any
+    ) -> nn.Module:
         """Called once for each module, after its parameters are sharded, before they are loaded."""
         kind = type(self.style).__name__
+        if mesh is None:
+            return experts.install_forward(self.style, module, **options)
         if mesh.size() != dist.get_world_size():
             reason = (
                 f"{mesh.size()} of {dist.get_world_size()} ranks share it, and weft's layers only "
@@ -37,6 +42,9 @@ class Style:
         elif kind == "EmbeddingParallel" and self.style.shard_dim == 0:
             if not (reason := embedding.obstacle(module, mesh) or ""):
                 return embedding.convert(module, mesh)
+        elif kind == "MoeExpertsParallel":
+            if not (reason := expert_parallel.obstacle(module, mesh) or ""):
+                return expert_parallel.convert(module, mesh)
         elif found := _layer(self.style, mesh):
             layer, layout = found
             if not (reason := obstacle(module, mesh, layer, layout) or ""):

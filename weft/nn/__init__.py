@@ -12,10 +12,15 @@ collective; otherwise torch's own style is applied, and `explain` shows the reas
 the same sharded input, such as the projections to queries, keys and values, can share its gather:
 `SharedColwiseParallel`.
 
+The experts of a mixture are on several ranks by the style `ExpertParallel`, or as the layers `MoE`
+and `ParallelExperts`.
+
 A layer multiplies by what its weight holds at the time of the call. The owner of a model whose
 weights will not change can promise so, by `freeze`, and few rows are multiplied faster.
 """
 
+from weft.nn.expert_parallel import ExpertParallel
+from weft.nn.experts import MoE, ParallelExperts
 from weft.nn.freeze import freeze
 from weft.nn.layers import ColumnParallelLinear, RowParallelLinear, explain
 from weft.nn.styles import ColwiseParallel, RowwiseParallel, SequenceParallel, SharedColwiseParallel
@@ -23,6 +28,9 @@ from weft.nn.styles import ColwiseParallel, RowwiseParallel, SequenceParallel, S
 __all__ = [
     "ColumnParallelLinear",
     "ColwiseParallel",
+    "ExpertParallel",
+    "MoE",
+    "ParallelExperts",
     "RowParallelLinear",
     "RowwiseParallel",
     "SequenceParallel",

@@ -443,7 +443,7 @@ def explain(module: nn.Module) -> str:
     check_module(module, "module")
     notes = {
         name or type(part).__name__: note
-        + ("; frozen" if isinstance(part, ShardedLinear) and part.frozen else "")
+        + ("; frozen" if getattr(part, "frozen", None) else "")
         + _of_several(name, part)
         for name, part in module.named_modules()
         if (note := getattr(part, "_weft", None))

@@ -1,0 +1,235 @@
+"""Layers of experts that are on several ranks."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.kernels.experts import Experts
+from weft.nn.frozen import FrozenExperts
+from weft.nn.layers import note
+from weft.nn.layout import chunk_sizes, local
+from weft.ops.moe import moe
+from weft.world import World, current
+
+
+class ParallelExperts(nn.Module):
+    """The experts of a mixture, of which each rank has some; tokens are on all ranks (`weft.moe`).
+
+    Parameters are those of Mixtral's and Qwen-MoE's experts in transformers, this rank's experts of
+    them: ``gate_up_proj`` (experts, 2 I, K), the rows of the gate before those of up, and
+    ``down_proj`` (experts, K, I). `load_state_dict` also takes those of all experts, of which each
+    rank keeps its own, and the weights of one expert after the other, as checkpoints have them:
+    ``N.gate_proj.weight``, ``N.up_proj.weight`` and ``N.down_proj.weight``, or Mixtral's ``N.w1``,
+    ``N.w3`` and ``N.w2``.
+
+    A call multiplies by the parameters as they are, unless they were frozen (`weft.nn.freeze`).
+
+    Args:
+        experts: the number of all ranks' experts. A rank's part of them has the size that
+            `torch.chunk` gives it; it may be empty.
+        width: the features of a token, K.
+        inner: the features between the products of an expert, I.
+        activation: as of `weft.Experts`.
+        world: by default the world made by ``weft.init()``.
+
+    Every rank initializes its own experts, with the seed that it has.
+    """
+
+    world: World
+    first: int
+    activation: str
+    frozen: FrozenExperts | None
+
+    def __init__(
+        self,
+        experts: int,
+        width: int,
+        inner: int,
+        *,
+        activation: str = "silu",
+        world: World | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        world = current(world)
+        sizes = chunk_sizes(experts, world.ranks)
+        own = sizes[world.rank]
+        self.gate_up_proj = nn.Parameter(
+            torch.empty(own, 2 * inner, width, device=device, dtype=dtype)
+        )
+        self.down_proj = nn.Parameter(torch.empty(own, width, inner, device=device, dtype=dtype))
+        self.reset_parameters()
+        self._connect(world, sum(sizes[: world.rank]), activation, experts)
+
+    def reset_parameters(self) -> None:
+        """Initialize each matrix as `nn.Linear` does."""
+        for parameter in (self.gate_up_proj, self.down_proj):
+            nn.init.uniform_(parameter, *_bounds(parameter))
+
+    def _connect(self, world: World, first: int, activation: str, experts: int) -> None:
+        """Set the world and the numbers of this rank's experts, of so many on all ranks."""
+        self.world, self.first, self.activation, self.frozen = world, first, activation, None
+        own = len(local(self.gate_up_proj))
+        note(self, f"weft: moe, {own} of {experts} experts on this rank")
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Each token's weighted sum of its experts' results.
+
+        Tokens are (T, K), the chosen experts and their factors (T, top); all ranks pass the same.
+        """
+        if torch.is_autocast_enabled("cpu"):
+            hidden_states = hidden_states.to(torch.get_autocast_dtype("cpu"))
+        return moe(hidden_states, top_k_index, top_k_weights, self._experts(), world=self.world)
+
+    def _experts(self) -> Experts:
+        """The weights in the dtype of the products, packed if they are frozen."""
+        frozen, autocast = self.frozen, torch.is_autocast_enabled("cpu")
+        if frozen is not None and not (
+            autocast or torch.is_grad_enabled() or torch.compiler.is_compiling()
+        ):
+            if frozen.changed(self.gate_up_proj, self.down_proj):
+                error = ValueError(
+                    f"{type(self).__name__}: the weights were changed after "
+                    "weft.nn.freeze(model); call it again after every change"
+                )
+                self.world.refuse(error)
+                raise error
+            return frozen.packed
+        gate_up, down = local(self.gate_up_proj), local(self.down_proj)
+        if autocast:
+            dtype = torch.get_autocast_dtype("cpu")
+            gate_up, down = gate_up.to(dtype), down.to(dtype)
+        return Experts(gate_up, down, first=self.first, activation=self.activation)
+
+    def freeze(self) -> None:
+        """Lay out the weights once, by the promise of `weft.nn.freeze`."""
+        self.frozen = FrozenExperts(
+            self.gate_up_proj, self.down_proj, first=self.first, activation=self.activation
+        )
+
+    def train(self, mode: bool = True) -> ParallelExperts:
+        if mode:
+            self.frozen = None
+        return super().train(mode)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelExperts:
+        memo[id(self.world)] = self.world  # it belongs to the ranks, not to the layer
+        memo[id(self)] = twin = self.__class__.__new__(self.__class__)
+        twin.__dict__ = copy.deepcopy({**self.__dict__, "frozen": None}, memo)
+        return twin
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        of_each = _of_each(state_dict, prefix)
+        for name, parts in _PARTS.items():
+            parameter = self._parameters[name]
+            assert parameter is not None
+            own = range(self.first, self.first + len(local(parameter)))
+            if of_each:
+                given = [
+                    torch.cat([of_each.pop((number, part)) for part in parts])
+                    for number in own
+                    if all((number, part) in of_each for part in parts)
+                ]
+                if len(given) == len(own) > 0:
+                    state_dict[prefix + name] = torch.stack(given)
+                elif not own:
+                    state_dict[prefix + name] = parameter.detach()
+            elif (
+                isinstance(full := state_dict.get(prefix + name), Tensor)
+                and type(full) is type(parameter.data)
+                and full.dim() == 3
+                and len(full) != len(own)
+                and len(full) >= own.stop
+            ):
+                state_dict[prefix + name] = full[own.start : own.stop]
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+_PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+_NAMES = {
+    **{f"{part}_proj": part for part in ("gate", "up", "down")},
+    "w1": "gate",
+    "w3": "up",
+    "w2": "down",
+}
+
+
+def _of_each(state_dict: dict[str, Any], prefix: str) -> dict[tuple[int, str], Tensor]:
+    """The weights of single experts in a state dict, by number and part; they are taken out."""
+    found = {}
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        number, _, rest = key.removeprefix(prefix).partition(".")
+        name, _, kind = rest.partition(".")
+        if number.isdecimal() and kind == "weight" and name in _NAMES:
+            found[int(number), _NAMES[name]] = state_dict.pop(key)
+    return found
+
+
+def _bounds(parameter: Tensor) -> tuple[float, float]:
+    most = 1 / math.sqrt(max(parameter.shape[-1], 1))
+    return -most, most
+
+
+class MoE(nn.Module):
+    """A mixture of experts: a router, and experts of which each rank has some (`ParallelExperts`).
+    Tokens are on all ranks, and so is the result.
+
+    The router takes the softmax of a linear layer without bias over all experts, in float32, and
+    the `top` largest of it. Parameters are those of Mixtral's and Qwen-MoE's layers in
+    transformers: ``gate.weight`` (experts, K), on every rank, and ``experts.…``; `load_state_dict`
+    takes their state dicts, and those of their checkpoints, without a shared expert.
+
+    Args:
+        experts, width, inner, activation, world: as of `ParallelExperts`.
+        top: the number of experts that a token chooses.
+        normalize: whether a token's `top` factors are divided by their sum, as by Mixtral and, if
+            its ``norm_topk_prob`` says so, Qwen-MoE.
+
+    All ranks must use the same seed, or load a state dict, as the router is on each. Input and
+    output: (…, width), the same on every rank.
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        width: int,
+        inner: int,
+        top: int,
+        *,
+        normalize: bool = True,
+        activation: str = "silu",
+        world: World | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= top <= experts:
+            raise ValueError(f"top must be 1 to {experts}, the number of experts; got {top}")
+        self.top, self.normalize = top, normalize
+        self.gate = nn.Linear(width, experts, bias=False, device=device, dtype=dtype)
+        self.experts = ParallelExperts(
+            experts,
+            width,
+            inner,
+            activation=activation,
+            world=world,
+            device=device,
+            dtype=dtype,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        likely = self.gate(tokens).softmax(-1, dtype=torch.float32)
+        scores, chosen = likely.topk(self.top, dim=-1)
+        if self.normalize:
+            scores = scores / scores.sum(-1, keepdim=True)
+        y: Tensor = self.experts(tokens, chosen, scores)
+        return y.view(x.shape)
