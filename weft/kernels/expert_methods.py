@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -58,50 +58,55 @@ class Method(NamedTuple):
 
 
 def each(
-    weights: Sequence[tuple[Weight, Weight]],
+    weights: Callable[[int], tuple[Weight, Weight]],
     experts: Experts,
     x: Tensor,
     chosen: Tensor,
     scores: Tensor,
     out: Tensor,
 ) -> None:
-    """One expert after another, by two products each: any dtype, and weights as they are."""
+    """One expert after another, by two products each: any dtype, and weights as they are, (K, 2 I)
+    and (I, K) for each number.
+    """
     activation = ACTIVATIONS[experts.activation]
     _, width, inner = experts.shape
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     sums = torch.zeros(len(x), width, dtype=wide, device=x.device)
-    for (gate_up, down), (tokens, at) in zip(weights, routed(experts, chosen), strict=True):
-        if len(tokens):
-            both = x.new_empty(len(tokens), 2 * inner)
-            products.multiply(x.index_select(0, tokens), gate_up, both)
-            gate, up = both.chunk(2, 1)
-            result = sums.new_empty(len(tokens), width)
-            products.multiply(activation(gate) * up, down, result)
-            sums.index_add_(0, tokens, result * scores.reshape(-1)[at].unsqueeze(1))
+    factors = scores.reshape(-1, 1)
+    for number, tokens, at in routed(experts, chosen):
+        gate_up, down = weights(number)
+        both = x.new_empty(len(tokens), 2 * inner)
+        products.multiply(x.index_select(0, tokens), gate_up, both)
+        between = activation(both[:, :inner]).mul_(both[:, inner:])
+        result = sums.new_empty(len(tokens), width)
+        products.multiply(between, down, result)
+        sums.index_add_(0, tokens, result.mul_(factors.index_select(0, at)))
     out.copy_(sums)
 
 
-def routed(experts: Experts, chosen: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """For each expert the tokens that chose it, and the places of these choices in `chosen`
-    (tokens, top), flattened.
+def routed(experts: Experts, chosen: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The experts that tokens chose, in order: the number of each among `experts`, its tokens, and
+    the places of these choices in `chosen` (tokens, top), flattened.
     """
-    count = experts.shape.number
-    local = chosen.reshape(-1).long() - experts.first
-    local = torch.where((local < 0) | (local >= count), count, local)
-    _, order = local.sort(stable=True)
-    sizes = torch.bincount(local, minlength=count + 1).tolist()
+    numbers, order = chosen.reshape(-1).sort(stable=True)
     tokens = order // max(chosen.shape[1], 1)
-    return [*zip(tokens.split(sizes)[:count], order.split(sizes)[:count], strict=True)]
+    found, counts = numbers.unique_consecutive(return_counts=True)
+    start = 0
+    for number, count in zip(found.tolist(), counts.tolist(), strict=True):
+        own, stop = number - experts.first, start + count
+        if 0 <= own < experts.shape.number:
+            yield own, tokens[start:stop], order[start:stop]
+        start = stop
 
 
-def _packed_each(experts: Experts) -> list[tuple[PackedWeight, PackedWeight]]:
+def _packed_each(experts: Experts) -> Callable[[int], tuple[PackedWeight, PackedWeight]]:
     made = [
         (pack(gate_up.t()), pack(down.t()))
         for gate_up, down in zip(experts.gate_up.detach(), experts.down.detach(), strict=True)
     ]
     for weight in [weight for both in made for weight in both]:
         weight.watched = True  # as parts of the experts
-    return made
+    return made.__getitem__
 
 
 def _packed_natively(experts: Experts) -> _native.PackedExperts:

@@ -94,7 +94,10 @@ class Experts:
         `x` is (tokens, K), `chosen` and `scores` (tokens, top), scores in float32, or float64. The
         tokens may be a part of a call of `rows` tokens.
         """
-        weights = [(up.t(), down.t()) for up, down in zip(self.gate_up, self.down, strict=True)]
+
+        def weights(number: int) -> tuple[Tensor, Tensor]:
+            return self.gate_up[number].t(), self.down[number].t()
+
         methods.each(weights, self, x, chosen, scores, out)
 
     def __repr__(self) -> str:

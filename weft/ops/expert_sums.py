@@ -146,9 +146,7 @@ def gradients(
     for_x, for_scores = torch.zeros_like(x, dtype=wide), torch.zeros_like(scores, dtype=wide)
     for_gate_up, for_down = torch.zeros_like(gate_up), torch.zeros_like(down)
     of_scores, own = for_scores.view(-1), scores.to(wide).reshape(-1)
-    for number, (tokens, at) in enumerate(routed(experts, chosen)):
-        if not len(tokens):
-            continue
+    for number, tokens, at in routed(experts, chosen):
         rows, dy = x[tokens], grad[tokens]
         gate, up = (rows @ gate_up[number].t()).chunk(2, 1)
         active = ACTIVATIONS[activation](gate)
