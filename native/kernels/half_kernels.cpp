@@ -18,8 +18,9 @@ namespace weft::half {
 
 namespace {
 
-// Two adjacent numbers, which instructions multiply by two others, and add up.
-struct Pair {
+// Two adjacent numbers, at the address of any number, which instructions multiply by two others,
+// and add up.
+struct __attribute__((packed)) Pair {
   uint32_t bits;
 };
 

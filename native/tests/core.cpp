@@ -17,6 +17,7 @@
 #include "execute/binding.hpp"
 #include "execute/executor.hpp"
 #include "kernels/float16.hpp"
+#include "kernels/experts.hpp"
 #include "kernels/half_product.hpp"
 #include "memory/signal_array.hpp"
 #include "kernels/team.hpp"
@@ -192,6 +193,82 @@ std::vector<Half> random_halves(size_t n, std::mt19937& random) {
     if (random() % 8 == 0) x.bits = static_cast<uint16_t>(random());
   }
   return all;
+}
+
+// With relu all sums of small integers are exact, in any order; nothing is read or written beside
+// the operands, whose memory is of their size.
+template <class T>
+void test_experts(Dtype dtype) {
+  if (!half::columns()) return;
+  std::mt19937 random(6);
+  auto below = [&](size_t n) { return static_cast<size_t>(random() % n); };
+  auto number = [](int x) {
+    if constexpr (std::is_same_v<T, float>)
+      return static_cast<float>(x);
+    else
+      return narrow<T>(static_cast<float>(x));
+  };
+  auto integers = [&](size_t n) {
+    std::vector<T> all(n);
+    for (T& x : all) x = number(static_cast<int>(below(3)) - 1);
+    return all;
+  };
+  auto value = [](T x) {
+    if constexpr (std::is_same_v<T, float>)
+      return x;
+    else
+      return widen(x);
+  };
+  for (int round = 0; round < 40; ++round) {
+    const size_t tokens = below(40), count = below(4), width = 1 + below(round % 2 ? 5 : 80),
+                 inner = 1 + below(round % 3 ? 40 : 5), top = 1 + below(3);
+    const experts::Shape shape{dtype, count, width, inner};
+    const auto x = integers(tokens * width), gate_up = integers(count * 2 * inner * width),
+               down = integers(count * width * inner);
+    std::vector<int64_t> chosen(tokens * top);
+    std::vector<float> scores(tokens * top, 1.f);
+    for (int64_t& each : chosen) each = static_cast<int64_t>(below(6)) - 1;
+    std::vector<T> packed_gate_up(count * shape.gate_up_elements()),
+        packed_down(count * shape.down_elements());
+    auto bytes = [](auto& all) { return reinterpret_cast<char*>(all.data()); };
+    auto read = [](const auto& all) { return reinterpret_cast<const char*>(all.data()); };
+    experts::pack(shape, {read(gate_up), 2 * inner * width, width, 1},
+                  {read(down), width * inner, inner, 1}, bytes(packed_gate_up), bytes(packed_down));
+    std::vector<float> out(tokens * width, 7.f);
+    experts::multiply({shape,
+                       Dtype::float32,
+                       bytes(packed_gate_up),
+                       bytes(packed_down),
+                       half::Activation::relu,
+                       1,
+                       {read(chosen), top, true, scores.data(), top, top},
+                       read(x),
+                       width,
+                       bytes(out),
+                       width,
+                       tokens});
+    for (size_t token = 0; token < tokens; ++token) {
+      std::vector<float> sum(width, 0.f);
+      for (size_t choice = 0; choice < top; ++choice) {
+        const int64_t expert = chosen[token * top + choice] - 1;
+        if (expert < 0 || expert >= static_cast<int64_t>(count)) continue;
+        for (size_t i = 0; i < inner; ++i) {
+          float products[2] = {0, 0};
+          for (size_t part = 0; part < 2; ++part)
+            for (size_t k = 0; k < width; ++k)
+              products[part] += value(x[token * width + k]) *
+                                value(gate_up[((expert * 2 + part) * inner + i) * width + k]);
+          // halves are rounded between the products where pairs of them are multiplied
+          const float between = std::max(products[0], 0.f) * products[1];
+          const float rounded =
+              half::kernels_of_pairs(dtype) ? widen(narrow<BFloat16>(between)) : between;
+          for (size_t k = 0; k < width; ++k)
+            sum[k] += rounded * value(down[(expert * width + k) * inner + i]);
+        }
+      }
+      for (size_t k = 0; k < width; ++k) CHECK(out[token * width + k] == sum[k]);
+    }
+  }
 }
 
 // Each element is one sum of fused multiply-adds in order, whatever the layout and number of rows.
@@ -775,6 +852,9 @@ int main() {
   test_conversions();
   test_half_products<Float16>(Dtype::float16);
   test_half_products<BFloat16>(Dtype::bfloat16);
+  test_experts<Float16>(Dtype::float16);
+  test_experts<BFloat16>(Dtype::bfloat16);
+  test_experts<float>(Dtype::float32);
   test_teams();
   test_lanes(2, 300);
   test_lanes(4, 200);
