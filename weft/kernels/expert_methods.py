@@ -142,13 +142,18 @@ def fastest(experts: Experts, rows: int) -> str:
     """The name of the fastest method for packed experts and a call of so many `rows`, one for each
     choice. It does not depend on what the router has chosen, and so neither do bits.
     """
-    if experts.dtype not in _NATIVE or not half.COLUMNS:
+    pack: Any = type(experts)
+    return _fastest_for(pack, experts.dtype, experts.shape, rows, torch.get_num_threads())
+
+
+@functools.lru_cache(4096)
+def _fastest_for(pack: Any, dtype: torch.dtype, shape: Shape, rows: int, threads: int) -> str:
+    if dtype not in _NATIVE or not half.COLUMNS:
         return "each"
-    count, width, inner = experts.shape
+    count, width, inner = shape
     size = "large" if width * inner >= _LARGE else "small"
     nearest = max(case for case in _ROWS if case <= max(rows // max(count, 1), 1))
-    pack: Any = type(experts)
-    return _table(pack, experts.dtype, torch.get_num_threads())[size][str(nearest)]
+    return _table(pack, dtype, threads)[size][str(nearest)]
 
 
 @functools.cache
