@@ -170,6 +170,15 @@ def test_huggingface():
 
 @pytest.mark.data
 @pytest.mark.slow
+def test_mixture_of_experts():
+    pytest.importorskip("transformers")
+    sizes = "--hidden 64 --intermediate 32 --layers 1 --prompt 16 --generated 2 --runs 1"
+    printed = as_process("mixture_of_experts.py", *sizes.split())
+    assert len(re.findall(r"│ +\de-0[5-9] │ +\de-0[5-9] │$", printed, re.M)) == 5, printed
+
+
+@pytest.mark.data
+@pytest.mark.slow
 def test_ray_train():
     """On both backends the losses are the same; the example itself checks that in every step."""
     pytest.importorskip("ray.train.torch")
