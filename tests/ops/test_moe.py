@@ -60,6 +60,26 @@ def test_random_layers(ranks):
     on_ranks(random_layers, ranks)
 
 
+@pytest.mark.data
+def test_two_hosts_of_two_ranks():
+    with weft.local_world(4, hosts=(0, 0, 1, 1), timeout=20) as local:
+        results = local.run(over_hosts)
+    for number, mixture in enumerate(MIXTURES):
+        for found in results:
+            torch.testing.assert_close(
+                found[number].double(), defined(*mixture), rtol=1e-5, atol=1e-5
+            )
+            assert torch.equal(found[number], results[0][number])
+
+
+MIXTURES = [random(tokens, 33, 20, 8, 2, seed=tokens) for tokens in (0, 1, 40, 300)]
+
+
+def over_hosts():
+    rank = weft.init().rank
+    return [weft.moe(*mixture[:3], part(mixture, (0, 3, 3, 6, 8), rank)) for mixture in MIXTURES]
+
+
 def every_algorithm(world):
     mixture = random(300, 40, 24, 8, 2)
     own = part(mixture, (0, 3, 8), world.rank)
