@@ -20,6 +20,11 @@ from weft.ops.options import Operands, Options
 from weft.schedules.workload import Collective, Operator
 from weft.world import World
 
+EXCHANGED = (
+    "split sizes are exchanged by the call itself, and explain sends nothing: leave them out"
+)
+"""Why calls with split sizes are not explained."""
+
 
 class Recorded(NamedTuple):
     """The arguments of a call that torch records.
@@ -93,10 +98,7 @@ class CollectiveOperator:
         """
         names = options_of(self.check)
         if any(options[name] is not None for name in names if name.endswith("split_sizes")):
-            raise ValueError(
-                "split sizes are exchanged by the call itself, and explain sends nothing: leave "
-                "them out"
-            )
+            raise ValueError(EXCHANGED)
         values = tuple(
             as_key(value) if isinstance(value := options[name], list) else value for name in names
         )

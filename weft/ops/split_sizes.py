@@ -1,0 +1,114 @@
+"""Numbers of rows that ranks tell each other in the call which needs them: each call of uneven
+parts first executes a plan that brings every rank's numbers to every rank (`weft.plan.sized`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from weft.checks import integers
+from weft.engines import engine
+from weft.schedules.counts import counts
+from weft.schedules.exchanges import Counts
+from weft.schedules.thresholds import EAGER_BUFFER_BYTES
+from weft.world import World
+
+_ANY = -1
+"""The number of rows that a rank expects, if it takes what comes."""
+
+
+def check(
+    rows: int, sent: Sequence[int] | None, expected: Sequence[int] | None, number: int
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """The `number` of parts into which a rank's rows are split, and of the parts that it expects,
+    if it says so. Raises `ValueError` or `TypeError` if these are no such sizes.
+    """
+    ins = tuple(integers(() if sent is None else sent, "input_split_sizes"))
+    outs = None if expected is None else tuple(integers(expected, "output_split_sizes"))
+    every = (*ins, *(outs or ()))
+    if (
+        {len(ins), len(ins if outs is None else outs)} != {number}
+        or min(every) < 0
+        or (sum(ins) != rows)
+    ):
+        raise ValueError(
+            f"input_split_sizes and output_split_sizes must be {number} sizes each, none "
+            f"negative, and input_split_sizes must add up to {rows} rows; got {[*ins]} and "
+            f"{None if outs is None else [*outs]}"
+        )
+    return ins, outs
+
+
+def exchange(
+    world: World,
+    operator: str,
+    sent: Sequence[int],
+    expected: Sequence[int] | None,
+    receive: Callable[[Counts], Counts],
+    unit: str = "rows",
+) -> tuple[Counts, Sequence[int]]:
+    """The parts that every rank sends, and those that this rank receives; collective. `receive`
+    gives of the parts that each rank sends those that each receives, in its order.
+
+    Raises `ValueError`, on all ranks, if a rank expects other parts than it receives; `unit` is the
+    name of what the sizes count.
+    """
+    wide, exchanges = len(sent), engine(world).counts
+    if (operator, wide) not in exchanges:
+        exchanges[operator, wide] = _Exchange(world, operator, wide)
+    every = exchanges[operator, wide].run((*sent, *(expected or (_ANY,) * wide)))
+    return agreed(every, world.rank, receive, unit)
+
+
+def agreed(
+    every: Counts, rank: int, receive: Callable[[Counts], Counts], unit: str = "rows"
+) -> tuple[Counts, Sequence[int]]:
+    """`exchange`, of the numbers that ranks have exchanged: of each rank those that it sends, then
+    those that it expects.
+    """
+    wide = len(every[0]) // 2
+    sent = [row[:wide] for row in every]
+    received = receive(sent)
+    wrong = [
+        (receiver, at)
+        for receiver, (row, parts) in enumerate(zip(every, received, strict=True))
+        if row[-1] != _ANY and row[wide:] != parts
+        for at in range(wide)
+        if row[wide + at] != parts[at]
+    ]
+    if wrong:
+        senders = receive([[sender] * wide for sender in range(len(every))])
+        sender, receiver, at = min((senders[receiver][at], receiver, at) for receiver, at in wrong)
+        raise ValueError(
+            f"rank {sender} sends rank {receiver} {received[receiver][at]} {unit}, but rank "
+            f"{receiver} expects {every[receiver][wide + at]} {unit} from it"
+        )
+    return sent, received[rank]
+
+
+class _Exchange:
+    """The plan by which ranks exchange `wide` sizes that they send and as many that they expect,
+    with the tensors that it uses in each call.
+    """
+
+    def __init__(self, world: World, operator: str, wide: int) -> None:
+        numbers = 2 * wide
+        few = not world.stream_ordered and 8 * numbers <= EAGER_BUFFER_BYTES
+        self.plan = counts(operator, world.levels, world.hosts.if_several, few)
+        self.rows = (1,) * world.ranks
+        with torch.inference_mode(False):  # later calls may be outside of it
+            own = torch.zeros(1, numbers, dtype=torch.int64, device=world.device)
+            every = own.new_empty(world.ranks, numbers)
+        self.tensors = {"a": own, "gathered": every}
+        self.program = engine(world).program(self.plan, self.tensors, self.rows)
+        self.program.compiled.set_call_text(f"{self.plan.operator}\n{numbers} numbers")
+
+    def run(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of all ranks."""
+        with torch.no_grad():
+            self.tensors["a"].copy_(torch.tensor([numbers], device="cpu"))
+            self.program.run(self.tensors, self.rows, {})
+        found: list[list[int]] = self.tensors["gathered"].tolist()
+        return found
