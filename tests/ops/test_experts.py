@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from support.checks.autograd import assert_same, leaves
 from support.ranks import on_ranks, reference_world, stream_world
 
 import weft
+from weft.ops import driver
 from weft.ops.options import Options
 from weft.schedules.exchanges import dispatched, returned
 
@@ -175,6 +177,35 @@ def sizes_by_the_sender(world):
 
 def test_an_all_to_all_whose_receivers_are_not_told():
     on_ranks(sizes_by_the_sender, 3)
+
+
+def seen_before(world):
+    """Sizes that were seen before are found in the call cache, in any order, with new rows."""
+    ranks, rank = world.ranks, world.rank
+    every = [[[1 + n for n in row] for row in matrix(ranks, 1, seed, 9)] for seed in range(3)]
+    b = torch.randn(6, 5, generator=torch.Generator().manual_seed(rank)).double()
+
+    def calls(seed):
+        counts = every[seed % 3]
+        rows = inputs(counts, 6, seed)
+        (own,) = taken(rows, counts, 1, rank)
+        sent, received = counts[rank], dispatched(counts)[rank]
+        assert torch.equal(weft.all_to_all(rows[rank], input_split_sizes=sent), own)
+        made = weft.all_to_all_matmul(rows[rank], b, input_split_sizes=sent)
+        torch.testing.assert_close(made, own @ b)
+        there = {"input_split_sizes": received, "output_split_sizes": sent}
+        back = weft.matmul_all_to_all(own, torch.eye(6).double(), **there)
+        torch.testing.assert_close(back, rows[rank])
+
+    for seed in range(9):
+        calls(seed)
+    with patch.object(driver, "run", side_effect=AssertionError("it was not cached")):
+        for seed in random.Random(0).sample(range(9, 99), 60):
+            calls(seed)
+
+
+def test_sizes_that_were_seen_before():
+    on_ranks(seen_before, 2)
 
 
 def layer(world, tokens, chosen, share, up, down):

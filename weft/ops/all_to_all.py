@@ -9,6 +9,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from weft.checks import check_timeout
 from weft.ops import arguments, collective, dims, granularity, split_sizes
 from weft.ops.all_gather import check as check_all_gather
 from weft.ops.collective import CollectiveCall, Plans, as_matrix, planned
@@ -49,9 +50,18 @@ def all_to_all(
         ...     local.run(lambda: weft.all_to_all(torch.tensor([1, 2]) + 10 * weft.init().rank))
         [tensor([ 1, 11]), tensor([ 2, 12])]
     """
-    sent = None if input_split_sizes is None else arguments.as_key(input_split_sizes)
-    received = None if output_split_sizes is None else arguments.as_key(output_split_sizes)
-    return collective.run(_check, a, out, (sent, received), world, timeout)
+    if input_split_sizes is None and output_split_sizes is None:
+        return collective.run(_check, a, out, (), world, timeout)
+    world = current(world)
+    with world.tell_refusal:
+        check_timeout(timeout)
+        ins, outs = _sizes(world, a, input_split_sizes, output_split_sizes)
+        if out is not None and outs is not None:
+            _result(a, out, outs, world)
+        counts, _ = split_sizes.exchange(
+            world, "all_to_all", ins, outs, dispatched, "rows", timeout
+        )
+    return collective.run(_check_uneven, a, out, (counts,), world, timeout)
 
 
 def all_to_all_async(
@@ -79,12 +89,10 @@ def all_to_all_async(
         ...     local.run(overlapped)
         [tensor([ 1, 11]), tensor([ 2, 12])]
     """
-    sent = None if input_split_sizes is None else arguments.as_key(input_split_sizes)
-    received = None if output_split_sizes is None else arguments.as_key(output_split_sizes)
-    if sent is None and received is None:
-        return collective.start(_check, a, out, (None, None), world, timeout)
+    if input_split_sizes is None and output_split_sizes is None:
+        return collective.start(_check, a, out, (), world, timeout)
     world = current(world)
-    ins, outs = _sizes(world, a, sent, received)
+    ins, outs = _sizes(world, a, input_split_sizes, output_split_sizes)
     if outs is None:
         raise ValueError(
             "the result of all_to_all_async is allocated before ranks exchange sizes: give "
@@ -97,48 +105,35 @@ def all_to_all_async(
     def prepare(every: Tensor) -> CollectiveCall:
         rows = every.view(world.ranks, -1).tolist()
         counts, _ = split_sizes.agreed(rows, world.rank, dispatched)
-        return _AllToAll(world, a, result, counts, True)
+        return _AllToAll(world, a, result, counts)
 
-    description = collective.describe("all_to_all", a, _check, (sent, received))
+    description = collective.describe("all_to_all", a, _check, ())
     return DeferredHandle(world, exchange, prepare, description, result, timeout)
 
 
-def _check(
-    world: World,
-    a: Tensor,
-    out: Tensor | None,
-    input_split_sizes: Sequence[int] | None,
-    output_split_sizes: Sequence[int] | None,
-) -> CollectiveCall:
-    return check(world, a, out, input_split_sizes, output_split_sizes, "rows")
+def _check(world: World, a: Tensor, out: Tensor | None) -> CollectiveCall:
+    return check(world, a, out, None)
 
 
-def check(
-    world: World,
-    a: Tensor,
-    out: Tensor | None,
-    input_split_sizes: Sequence[int] | None,
-    output_split_sizes: Sequence[int] | None,
-    unit: str,
-) -> CollectiveCall:
-    """The checked call, of which another operator may be made, too; `unit` is the name of a's rows
-    in errors.
+def _check_uneven(world: World, a: Tensor, out: Tensor | None, counts: Counts) -> CollectiveCall:
+    return check(world, a, out, counts)
+
+
+def check(world: World, a: Tensor, out: Tensor | None, counts: Counts | None) -> CollectiveCall:
+    """The checked call, of which another operator may be made, too: of equal parts, or of those
+    whose `counts` ranks have exchanged.
     """
-    if input_split_sizes is None and output_split_sizes is None:
-        collective.check_input(a, world)
-        dims.normal(0, a.dim())
+    collective.check_input(a, world)
+    dims.normal(0, a.dim())
+    if counts is None:
         if a.shape[0] % world.ranks:
             raise ValueError(
                 f"{a.shape[0]} rows do not divide evenly over {world.ranks} ranks: give the split "
                 "sizes"
             )
-        even = (a.shape[0] // world.ranks,) * world.ranks
-        return _AllToAll(world, a, _result(a, out, even, world), (even,) * world.ranks, False)
-    sent, received = _sizes(world, a, input_split_sizes, output_split_sizes)
-    made = None if received is None else _result(a, out, received, world)
-    counts, parts = split_sizes.exchange(world, "all_to_all", sent, received, dispatched, unit)
-    result = _result(a, out, parts, world) if made is None else made
-    return _AllToAll(world, a, result, counts, True)
+        counts = ((a.shape[0] // world.ranks,) * world.ranks,) * world.ranks
+    received = [row[world.rank] for row in counts]
+    return _AllToAll(world, a, _result(a, out, received, world), counts)
 
 
 def _sizes(
@@ -161,15 +156,7 @@ def _result(a: Tensor, out: Tensor | None, parts: Sequence[int], world: World) -
 class _AllToAll(CollectiveCall):
     """Rank r sends ``counts[r][p]`` rows to rank p."""
 
-    def __init__(
-        self,
-        world: World,
-        a: Tensor,
-        result: Tensor,
-        counts: Counts,
-        sizes_exchanged: bool,
-    ) -> None:
-        self.sizes_exchanged = sizes_exchanged
+    def __init__(self, world: World, a: Tensor, result: Tensor, counts: Counts) -> None:
         matrix = as_matrix(a)
         row = matrix.shape[1] * matrix.itemsize
         self.largest = row * max(map(sum, counts))

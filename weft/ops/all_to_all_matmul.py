@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weft.kernels.weights import Weight
 from weft.ops import expert_calls
-from weft.ops.expert_calls import ExpertCall
+from weft.ops.expert_calls import ExpertCall, Given
 from weft.ops.fused import FusedCall
 from weft.ops.operator import FusedOperator, Gradient, Gradients, Recorded
 from weft.ops.options import Operands, Options
@@ -91,6 +91,7 @@ def all_to_all_matmul(
     """
     return expert_calls.call(
         OPERATOR,
+        check,
         dispatched,
         a,
         b,
@@ -107,10 +108,13 @@ def all_to_all_matmul(
     )
 
 
-def check(world: World, operands: Operands, options: Options) -> FusedCall:
+def check(
+    world: World, operands: Operands, options: Options, given: Given | None = None
+) -> FusedCall:
     """A checked call, which computes the result, and the rows that arrived if `options.keep`."""
-    checked = expert_calls.check(world, operands, options, schedule.OPERATOR.name, dispatched)
-    call = _DispatchCall(world, options, schedule.OPERATOR.name, checked)
+    name = schedule.OPERATOR.name
+    checked = expert_calls.checked(world, operands, options, given, name, dispatched)
+    call = _DispatchCall(world, options, name, checked)
     if options.keep:
         call.keep()
     return call

@@ -71,14 +71,11 @@ class CollectiveCall(Call):
 
     `size` is the most bytes of a rank that are sent to peers, `algorithm` the caller's. `copied`
     has pairs of a part of the result and the block that is copied to it at the end.
-    `sizes_exchanged`: ranks exchanged the sizes, which may differ in the next call with the same
-    arguments.
     """
 
     exact = True
     description = ""
     copied: Sequence[tuple[Tensor, Tensor]] = ()
-    sizes_exchanged = False
 
     def __init__(
         self,
@@ -139,7 +136,7 @@ class CollectiveCall(Call):
             program.execute(self.bind(program), self.timeout)
 
     def repeatable(self, key: Key) -> bool:
-        return self.engine.caches_calls and not (self.copied or self.sizes_exchanged)
+        return self.engine.caches_calls and not self.copied
 
     def finish(self) -> Tensor:
         """The result, with the blocks copied to it."""

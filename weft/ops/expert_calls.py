@@ -27,18 +27,9 @@ Receive = Callable[..., Counts]
 """What each rank receives, of what each gives, and of the number of a rank's `experts`."""
 
 
-class Parts(NamedTuple):
-    """The numbers of rows that every rank gives, as a matrix, and those that this rank receives;
-    `even` if all are equal, so that ranks need not tell each other.
-    """
-
-    given: Counts
-    received: Sequence[int]
-    even: bool
-
-
 def call(
     operator: FusedOperator,
+    check: Callable[[World, Operands, Options, Given | None], FusedCall],
     receive: Receive,
     a: Tensor,
     b: Weight | Sequence[Weight],
@@ -62,63 +53,82 @@ def call(
     biases = arguments.listed(bias, weights, several, "bias")
     sent = None if input_split_sizes is None else arguments.as_key(input_split_sizes)
     expected = None if output_split_sizes is None else arguments.as_key(output_split_sizes)
-    key: Key | None = None
-    if sent is None and expected is None and not return_split_sizes:
-        key = operator.check, (out_dtype, algorithm, chunk_rows), a, out, weights, biases
-        cached: Tensor | None = driver.repeat(key, world, timeout)
-        if cached is not None:
-            return cached
+    experts, even = len(weights), sent is None and expected is None
+    choices = out_dtype, algorithm, chunk_rows
+    key: Key = check, (*choices, None), a, out, weights, biases
+    result = driver.repeat(key, world, timeout) if even else None
     world = current(world)
-    recorded = arguments.recorded([a, *weights, *biases, out])
-    if recorded and sent is not None and expected is None:
-        expected = _learned(operator, receive, a, len(weights), sent, world)
-    options = Options(
-        out_dtype=out_dtype,
-        keep=recorded
-        and operator.schedule.exchanges == "a"
-        and any(getattr(weight, "requires_grad", False) for weight in weights),
-        algorithm=algorithm,
-        chunk_rows=chunk_rows,
-        timeout=timeout,
-        input_split_sizes=sent,
-        output_split_sizes=expected,
-    )
-    if recorded:
-        custom = getattr(torch.ops.weft, operator.name).default
-        result = autograd.call(custom, a, weights, biases, out, options, world)[0]
-        wide = world.ranks * len(weights)
-        received = [a.shape[0] // wide] * wide if expected is None else [*expected]
-    else:
-        with torch.no_grad(), world.tell_refusal:
-            checked = operator.check(world, Operands(a, weights, biases, [out]), options)
-            assert isinstance(checked, ExpertCall)
-            result, received = driver.run(checked, key)[0], [*checked.parts.received]
-    return (result, received) if return_split_sizes else result
+    if result is None:
+        recorded, given = arguments.recorded([a, *weights, *biases, out]), None
+        if not even and (not recorded or expected is None):
+            if torch.compiler.is_compiling():
+                raise ValueError(
+                    "the shapes of a compiled graph cannot depend on what arrives: give "
+                    "output_split_sizes"
+                )
+            with world.tell_refusal:
+                given = exchange(operator.name, receive, a, experts, sent, expected, world, timeout)
+            expected, key = given.received, (check, (*choices, given.counts), *key[2:])
+        keep = operator.schedule.exchanges == "a" and any(
+            getattr(weight, "requires_grad", False) for weight in weights
+        )
+        options = Options(
+            out_dtype=out_dtype,
+            keep=recorded and keep,
+            algorithm=algorithm,
+            chunk_rows=chunk_rows,
+            timeout=timeout,
+            input_split_sizes=sent,
+            output_split_sizes=expected,
+        )
+        if recorded:
+            custom = getattr(torch.ops.weft, operator.name).default
+            result = autograd.call(custom, a, weights, biases, out, options, world)[0]
+        elif even or (result := driver.repeat(key, world, timeout)) is None:
+            with torch.no_grad(), world.tell_refusal:
+                operands = Operands(a, weights, biases, [out])
+                result = driver.run(check(world, operands, options, given), key)[0]
+    if not return_split_sizes:
+        return result
+    wide = world.ranks * experts
+    return result, [a.shape[0] // wide] * wide if expected is None else [*expected]
 
 
-def _learned(
-    operator: FusedOperator,
+class Given(NamedTuple):
+    """The numbers of rows that every rank gives, as a matrix, and those that this rank receives."""
+
+    counts: Counts
+    received: Sequence[int]
+
+
+def exchange(
+    operator: str,
     receive: Receive,
     a: Tensor,
     experts: int,
-    sent: Sequence[int],
+    sent: Sequence[int] | None,
+    expected: Sequence[int] | None,
     world: World,
-) -> tuple[int, ...]:
-    """The sizes of the parts that arrive, on which the shapes of a recorded call depend."""
-    if torch.compiler.is_compiling():
-        raise ValueError(
-            "the shapes of a compiled graph cannot depend on what arrives: give output_split_sizes"
-        )
-    ins, _ = split_sizes.check(a.shape[0], sent, None, world.ranks * experts)
-    receive = partial(receive, experts=experts)
-    return tuple(split_sizes.exchange(world, operator.name, ins, None, receive)[1])
+    timeout: float | None,
+) -> Given:
+    """The sizes that ranks tell each other in a call; collective."""
+    check_timeout(timeout)
+    arguments.check_matrix(a, world)
+    ins, outs = split_sizes.check(a.shape[0], sent, expected, world.ranks * experts)
+    found = partial(receive, experts=experts)
+    return Given(*split_sizes.exchange(world, operator, ins, outs, found, "rows", timeout))
 
 
-def check(
-    world: World, operands: Operands, options: Options, operator: str, receive: Receive
-) -> tuple[Operands, Parts, Tensor]:
-    """The checked operands of a call, its parts and its result; collective if sizes are given,
-    which ranks exchange.
+def checked(
+    world: World,
+    operands: Operands,
+    options: Options,
+    given: Given | None,
+    operator: str,
+    receive: Receive,
+) -> tuple[Operands, Given, bool, Tensor]:
+    """The checked operands of a call, its parts, whether they are equal, so that ranks need not
+    tell each other, and its result; collective if sizes are not `given`, but are options.
     """
     a, weights, biases, (out, *_) = operands
     arguments.check_matrix(a, world)
@@ -139,30 +149,22 @@ def check(
         )
     check_timeout(options.timeout)
     dtype = arguments.check_out_dtype(a.dtype, options.out_dtype)
-
-    def result(rows: int) -> Tensor:
-        shape, inputs = (rows, *columns), [a, *weights, *biases]
-        return arguments.result(out, shape, dtype, inputs, world)
-
-    rows, wide = a.shape[0], world.ranks * len(weights)
+    rows, experts = a.shape[0], len(weights)
     sent, expected = options.input_split_sizes, options.output_split_sizes
-    if sent is None and expected is None:
+    even = sent is None and expected is None
+    if even:
+        wide = world.ranks * experts
         if rows % wide:
             raise ValueError(
                 f"{rows} rows do not divide evenly over {wide} weights of {world.ranks} ranks: "
                 "give input_split_sizes"
             )
         part = (rows // wide,) * wide
-        return operands, Parts((part,) * world.ranks, part, True), result(rows)
-    ins, outs = split_sizes.check(rows, sent, expected, wide)
-    made = None if outs is None else result(sum(outs))
-    receive = partial(receive, experts=len(weights))
-    given, received = split_sizes.exchange(world, operator, ins, outs, receive)
-    return (
-        operands,
-        Parts(given, received, False),
-        result(sum(received)) if made is None else made,
-    )
+        given = Given((part,) * world.ranks, part)
+    elif given is None:
+        given = exchange(operator, receive, a, experts, sent, expected, world, options.timeout)
+    shape, inputs = (sum(given.received), *columns), [a, *weights, *biases]
+    return operands, given, even, arguments.result(out, shape, dtype, inputs, world)
 
 
 class ExpertCall(FusedCall):
@@ -173,43 +175,39 @@ class ExpertCall(FusedCall):
         world: World,
         options: Options,
         operator: str,
-        checked: tuple[Operands, Parts, Tensor],
+        checked: tuple[Operands, Given, bool, Tensor],
     ) -> None:
-        operands, self.parts, result = checked
+        operands, self.given, self.even, result = checked
         a, weights, biases, _ = operands
-        largest = tuple(map(max, self.parts.given))
+        counts = self.given.counts
+        largest = tuple(map(max, counts))
         one = operands._replace(weights=weights[:1])
         super().__init__(world, options, workload(operator, largest, one, result.dtype))
-        self.rows = [*chain(*self.parts.given)]
-        if self.parts.even:
-            self.rows = self.parts.given[0]
+        self.rows = counts[0] if self.even else [*chain(*counts)]
         self.weights = weights
         made_in = "out" if self.operator.exchanges == "a" else "partial"
         self.weight_names = names(made_in, len(weights))
         self.biases = () if all(bias is None for bias in biases) else biases
         self.tensors, self.results = {"a": dims.to_front(a, 0), "out": result}, [result]
-        self.request_fields = {"weights": len(weights), "uneven": not self.parts.even}
+        self.request_fields = {"weights": len(weights), "uneven": not self.even}
 
     def keep(self) -> None:
         """Let the rows that arrive be a result, too."""
         a = self.tensors["a"]
-        gathered = a.new_empty(sum(self.parts.received), a.shape[1])
+        gathered = a.new_empty(sum(self.given.received), a.shape[1])
         self.tensors["gathered"] = gathered
         self.results.append(gathered)
         self.request_fields = {**self.request_fields, "gathered": True}
 
     @property
     def description(self) -> str:
-        given, dtype = self.parts.given, dtype_name(self.tensors["a"].dtype)
-        rows = f"{sum(given[0])} rows" if self.parts.even else f"{[*map(sum, given)]} rows"
+        counts, dtype = self.given.counts, dtype_name(self.tensors["a"].dtype)
+        rows = f"{sum(counts[0])} rows" if self.even else f"{[*map(sum, counts)]} rows"
         return f"{self.workload.operator}({rows} x {self.columns} {dtype})"
 
     @property
     def work(self) -> int:
-        return sum(map(sum, self.parts.given)) * max(1, self.workload.n)
-
-    def repeatable(self, key: Key) -> bool:
-        return self.parts.even and super().repeatable(key)
+        return sum(map(sum, self.given.counts)) * max(1, self.workload.n)
 
     def chunk_rows(self, algorithm: str) -> int:
         return self.piece(max(self.workload.rows), self.pieces)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.kernels.weights import Weight
 from weft.ops import expert_calls
-from weft.ops.expert_calls import ExpertCall
+from weft.ops.expert_calls import ExpertCall, Given
 from weft.ops.fused import FusedCall
 from weft.ops.operator import FusedOperator, Gradient, Gradients, Recorded
 from weft.ops.options import Operands, Options
@@ -72,6 +72,7 @@ def matmul_all_to_all(
     """
     return expert_calls.call(
         OPERATOR,
+        check,
         returned,
         a,
         b,
@@ -88,10 +89,13 @@ def matmul_all_to_all(
     )
 
 
-def check(world: World, operands: Operands, options: Options) -> FusedCall:
+def check(
+    world: World, operands: Operands, options: Options, given: Given | None = None
+) -> FusedCall:
     """A checked call: errors are raised here, before any row is sent."""
-    checked = expert_calls.check(world, operands, options, schedule.OPERATOR.name, returned)
-    return _ReturnCall(world, options, schedule.OPERATOR.name, checked)
+    name = schedule.OPERATOR.name
+    checked = expert_calls.checked(world, operands, options, given, name, returned)
+    return _ReturnCall(world, options, name, checked)
 
 
 class _ReturnCall(ExpertCall):

@@ -48,9 +48,11 @@ def exchange(
     expected: Sequence[int] | None,
     receive: Callable[[Counts], Counts],
     unit: str = "rows",
+    timeout: float | None = None,
 ) -> tuple[Counts, Sequence[int]]:
     """The parts that every rank sends, and those that this rank receives; collective. `receive`
-    gives of the parts that each rank sends those that each receives, in its order.
+    gives of the parts that each rank sends those that each receives, in its order. The parts can be
+    a part of a call's key.
 
     Raises `ValueError`, on all ranks, if a rank expects other parts than it receives; `unit` is the
     name of what the sizes count.
@@ -58,8 +60,8 @@ def exchange(
     wide, exchanges = len(sent), engine(world).counts
     if (operator, wide) not in exchanges:
         exchanges[operator, wide] = _Exchange(world, operator, wide)
-    every = exchanges[operator, wide].run((*sent, *(expected or (_ANY,) * wide)))
-    return agreed(every, world.rank, receive, unit)
+    numbers = *sent, *((_ANY,) * wide if expected is None else expected)
+    return agreed(exchanges[operator, wide].run(numbers, timeout), world.rank, receive, unit)
 
 
 def agreed(
@@ -69,7 +71,7 @@ def agreed(
     those that it expects.
     """
     wide = len(every[0]) // 2
-    sent = [row[:wide] for row in every]
+    sent = tuple([tuple(row[:wide]) for row in every])
     received = receive(sent)
     wrong = [
         (receiver, at)
@@ -102,13 +104,18 @@ class _Exchange:
             own = torch.zeros(1, numbers, dtype=torch.int64, device=world.device)
             every = own.new_empty(world.ranks, numbers)
         self.tensors = {"a": own, "gathered": every}
+        # to write a few numbers takes less time than to make a tensor of them
+        self.own = own.numpy() if own.device.type == "cpu" else None
         self.program = engine(world).program(self.plan, self.tensors, self.rows)
         self.program.compiled.set_call_text(f"{self.plan.operator}\n{numbers} numbers")
 
-    def run(self, numbers: Sequence[int]) -> list[list[int]]:
+    def run(self, numbers: Sequence[int], timeout: float | None) -> list[list[int]]:
         """The numbers of all ranks."""
-        with torch.no_grad():
-            self.tensors["a"].copy_(torch.tensor([numbers], device="cpu"))
-            self.program.run(self.tensors, self.rows, {})
-        found: list[list[int]] = self.tensors["gathered"].tolist()
+        own, every = self.tensors.values()
+        if self.own is None:
+            own.copy_(torch.tensor([numbers], device="cpu"))
+        else:
+            self.own[:] = numbers
+        self.program.run(self.tensors, self.rows, {}, timeout=timeout)
+        found: list[list[int]] = every.tolist()
         return found
