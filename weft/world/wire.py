@@ -7,6 +7,7 @@ them is executed, and a message of any other form is refused.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 Kind = TypeVar("Kind")
+_PLAIN = str, int, float, bool
 
 
 def encode(value: object) -> bytes:
@@ -56,15 +58,14 @@ def convert(kind: Any, value: Any) -> Any:
     """A JSON value as an instance of `kind`, a class or a container of one. Raises `ValueError` if
     it does not fit.
     """
-    container = get_origin(kind) or kind
-    parts = get_args(kind)
+    container, parts = _form(kind)
     if container is Any:
         return value
     if container is bytes:
         return bytes.fromhex(convert(str, value))
     if container is float and type(value) is int:
         return float(value)
-    if container in (str, int, float, bool):
+    if container in _PLAIN:
         if type(value) is not container or (container is int and not -(2**63) <= value < 2**63):
             raise ValueError(f"{value!r:.100} is not of type {container.__name__}")
         return value
@@ -77,10 +78,21 @@ def convert(kind: Any, value: Any) -> Any:
     values = _checked(list, value)
     if container in (list, frozenset, tuple):
         return container(convert(parts[0], each) for each in values)
-    fields: Mapping[str, Any] = get_type_hints(kind)
-    return container(
-        *(convert(field, each) for field, each in zip(fields.values(), values, strict=True))
-    )
+    return container(*map(convert, parts, _as_many(values, parts)))
+
+
+@functools.cache
+def _form(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The container or class of a type, and the types of its elements or fields."""
+    if container := get_origin(kind):
+        return container, get_args(kind)
+    return kind, () if kind is Any or kind in _PLAIN else tuple(get_type_hints(kind).values())
+
+
+def _as_many(values: list[Any], parts: tuple[Any, ...]) -> list[Any]:
+    if len(values) != len(parts):
+        raise ValueError(f"{len(values)} values for {len(parts)} fields")
+    return values
 
 
 def _plain(value: object) -> object:
