@@ -58,17 +58,19 @@ def call(
     key: Key = check, (*choices, None), a, out, weights, biases
     result = driver.repeat(key, world, timeout) if even else None
     world = current(world)
+    given: Given | None = None
+    recorded = result is None and arguments.recorded([a, *weights, *biases, out])
+    if result is None and not even and (not recorded or expected is None):
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                "the shapes of a compiled graph cannot depend on what arrives: give "
+                "output_split_sizes"
+            )
+        with world.tell_refusal:
+            given = exchange(operator.name, receive, a, experts, sent, expected, world, timeout)
+        expected, key = given.received, (check, (*choices, given.counts), *key[2:])
+        result = None if recorded else driver.repeat(key, world, timeout)
     if result is None:
-        recorded, given = arguments.recorded([a, *weights, *biases, out]), None
-        if not even and (not recorded or expected is None):
-            if torch.compiler.is_compiling():
-                raise ValueError(
-                    "the shapes of a compiled graph cannot depend on what arrives: give "
-                    "output_split_sizes"
-                )
-            with world.tell_refusal:
-                given = exchange(operator.name, receive, a, experts, sent, expected, world, timeout)
-            expected, key = given.received, (check, (*choices, given.counts), *key[2:])
         keep = operator.schedule.exchanges == "a" and any(
             getattr(weight, "requires_grad", False) for weight in weights
         )
@@ -84,7 +86,7 @@ def call(
         if recorded:
             custom = getattr(torch.ops.weft, operator.name).default
             result = autograd.call(custom, a, weights, biases, out, options, world)[0]
-        elif even or (result := driver.repeat(key, world, timeout)) is None:
+        else:
             with torch.no_grad(), world.tell_refusal:
                 operands = Operands(a, weights, biases, [out])
                 result = driver.run(check(world, operands, options, given), key)[0]
