@@ -58,10 +58,9 @@ def all_to_all(
         ins, outs = _sizes(world, a, input_split_sizes, output_split_sizes)
         if out is not None and outs is not None:
             _result(a, out, outs, world)
-        counts, _ = split_sizes.exchange(
-            world, "all_to_all", ins, outs, dispatched, "rows", timeout
-        )
-    return collective.run(_check_uneven, a, out, (counts,), world, timeout)
+        found = split_sizes.exchange(world, "all_to_all", ins, outs, dispatched, "rows", timeout)
+    run = collective.run if found.again else collective.run_once
+    return run(_check_uneven, a, out, (found.counts,), world, timeout)
 
 
 def all_to_all_async(

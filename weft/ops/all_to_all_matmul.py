@@ -12,10 +12,11 @@ from torch import Tensor
 
 from weft.kernels.weights import Weight
 from weft.ops import expert_calls
-from weft.ops.expert_calls import ExpertCall, Given
+from weft.ops.expert_calls import ExpertCall
 from weft.ops.fused import FusedCall
 from weft.ops.operator import FusedOperator, Gradient, Gradients, Recorded
 from weft.ops.options import Operands, Options
+from weft.ops.split_sizes import Exchanged
 from weft.schedules import all_to_all_matmul as schedule
 from weft.schedules.exchanges import dispatched
 from weft.schedules.workload import Workload
@@ -109,7 +110,7 @@ def all_to_all_matmul(
 
 
 def check(
-    world: World, operands: Operands, options: Options, given: Given | None = None
+    world: World, operands: Operands, options: Options, given: Exchanged | None = None
 ) -> FusedCall:
     """A checked call, which computes the result, and the rows that arrived if `options.keep`."""
     name = schedule.OPERATOR.name

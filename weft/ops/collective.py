@@ -166,12 +166,25 @@ def _run(
     world: World | None,
     timeout: float | None,
 ) -> Tensor:
-    """The result of a collective that is not repeated."""
+    """The result of a collective that is not repeated, and may be from now on."""
+    return run_once(check, a, out, options, world, timeout, (check, options, a, out, None, None))
+
+
+def run_once(
+    check: Check,
+    a: Tensor,
+    out: Tensor | None,
+    options: tuple[Hashable, ...],
+    world: World | None,
+    timeout: float | None,
+    key: Key | None = None,
+) -> Tensor:
+    """The result of a collective; without a `key` it is not kept in the call cache."""
     world = current(world)
     check_timeout(timeout)
     with world.tell_refusal:
         call = _checked(check, world, a, out, options, timeout)
-        made: Tensor = driver.run(call, (check, options, a, out, None, None))
+        made: Tensor = driver.run(call, key)
         return made
 
 

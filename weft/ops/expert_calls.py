@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from weft.ops.call import Key
 from weft.ops.fused import FusedCall
 from weft.ops.operator import FusedOperator, Recorded
 from weft.ops.options import Operands, Options, kernel_of, workload
+from weft.ops.split_sizes import Exchanged
 from weft.schedules.exchanges import Counts, names
 from weft.world import World, current
 
@@ -29,7 +30,7 @@ Receive = Callable[..., Counts]
 
 def call(
     operator: FusedOperator,
-    check: Callable[[World, Operands, Options, Given | None], FusedCall],
+    check: Callable[[World, Operands, Options, Exchanged | None], FusedCall],
     receive: Receive,
     a: Tensor,
     b: Weight | Sequence[Weight],
@@ -54,11 +55,13 @@ def call(
     sent = None if input_split_sizes is None else arguments.as_key(input_split_sizes)
     expected = None if output_split_sizes is None else arguments.as_key(output_split_sizes)
     experts, even = len(weights), sent is None and expected is None
-    choices = out_dtype, algorithm, chunk_rows
-    key: Key = check, (*choices, None), a, out, weights, biases
-    result = driver.repeat(key, world, timeout) if even else None
+    key: Key | None = None
+    result = None
+    if even:
+        key = check, (out_dtype, algorithm, chunk_rows, None), a, out, weights, biases
+        result = driver.repeat(key, world, timeout)
     world = current(world)
-    given: Given | None = None
+    given: Exchanged | None = None
     recorded = result is None and arguments.recorded([a, *weights, *biases, out])
     if result is None and not even and (not recorded or expected is None):
         if torch.compiler.is_compiling():
@@ -68,8 +71,11 @@ def call(
             )
         with world.tell_refusal:
             given = exchange(operator.name, receive, a, experts, sent, expected, world, timeout)
-        expected, key = given.received, (check, (*choices, given.counts), *key[2:])
-        result = None if recorded else driver.repeat(key, world, timeout)
+        expected = given.received
+        if given.again and not recorded:
+            choices = out_dtype, algorithm, chunk_rows, given.counts
+            key = check, choices, a, out, weights, biases
+            result = driver.repeat(key, world, timeout)
     if result is None:
         keep = operator.schedule.exchanges == "a" and any(
             getattr(weight, "requires_grad", False) for weight in weights
@@ -96,13 +102,6 @@ def call(
     return result, [a.shape[0] // wide] * wide if expected is None else [*expected]
 
 
-class Given(NamedTuple):
-    """The numbers of rows that every rank gives, as a matrix, and those that this rank receives."""
-
-    counts: Counts
-    received: Sequence[int]
-
-
 def exchange(
     operator: str,
     receive: Receive,
@@ -112,23 +111,23 @@ def exchange(
     expected: Sequence[int] | None,
     world: World,
     timeout: float | None,
-) -> Given:
+) -> Exchanged:
     """The sizes that ranks tell each other in a call; collective."""
     check_timeout(timeout)
     arguments.check_matrix(a, world)
     ins, outs = split_sizes.check(a.shape[0], sent, expected, world.ranks * experts)
     found = partial(receive, experts=experts)
-    return Given(*split_sizes.exchange(world, operator, ins, outs, found, "rows", timeout))
+    return split_sizes.exchange(world, operator, ins, outs, found, "rows", timeout)
 
 
 def checked(
     world: World,
     operands: Operands,
     options: Options,
-    given: Given | None,
+    given: Exchanged | None,
     operator: str,
     receive: Receive,
-) -> tuple[Operands, Given, bool, Tensor]:
+) -> tuple[Operands, Exchanged, bool, Tensor]:
     """The checked operands of a call, its parts, whether they are equal, so that ranks need not
     tell each other, and its result; collective if sizes are not `given`, but are options.
     """
@@ -162,7 +161,7 @@ def checked(
                 "give input_split_sizes"
             )
         part = (rows // wide,) * wide
-        given = Given((part,) * world.ranks, part)
+        given = Exchanged((part,) * world.ranks, part, True)
     elif given is None:
         given = exchange(operator, receive, a, experts, sent, expected, world, options.timeout)
     shape, inputs = (sum(given.received), *columns), [a, *weights, *biases]
@@ -177,7 +176,7 @@ class ExpertCall(FusedCall):
         world: World,
         options: Options,
         operator: str,
-        checked: tuple[Operands, Given, bool, Tensor],
+        checked: tuple[Operands, Exchanged, bool, Tensor],
     ) -> None:
         operands, self.given, self.even, result = checked
         a, weights, biases, _ = operands

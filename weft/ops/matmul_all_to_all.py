@@ -13,10 +13,11 @@ from torch import Tensor
 
 from weft.kernels.weights import Weight
 from weft.ops import expert_calls
-from weft.ops.expert_calls import ExpertCall, Given
+from weft.ops.expert_calls import ExpertCall
 from weft.ops.fused import FusedCall
 from weft.ops.operator import FusedOperator, Gradient, Gradients, Recorded
 from weft.ops.options import Operands, Options
+from weft.ops.split_sizes import Exchanged
 from weft.schedules import matmul_all_to_all as schedule
 from weft.schedules.exchanges import returned
 from weft.schedules.workload import Workload
@@ -90,7 +91,7 @@ def matmul_all_to_all(
 
 
 def check(
-    world: World, operands: Operands, options: Options, given: Given | None = None
+    world: World, operands: Operands, options: Options, given: Exchanged | None = None
 ) -> FusedCall:
     """A checked call: errors are raised here, before any row is sent."""
     name = schedule.OPERATOR.name

@@ -5,6 +5,7 @@ parts first executes a plan that brings every rank's numbers to every rank (`wef
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +18,20 @@ from weft.world import World
 
 _ANY = -1
 """The number of rows that a rank expects, if it takes what comes."""
+_REMEMBERED = 512
+"""Matrices of sizes by which it is known that a call is likely to be repeated: only such calls are
+kept in the call cache, since where tokens are routed anew every call has other sizes.
+"""
+
+
+class Exchanged(NamedTuple):
+    """The parts that every rank sends, and those that this rank receives; `again`: whether ranks
+    have lately exchanged the same.
+    """
+
+    counts: Counts
+    received: Sequence[int]
+    again: bool
 
 
 def check(
@@ -49,10 +64,9 @@ def exchange(
     receive: Callable[[Counts], Counts],
     unit: str = "rows",
     timeout: float | None = None,
-) -> tuple[Counts, Sequence[int]]:
-    """The parts that every rank sends, and those that this rank receives; collective. `receive`
-    gives of the parts that each rank sends those that each receives, in its order. The parts can be
-    a part of a call's key.
+) -> Exchanged:
+    """The parts that ranks send and receive; collective. `receive` gives of the parts that each
+    rank sends those that each receives, in its order. The parts can be a part of a call's key.
 
     Raises `ValueError`, on all ranks, if a rank expects other parts than it receives; `unit` is the
     name of what the sizes count.
@@ -61,14 +75,16 @@ def exchange(
     if (operator, wide) not in exchanges:
         exchanges[operator, wide] = _Exchange(world, operator, wide)
     numbers = *sent, *((_ANY,) * wide if expected is None else expected)
-    return agreed(exchanges[operator, wide].run(numbers, timeout), world.rank, receive, unit)
+    one: _Exchange = exchanges[operator, wide]
+    counts, received = agreed(one.run(numbers, timeout), world.rank, receive, unit)
+    return Exchanged(counts, received, one.remember(counts))
 
 
 def agreed(
     every: Counts, rank: int, receive: Callable[[Counts], Counts], unit: str = "rows"
 ) -> tuple[Counts, Sequence[int]]:
-    """`exchange`, of the numbers that ranks have exchanged: of each rank those that it sends, then
-    those that it expects.
+    """The parts that every rank sends, and those that this rank receives, of the numbers that ranks
+    have exchanged: of each rank those that it sends, then those that it expects.
     """
     wide = len(every[0]) // 2
     sent = tuple([tuple(row[:wide]) for row in every])
@@ -106,6 +122,7 @@ class _Exchange:
         self.tensors = {"a": own, "gathered": every}
         # to write a few numbers takes less time than to make a tensor of them
         self.own = own.numpy() if own.device.type == "cpu" else None
+        self.remembered = dict[Counts, None]()  # the latest matrices
         self.program = engine(world).program(self.plan, self.tensors, self.rows)
         self.program.compiled.set_call_text(f"{self.plan.operator}\n{numbers} numbers")
 
@@ -119,3 +136,12 @@ class _Exchange:
         self.program.run(self.tensors, self.rows, {}, timeout=timeout)
         found: list[list[int]] = every.tolist()
         return found
+
+    def remember(self, counts: Counts) -> bool:
+        """Whether a matrix is among the latest ones, as it is from now on."""
+        if counts in self.remembered:
+            return True
+        if len(self.remembered) >= _REMEMBERED:
+            del self.remembered[next(iter(self.remembered))]
+        self.remembered[counts] = None
+        return False

@@ -213,17 +213,18 @@ def all_to_all_single(
     _check_split(tensor, input_sizes, "input", world)
     _check_split(out, output_sizes, "output", world)
     source, target = _movable(tensor), _movable(out)
-    counts: Counts | None = None
+    counts, run = None, collective.run
     if input_sizes or output_sizes:
         sent, received = (
             _in_elements(full, sizes, world)
             for full, sizes in ((source, input_sizes), (target, output_sizes))
         )
         with world.tell_refusal:
-            counts, _ = split_sizes.exchange(
+            found = split_sizes.exchange(
                 world, "all_to_all", sent, received, dispatched, "elements", timeout
             )
-    collective.run(_check_all_to_all, source, target, (counts,), world, timeout)
+        counts, run = found.counts, collective.run if found.again else collective.run_once
+    run(_check_all_to_all, source, target, (counts,), world, timeout)
     if target is not out:
         _put(target, out)
 
