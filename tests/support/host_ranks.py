@@ -6,12 +6,9 @@ results to a folder.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
-import threading
-import time
 from pathlib import Path
 
 import torch
@@ -31,25 +28,6 @@ from support.on_hosts.losses import (
 from support.on_hosts.onesided import dies_while_called, one_sided
 from support.on_hosts.results import calls_at_random, operators, refusals, sums_to_the_bit
 from support.on_hosts.traffic import traces, traffic
-from weft.engines import network
-
-
-@contextlib.contextmanager
-def uneven_channels(world):
-    """Let rank 0 take the last rank's messages later than other ranks of its host do."""
-    original = network._Arrivals.receive
-
-    def late(self, *message):
-        if threading.current_thread() is slow:
-            time.sleep(0.001)
-        return original(self, *message)
-
-    receivers = dict(zip(world.relay.peers, world.relay.receivers, strict=True))
-    slow = receivers.get(world.ranks - 1) if world.rank == 0 else None
-    network._Arrivals.receive = late
-    yield
-    network._Arrivals.receive = original
-
 
 IN_A_WORLD = (operators, calls_at_random, sums_to_the_bit, refusals, traffic, traces, one_sided)
 WITHOUT_A_WORLD = (mismatch, gives_up, doctor, leaves, halfway)
@@ -58,12 +36,12 @@ CHECKS = {check.__name__: check for check in (*IN_A_WORLD, *WITHOUT_A_WORLD, *WI
 
 
 def result(check, folder):
-    """The result of a check on this rank; checks of a world run with uneven connections."""
+    """The result of a check on this rank."""
     if check in WITH_A_FOLDER:
         return check(folder)
     if check in WITHOUT_A_WORLD:
         return check()
-    with long_linger(), weft.init(timeout=20) as world, uneven_channels(world):
+    with long_linger(), weft.init(timeout=20) as world:
         return check(world)
 
 

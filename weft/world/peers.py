@@ -173,7 +173,6 @@ class Peers:
         self.executor = _native.Executor(self.mesh, control, self.spins, self.comm_threads)
         self.executor.pids = self.pids
         if relay is not None:
-            self.executor.within_host = False
             relay.start(self.executor, mesh, partial(self.fail, in_background=True))
 
     @cached_property
