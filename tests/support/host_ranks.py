@@ -28,10 +28,20 @@ from support.on_hosts.losses import (
 from support.on_hosts.onesided import dies_while_called, one_sided
 from support.on_hosts.results import calls_at_random, operators, refusals, sums_to_the_bit
 from support.on_hosts.traffic import traces, traffic
+from support.on_hosts.wires import cut_for_ever, few_calls, goes_on
 
-IN_A_WORLD = (operators, calls_at_random, sums_to_the_bit, refusals, traffic, traces, one_sided)
+IN_A_WORLD = (
+    operators,
+    calls_at_random,
+    sums_to_the_bit,
+    refusals,
+    traffic,
+    traces,
+    one_sided,
+    few_calls,
+)
 WITHOUT_A_WORLD = (mismatch, gives_up, doctor, leaves, halfway)
-WITH_A_FOLDER = (benches, cut_off, killed, dies_while_called)
+WITH_A_FOLDER = (benches, cut_off, killed, dies_while_called, goes_on, cut_for_ever)
 CHECKS = {check.__name__: check for check in (*IN_A_WORLD, *WITHOUT_A_WORLD, *WITH_A_FOLDER)}
 
 
@@ -51,7 +61,7 @@ def main():
     for name in names:
         found = result(CHECKS[name], folder)
         (folder / f"{name}{dist.get_rank()}").write_text(json.dumps(found))
-    if {"killed", "dies_while_called"} & {
+    if {"killed", "dies_while_called", "cut_for_ever"} & {
         *names
     }:  # agents would wait minutes for ranks that succeed after others failed
         os._exit(1)
