@@ -321,7 +321,8 @@ void Executor::expect(Program& program, const CallText& text) {
 
 // Put a batch to another host, as far as that does not block; the network puts the rest.
 void Executor::send(Execution& execution, Batch& batch) {
-  // Bytes that the caller's thread sends, which has products to compute.
+  // Bytes that a caller's thread sends that has products to compute; any other sends all that the
+  // connection takes.
   // Measured on two hosts of 2 cores: all-to-all of 8 bytes takes 54 us, with the call cache, and
   // 110 to 170 before both (`weft bench all-to-all --sizes 8:256K:8`).
   constexpr size_t kAtOnce = 256 << 10;
@@ -331,9 +332,12 @@ void Executor::send(Execution& execution, Batch& batch) {
     rows.push_back(message.any ? execution.binding->rows_of(message, execution.eager) : Strided{});
   if (tracing) batch.begun = now();
   const Label label{Kind::rows, batch.lane, execution.call, execution.digest};
-  if (network_->put(batch.peer, label, rows, batch.lane ? SIZE_MAX : kAtOnce,
+  const bool computes = batch.lane == 0 && batch.program->computes();
+  if (network_->put(batch.peer, label, rows, computes ? kAtOnce : SIZE_MAX,
                     [this, &batch] { sent(batch); }))
     sent(batch);
+  else
+    network_->hand_over();  // the link should not be idle while this thread does something else
 }
 
 // The rows of a batch may be overwritten.

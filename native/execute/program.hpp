@@ -239,6 +239,12 @@ struct Program {
   // by the caller's thread alone.
   bool brief() const { return (eager || buffers.empty()) && lanes[1].empty(); }
 
+  // Whether its caller computes products.
+  bool computes() const {
+    return std::any_of(lanes[0].begin(), lanes[0].end(),
+                       [](const Instruction& i) { return i.op == Op::pause; });
+  }
+
   // Whether its ranks swap their eager buffers in every second pair of executions (E3).
   bool swaps_eager() const { return eager && buffers[0].layouts.size() == 2; }
 
