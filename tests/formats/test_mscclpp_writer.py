@@ -113,7 +113,7 @@ def test_the_command_writes_a_file_that_the_other_reads(tmp_path):
         ("broadcast --algorithm push", "mscclpp has no broadcast"),
         ("all-gather-matmul", "mscclpp is for collectives"),
         ("all-gather --shape 8x8x8", "has an effect with --format pto only"),
-        ("all-gather --format pto", "pto is for all-gather-matmul"),
+        ("all-reduce --format pto out", "pto is for all-gather, all-gather-matmul"),
         ("all-reduce -n 8 --algorithm ring", "the executor has room for 64"),
         ("barrier", "has one input and one output"),
     ],

@@ -467,6 +467,8 @@ def left_in_a_handler(world, waits, exits):
             if waits == "sync":
                 dist.all_reduce(torch.ones(3))
             elif waits == "async":
+                own = operations_of(distributed_c10d._get_default_group()).queue
+                own.deferred.close()  # the progress thread: only the waiting one is to run calls
                 dist.all_reduce(torch.ones(3), async_op=True)
                 dist.all_reduce(torch.ones(3), async_op=True).wait()
             else:

@@ -15,8 +15,9 @@ from weft.errors import PlanError
 from weft.formats.mscclpp.foreign import foreign
 from weft.formats.mscclpp.writer import crossed
 from weft.formats.mscclpp.writer import write as write_execution_plan
+from weft.formats.pto.cores import by_cores
 from weft.formats.pto.data import drawn, saved
-from weft.formats.pto.writer import Sizes
+from weft.formats.pto.writer import OPERATORS, Sizes
 from weft.formats.pto.writer import write as write_program
 from weft.plan import Plan
 from weft.plan.binding import bind
@@ -25,7 +26,6 @@ from weft.predict.planners import PLANNERS
 from weft.schedules.operators import COLLECTIVES
 from weft.schedules.workload import Request
 
-_PROGRAM = "all_gather_matmul"
 _DEFAULT = Shape(256, 256, 128)
 
 
@@ -47,8 +47,8 @@ def export(
     format: Annotated[
         Literal["mscclpp", "pto"],
         typer.Option(
-            help="mscclpp: a collective as an execution plan of MSCCL++, JSON; pto: "
-            "all-gather-matmul as a program of Ascend's tile instructions."
+            help="mscclpp: a collective as an execution plan of MSCCL++, JSON; pto: an operator "
+            "as a program of Ascend's tile instructions."
         ),
     ] = "mscclpp",
     shape: Annotated[
@@ -68,8 +68,8 @@ def export(
     chosen = chosen_algorithm(operator, algorithm)
     plan = PLANNERS[operator.name].plan(Request(ranks, pieces, chosen))
     if format == "pto":
-        if operator.name != _PROGRAM:
-            refuse("--format", "pto is for all-gather-matmul")
+        if operator.name not in OPERATORS:
+            refuse("--format", f"pto is for {', '.join(OPERATORS).replace('_', '-')}")
         _program(plan, output, shape or _DEFAULT, data)
         return
     for option, given in (("--shape", shape), ("--data", data)):
@@ -105,12 +105,12 @@ def _execution_plan(plan: Plan, operator: str, algorithm: str) -> dict[str, obje
 def _program(plan: Plan, folder: Path | None, shape: Shape, directory: Path | None) -> None:
     if folder is None:
         raise typer.BadParameter("name a folder for the program", param_hint="output")
-    rows, rest = divmod(shape.m, plan.ranks)
+    shard, rest = divmod(shape.m, plan.ranks)
     if rest:
         refuse("--shape", f"{shape.m} rows do not divide among {plan.ranks} ranks")
-    sizes = Sizes(rows, shape.k, shape.n)
-    bound = bind(plan, [rows] * plan.ranks)
-    verify(bound)
+    bound = bind(plan, [shard] * plan.ranks)
+    sizes = Sizes(bound.buffers["a"].rows[0], shape.k, shape.n if "matmul" in plan.operator else 0)
+    verify(by_cores(bound))
     with refusing("--algorithm" if directory is None else "--data"):
         files = write_program(bound, sizes)
         arrays = (

@@ -469,28 +469,29 @@ class StoreRendezvous:
         """As `GroupRendezvous.exchange`."""
         number = self._publish(_announcement(own))
         deadline = time.monotonic() + timeout
-        infos = list[Info]()
-        for peer in range(self.ranks):
-            if peer == self.rank:
-                infos.append(own)
-                continue
-            key = f"{number} {peer}"
-            try:
-                self.store.wait([key], time_left(deadline))
-                message = self.store.get(key)
-            except dist.DistStoreError as error:
-                raise PeerTimeout(
-                    f"rank {self.rank} waited {timeout:g} s for the address of rank {peer} "
-                    # words by which frameworks recognise it
-                    f"(timeout after {1e3 * timeout:.0f}ms)"
-                ) from error
-            except RuntimeError as error:
-                raise PeerLost(
-                    f"rank {self.rank} lost the store while it waited for the address of rank "
-                    f"{peer}: {error}"
-                ) from error
-            infos.append(_checked(self.rank, peer, message, type(own)))
-        yield infos
+        keys = [f"{number} {peer}" for peer in range(self.ranks)]
+        try:
+            # all keys in one request: a thousand ranks would make a million of single ones
+            with contextlib.suppress(dist.DistStoreError):  # a timeout
+                self.store.wait(keys, time_left(deadline))
+            missing: list[int] = []
+            if not self.store.check(keys):
+                missing = [at for at, key in enumerate(keys) if not self.store.check([key])]
+            messages = [] if missing else self.store.multi_get(keys)
+        except RuntimeError as error:
+            raise PeerLost(
+                f"rank {self.rank} lost the store while it waited for the addresses of "
+                f"{self.ranks} ranks: {error}"
+            ) from error
+        if missing:
+            raise PeerTimeout(
+                f"rank {self.rank} waited {timeout:g} s for the address of {_listed(missing)} "
+                f"(timeout after {1e3 * timeout:.0f}ms)"  # words by which frameworks recognise it
+            )
+        yield [
+            own if peer == self.rank else _checked(self.rank, peer, message, type(own))
+            for peer, message in enumerate(messages)
+        ]
 
     def give_up(self, error: BaseException) -> None:
         """As `GroupRendezvous.give_up`."""

@@ -7,14 +7,16 @@ them is executed, and a message of any other form is refused.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import torch
 import torch.distributed as dist
 
 Kind = TypeVar("Kind")
+Convert = Callable[[Any], Any]
 
 
 def encode(value: object) -> bytes:
@@ -27,7 +29,7 @@ def encode(value: object) -> bytes:
 def decode(message: bytes, kind: type[Kind]) -> Kind:
     """The value of type `kind` in a message. Raises `ValueError` for anything else."""
     try:
-        return cast(Kind, convert(kind, json.loads(message, parse_constant=_refuse)))
+        return cast(Kind, convert(kind, _decoder().decode(message.decode())))
     except RecursionError:
         raise ValueError("lists are nested too deeply") from None
 
@@ -56,31 +58,44 @@ def convert(kind: Any, value: Any) -> Any:
     """A JSON value as an instance of `kind`, a class or a container of one. Raises `ValueError` if
     it does not fit.
     """
-    container = get_origin(kind) or kind
-    parts = get_args(kind)
+    return _converter(kind)(value)
+
+
+@functools.cache
+def _converter(kind: Any) -> Convert:
+    """The function that converts values to a type."""
+    container, parts = get_origin(kind) or kind, get_args(kind)
     if container is Any:
-        return value
+        return lambda value: value
     if container is bytes:
-        return bytes.fromhex(convert(str, value))
-    if container is float and type(value) is int:
-        return float(value)
+        return lambda value: bytes.fromhex(_checked(str, value))
     if container in (str, int, float, bool):
-        if type(value) is not container or (container is int and not -(2**63) <= value < 2**63):
-            raise ValueError(f"{value!r:.100} is not of type {container.__name__}")
-        return value
+        return functools.partial(_number_or_text, container)
     if container in (dict, Mapping):
-        integers = parts[0] is int  # the keys of JSON are strings
-        return {
-            int(key) if integers else key: convert(parts[1], each)
-            for key, each in _checked(dict, value).items()
+        key = int if parts[0] is int else str  # the keys of JSON are strings
+        element = _converter(parts[1])
+        return lambda value: {
+            key(name): element(each) for name, each in _checked(dict, value).items()
         }
-    values = _checked(list, value)
     if container in (list, frozenset, tuple):
-        return container(convert(parts[0], each) for each in values)
-    fields: Mapping[str, Any] = get_type_hints(kind)
-    return container(
-        *(convert(field, each) for field, each in zip(fields.values(), values, strict=True))
+        element = _converter(parts[0])
+        return lambda value: container([element(each) for each in _checked(list, value)])
+    return functools.partial(
+        _instance, container, [_converter(field) for field in get_type_hints(kind).values()]
     )
+
+
+def _number_or_text(kind: type[Any], value: Any) -> Any:
+    if type(value) is kind and (kind is not int or -(2**63) <= value < 2**63):
+        return value
+    if kind is float and type(value) is int:
+        return float(value)
+    raise ValueError(f"{value!r:.100} is not of type {kind.__name__}")
+
+
+def _instance(kind: Any, fields: list[Convert], value: Any) -> Any:
+    values = _checked(list, value)
+    return kind(*[field(each) for field, each in zip(fields, values, strict=True)])
 
 
 def _plain(value: object) -> object:
@@ -96,6 +111,11 @@ def _checked(kind: type[Kind], value: object) -> Kind:
     if not isinstance(value, kind):
         raise ValueError(f"{value!r:.100} is not of type {kind.__name__}")
     return value
+
+
+@functools.cache
+def _decoder() -> json.JSONDecoder:
+    return json.JSONDecoder(parse_constant=_refuse)
 
 
 def _refuse(constant: str) -> float:

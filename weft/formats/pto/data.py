@@ -12,18 +12,23 @@ from weft.formats.pto.writer import Sizes
 _LARGEST = 4  # so that sums are exact
 
 
+def _arrays(sizes: Sizes) -> dict[str, tuple[int, int]]:
+    """The shape of each array of a rank; b is there for a product only."""
+    return {"a": (sizes.rows, sizes.k), **({"b": (sizes.k, sizes.n)} if sizes.n else {})}
+
+
 def drawn(ranks: int, sizes: Sizes) -> dict[str, Any]:
     """Random integers: ``a0``, ``b0``, ``a1``, …"""
     numbers = np.random.default_rng(0)
     return {
         f"{name}{rank}": numbers.integers(-_LARGEST, _LARGEST + 1, size).astype(np.float16)
         for rank in range(ranks)
-        for name, size in (("a", (sizes.rows, sizes.k)), ("b", (sizes.k, sizes.n)))
+        for name, size in _arrays(sizes).items()
     }
 
 
 def saved(directory: Path, ranks: int, sizes: Sizes) -> dict[str, Any]:
-    """The data that ``weft bench all-gather-matmul --save-data`` has written. Raises `ValueError`
+    """The data that ``weft bench … --save-data`` has written. Raises `ValueError`
     for other files, dtypes or sizes.
     """
     found = {}
@@ -31,11 +36,12 @@ def saved(directory: Path, ranks: int, sizes: Sizes) -> dict[str, Any]:
         file = directory / f"rank{rank}.npz"
         try:
             arrays = np.load(file)
-            pair = {name: arrays[name] for name in ("a", "b")}
+            given = {name: arrays[name] for name in _arrays(sizes)}
         except (OSError, KeyError, ValueError) as error:
-            raise ValueError(f"{file} has no a and b: {error}") from None
-        for name, size in (("a", (sizes.rows, sizes.k)), ("b", (sizes.k, sizes.n))):
-            array = pair[name]
+            wanted = " and ".join(_arrays(sizes))
+            raise ValueError(f"{file} has no {wanted}: {error}") from None
+        for name, size in _arrays(sizes).items():
+            array = given[name]
             if array.dtype != np.float16 or array.shape != size:
                 raise ValueError(
                     f"{file} has {name} of {array.dtype} {array.shape}; the program is for float16 "

@@ -1,8 +1,10 @@
 // The instructions of a plan in PTO's tile instructions. A plan's wait is a TWAIT, its notify a
-// TNOTIFY that adds 1, its copy a TPUT, and its product a loop of TMATMUL and TMATMUL_ACC.
+// TNOTIFY that adds 1, its copy a TPUT or a TGET, its product a loop of TMATMUL and TMATMUL_ACC,
+// and its sum one of TADD.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include <pto/pto-inst.hpp>
 
@@ -13,20 +15,32 @@
 
 using Element = half;
 using Sum = float;
+using Result = std::conditional_t<MULTIPLIES, Sum, Element>;
+using Moved = std::conditional_t<SUMS, Sum, Element>;
+constexpr int MOVED_WIDTH = SUMS ? N : K;
+
+// The first of some rows of a buffer of a rank.
+struct Place {
+  int rank;
+  int buffer;
+  int row;
+};
 
 // The memory of a rank: the caller's tensors, and a part of each rank's window, which has the
-// buffers that peers write to and then the counters, by signal and rank that raises it.
+// buffers that peers reach and then the counters, by signal and rank that raises it.
 struct Memory {
   int rank;
   __gm__ Element* a;
   __gm__ Element* b;
-  __gm__ Sum* out;
+  __gm__ Result* out;
   __gm__ uint8_t* windows[RANKS];
 
-  AICORE __gm__ Element* rows(int of, int buffer, int row) const {
-    __gm__ Element* start =
-        buffer == A ? a : reinterpret_cast<__gm__ Element*>(windows[of] + BEGIN[buffer]);
-    return start + static_cast<int64_t>(row) * K;
+  template <typename T, int WIDTH>
+  AICORE __gm__ T* rows(Place place) const {
+    __gm__ uint8_t* start = place.buffer == A     ? reinterpret_cast<__gm__ uint8_t*>(a)
+                            : place.buffer == OUT ? reinterpret_cast<__gm__ uint8_t*>(out)
+                                                  : windows[place.rank] + BEGIN[place.buffer];
+    return reinterpret_cast<__gm__ T*>(start) + static_cast<int64_t>(place.row) * WIDTH;
   }
 
   AICORE __gm__ int32_t* counter(int of, int signal, int source) const {
@@ -50,23 +64,77 @@ AICORE inline void notify(const Memory& memory, int rank, int signal) {
   pto::comm::TNOTIFY(counter, 1, pto::comm::NotifyOp::AtomicAdd);
 }
 
-// Copy rows of this rank to a rank, tile by tile, by two tiles in turn.
+using MovedTile =
+    pto::Tile<pto::TileType::Vec, Moved, MOVED_ROWS, MOVED_COLUMNS, pto::BLayout::RowMajor, -1, -1>;
+constexpr int MOVED_BYTES = MOVED_ROWS * MOVED_COLUMNS * sizeof(Moved);
+
 template <int ROWS>
-AICORE inline void put(const Memory& memory, int from, int row, int rank, int to, int at) {
-  using Rows = pto::GlobalTensor<Element, pto::Shape<1, 1, 1, ROWS, K>,
-                                 pto::Stride<ROWS * K, ROWS * K, ROWS * K, K, 1>>;
-  using Tile = pto::Tile<pto::TileType::Vec, Element, MOVED_ROWS, MOVED_COLUMNS,
-                         pto::BLayout::RowMajor, -1, -1>;
-  Tile ping(MOVED_ROWS, MOVED_COLUMNS), pong(MOVED_ROWS, MOVED_COLUMNS);
+using MovedRows = pto::GlobalTensor<
+    Moved, pto::Shape<1, 1, 1, ROWS, MOVED_WIDTH>,
+    pto::Stride<ROWS * MOVED_WIDTH, ROWS * MOVED_WIDTH, ROWS * MOVED_WIDTH, MOVED_WIDTH, 1>>;
+
+// Copy rows of this rank, tile by tile, by two tiles in turn.
+template <int ROWS>
+AICORE inline void put(const Memory& memory, Place from, Place to) {
+  MovedTile ping(MOVED_ROWS, MOVED_COLUMNS), pong(MOVED_ROWS, MOVED_COLUMNS);
   TASSIGN(ping, 0x0);
-  TASSIGN(pong, MOVED_ROWS * MOVED_COLUMNS * sizeof(Element));
-  Rows source(memory.rows(memory.rank, from, row)), target(memory.rows(rank, to, at));
+  TASSIGN(pong, MOVED_BYTES);
+  MovedRows<ROWS> source(memory.rows<Moved, MOVED_WIDTH>(from));
+  MovedRows<ROWS> target(memory.rows<Moved, MOVED_WIDTH>(to));
   pto::comm::TPUT(target, source, ping, pong);
+}
+
+// Copy rows of a peer to this rank, in the same way.
+template <int ROWS>
+AICORE inline void get(const Memory& memory, Place from, Place to) {
+  MovedTile ping(MOVED_ROWS, MOVED_COLUMNS), pong(MOVED_ROWS, MOVED_COLUMNS);
+  TASSIGN(ping, 0x0);
+  TASSIGN(pong, MOVED_BYTES);
+  MovedRows<ROWS> source(memory.rows<Moved, MOVED_WIDTH>(from));
+  MovedRows<ROWS> target(memory.rows<Moved, MOVED_WIDTH>(to));
+  pto::comm::TGET(target, source, ping, pong);
+}
+
+// Add rows, tile by tile, in the order of `from`.
+template <int ROWS, int COUNT>
+AICORE inline void sum(const Memory& memory, const Place (&from)[COUNT], Place to) {
+  using Rows = pto::GlobalTensor<Moved, pto::Shape<1, 1, 1, MOVED_ROWS, MOVED_COLUMNS>,
+                                 pto::Stride<MOVED_ROWS * MOVED_WIDTH, MOVED_ROWS * MOVED_WIDTH,
+                                             MOVED_ROWS * MOVED_WIDTH, MOVED_WIDTH, 1>>;
+  MovedTile total(MOVED_ROWS, MOVED_COLUMNS), next(MOVED_ROWS, MOVED_COLUMNS);
+  TASSIGN(total, 0x0);
+  TASSIGN(next, MOVED_BYTES);
+  for (int row = 0; row < ROWS; row += MOVED_ROWS) {
+    for (int column = 0; column < MOVED_WIDTH; column += MOVED_COLUMNS) {
+      const auto tile = [&](Place place) {
+        place.row += row;
+        return Rows(memory.rows<Moved, MOVED_WIDTH>(place) + column);
+      };
+      Rows first = tile(from[0]);
+      TLOAD(total, first);
+      for (int number = 1; number < COUNT; ++number) {
+        Rows other = tile(from[number]);
+        TLOAD(next, other);
+        set_flag(PIPE_MTE2, PIPE_V, EVENT_ID0);
+        wait_flag(PIPE_MTE2, PIPE_V, EVENT_ID0);
+        TADD(total, total, next);
+        set_flag(PIPE_V, PIPE_MTE2, EVENT_ID0);
+        wait_flag(PIPE_V, PIPE_MTE2, EVENT_ID0);
+      }
+      set_flag(PIPE_V, PIPE_MTE3, EVENT_ID0);
+      wait_flag(PIPE_V, PIPE_MTE3, EVENT_ID0);
+      Rows target = tile(to);
+      TSTORE(target, total);
+      set_flag(PIPE_MTE3, PIPE_MTE2, EVENT_ID0);
+      wait_flag(PIPE_MTE3, PIPE_MTE2, EVENT_ID0);
+    }
+  }
+  pipe_barrier(PIPE_ALL);
 }
 
 // Multiply rows by this rank's weight, tile by tile: over K by two tiles of each operand in turn.
 template <int ROWS>
-AICORE inline void product(const Memory& memory, int from, int row, int at) {
+AICORE inline void product(const Memory& memory, Place from, Place to) {
   using namespace pto;
   using LeftRows = GlobalTensor<Element, pto::Shape<1, 1, 1, BASE_M, BASE_K>,
                                 pto::Stride<BASE_M * K, BASE_M * K, BASE_M * K, K, 1>>;
@@ -102,7 +170,7 @@ AICORE inline void product(const Memory& memory, int from, int row, int at) {
       }
       for (int k = 0; k < K; k += BASE_K) {
         const int turn = k / BASE_K % 2;
-        LeftRows leftRows(memory.rows(memory.rank, from, row + m) + k);
+        LeftRows leftRows(memory.rows<Element, K>(from) + static_cast<int64_t>(m) * K + k);
         RightRows rightRows(memory.b + static_cast<int64_t>(k) * N + n);
         wait_flag(PIPE_MTE1, PIPE_MTE2, (event_t)turn);
         TLOAD(leftMat[turn], leftRows);
@@ -128,7 +196,7 @@ AICORE inline void product(const Memory& memory, int from, int row, int at) {
       }
       set_flag(PIPE_M, PIPE_FIX, EVENT_ID0);
       wait_flag(PIPE_M, PIPE_FIX, EVENT_ID0);
-      OutRows outRows(memory.out + static_cast<int64_t>(at + m) * N + n);
+      OutRows outRows(memory.rows<Sum, N>(to) + static_cast<int64_t>(m) * N + n);
       TSTORE(outRows, sum);
       set_flag(PIPE_FIX, PIPE_M, EVENT_ID0);
       wait_flag(PIPE_FIX, PIPE_M, EVENT_ID0);

@@ -1,6 +1,6 @@
 // The program on the CPU simulator of PTO: each kernel of each rank is a thread. It measures three
-// views, compute alone, communication and then compute, and both at once, verifies every element
-// after each, and writes the results to out<rank>.bin.
+// views, communication and products one after the other, products alone, and all at once, verifies
+// every element after each, and writes the results to out<rank>.bin.
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -27,56 +27,99 @@ static std::vector<T> read(const std::string& name, size_t count) {
 
 struct Rank {
   std::vector<Element> a, b;
-  std::vector<Sum> out;
+  std::vector<Result> out;
   std::vector<int64_t> window;
   Memory memory;
 };
 
 static std::vector<Rank> ranks(RANKS);
 
-static void on_all(const std::vector<std::function<void(Memory&)>>& kernels) {
+using Kernels = std::vector<std::function<void(const Memory&, int)>>;
+
+static const Kernels COMPUTING = {COMPUTE_KERNELS}, MOVING = {MOVING_KERNELS};
+
+static Kernels both() {
+  Kernels every = COMPUTING;
+  every.insert(every.end(), MOVING.begin(), MOVING.end());
+  return every;
+}
+
+static void on_all(const Kernels& kernels, int execution = 1) {
   std::vector<std::thread> threads;
-  for (Rank& rank : ranks) {
-    for (const auto& kernel : kernels) threads.emplace_back(kernel, std::ref(rank.memory));
+  for (const Rank& rank : ranks) {
+    for (const auto& kernel : kernels)
+      threads.emplace_back(kernel, std::cref(rank.memory), execution);
   }
   for (std::thread& thread : threads) thread.join();
 }
 
-// The rows that products read, the sums and the counters as they are before the first execution:
-// NaN where something is to be written.
+static void empty_results() {
+  for (Rank& rank : ranks) {
+    std::memset(rank.out.data(), 0xff, rank.out.size() * sizeof(Result));  // NaN
+  }
+}
+
+// The windows, the results and the counters as they are before the first execution: NaN where
+// something is to be written.
 static void reset() {
   for (Rank& rank : ranks) {
     std::memset(rank.window.data(), 0xff, COUNTERS);
     std::memset(rank.memory.windows[rank.memory.rank] + COUNTERS, 0, COUNTER_BYTES);
-    std::fill(rank.out.begin(), rank.out.end(), std::numeric_limits<Sum>::quiet_NaN());
   }
+  empty_results();
+}
+
+// What element (row, column) of a rank's result must be, and the size of its terms.
+struct Expected {
+  double value = 0, size = 0;
+
+  void add(const Rank& owner, int row, const Rank& weight, int column) {
+    for (int k = 0; k < K; ++k) {
+      const double term = static_cast<double>(owner.a[static_cast<size_t>(row) * K + k]) *
+                          static_cast<double>(weight.b[static_cast<size_t>(k) * N + column]);
+      value += term;
+      size += std::fabs(term);
+    }
+  }
+};
+
+static Expected expected(const Rank& rank, int row, int column) {
+  Expected made;
+  if constexpr (SUMS) {
+    const int begin = OUT_ROWS < ROWS ? rank.memory.rank * OUT_ROWS : 0;
+    for (const Rank& owner : ranks) made.add(owner, begin + row, owner, column);
+  } else if constexpr (MULTIPLIES) {
+    made.add(ranks[row / ROWS], row % ROWS, rank, column);
+  } else {
+    made.value = static_cast<double>(ranks[row / ROWS].a[row % ROWS * K + column]);
+  }
+  return made;
 }
 
 static int wrong() {
+  constexpr int WIDTH = MULTIPLIES ? N : K;
   int found = 0;
   for (const Rank& rank : ranks) {
     for (int row = 0; row < OUT_ROWS; ++row) {
-      const Rank& owner = ranks[row / ROWS];
-      for (int n = 0; n < N; ++n) {
-        double sum = 0, size = 0;
-        for (int k = 0; k < K; ++k) {
-          const double term = static_cast<double>(owner.a[row % ROWS * K + k]) *
-                              static_cast<double>(rank.b[static_cast<size_t>(k) * N + n]);
-          sum += term;
-          size += std::fabs(term);
-        }
-        const double off = std::fabs(rank.out[static_cast<size_t>(row) * N + n] - sum);
-        found += !(off <= size * K * std::numeric_limits<Sum>::epsilon());
+      for (int column = 0; column < WIDTH; ++column) {
+        const Expected each = expected(rank, row, column);
+        const double result =
+            static_cast<double>(rank.out[static_cast<size_t>(row) * WIDTH + column]);
+        const double most = each.size * K * RANKS * std::numeric_limits<Sum>::epsilon();
+        found += !(std::fabs(result - each.value) <= most);
       }
     }
   }
   return found;
 }
 
-static int view(const char* name, const std::function<void()>& run) {
+static int verified(
+    const char* name, const std::function<void()>& run,
+    const std::function<void()>& after = [] {}) {
   const auto start = std::chrono::steady_clock::now();
   run();
   const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - start;
+  after();
   const int found = wrong();
   std::printf("%-12s %10.3f ms  #wrong %d\n", name, took.count(), found);
   return found;
@@ -87,8 +130,9 @@ int main(int count, char** words) {
   for (int r = 0; r < RANKS; ++r) {
     Rank& rank = ranks[r];
     rank.a = read<Element>(folder + "/a" + std::to_string(r) + ".bin", size_t{ROWS} * K);
-    rank.b = read<Element>(folder + "/b" + std::to_string(r) + ".bin", size_t{K} * N);
-    rank.out.resize(size_t{OUT_ROWS} * N);
+    if (MULTIPLIES)
+      rank.b = read<Element>(folder + "/b" + std::to_string(r) + ".bin", size_t{K} * N);
+    rank.out.resize(size_t{OUT_ROWS} * (MULTIPLIES ? N : K));
     rank.window.resize((COUNTERS + COUNTER_BYTES) / sizeof(int64_t) + 1);
   }
   for (int r = 0; r < RANKS; ++r) {
@@ -98,34 +142,33 @@ int main(int count, char** words) {
       rank.memory.windows[p] = reinterpret_cast<uint8_t*>(ranks[p].window.data());
     }
   }
-  const auto communicate = [](Memory& memory) { communication_kernel(memory, 1); };
-  const auto compute = [](Memory& memory) { compute_kernel(memory, 1); };
+  const Kernels& first = SUMS ? COMPUTING : MOVING;
+  const Kernels& second = SUMS ? MOVING : COMPUTING;
   int found = 0;
   reset();
-  found += view("sequential", [&] {
-    on_all({communicate});
-    on_all({compute});
+  found += verified("sequential", [&] {
+    on_all(first);
+    on_all(second);
   });
-  // the rows and counters of the communication are there
-  for (Rank& rank : ranks) {
-    std::fill(rank.out.begin(), rank.out.end(), std::numeric_limits<Sum>::quiet_NaN());
+  if (MULTIPLIES) {
+    reset();
+    if (!SUMS) on_all(MOVING);
+    found += verified(
+        "compute", [] { on_all(COMPUTING); },
+        [] {
+          if (SUMS) on_all(MOVING);
+        });
   }
-  found += view("compute", [&] { on_all({compute}); });
   reset();
-  found += view("pipelined", [&] { on_all({communicate, compute}); });
+  found += verified("pipelined", [] { on_all(both()); });
   for (int execution = 2; execution < 4; ++execution) {  // counters go on from one to the next
-    for (Rank& rank : ranks) {
-      std::fill(rank.out.begin(), rank.out.end(), std::numeric_limits<Sum>::quiet_NaN());
-    }
-    found += view("again", [&] {
-      on_all({[&](Memory& memory) { communication_kernel(memory, execution); },
-              [&](Memory& memory) { compute_kernel(memory, execution); }});
-    });
+    empty_results();
+    found += verified("again", [&] { on_all(both(), execution); });
   }
   for (int r = 0; r < RANKS; ++r) {
     std::ofstream file(folder + "/out" + std::to_string(r) + ".bin", std::ios::binary);
     file.write(reinterpret_cast<const char*>(ranks[r].out.data()),
-               ranks[r].out.size() * sizeof(Sum));
+               ranks[r].out.size() * sizeof(Result));
   }
   return found != 0;
 }

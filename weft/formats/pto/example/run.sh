@@ -17,5 +17,5 @@ fi
 : "${PTO_ISA:?names no clone of pto-isa}"
 ${CXX:-g++} -std=c++20 -O2 -D__CPU_SIM -include cstdint -include cstddef \
     -I"$PTO_ISA/include" -I"$PTO_ISA/include/common" -I"$PTO_ISA/tests/cpu/stubs" \
-    communication_kernel.cpp compute_kernel.cpp main.cpp -o program -lpthread
+    ./*_kernel.cpp main.cpp -o program -lpthread
 ./program data
