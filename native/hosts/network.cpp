@@ -215,7 +215,9 @@ void Network::told(int number, const Label& label, std::string_view text) {
     peer.texts.emplace(identity, text);
     peer.by_digest.insert_or_assign(label.digest, std::string(text));
   }
-  calls_.store(number, label.call, label.digest, peer.texts[identity]);
+  const auto known = peer.texts.find(identity);
+  if (known == peer.texts.end()) return garbled(number, "a call of an unknown text");
+  calls_.store(number, label.call, label.digest, known->second);
 }
 
 void Network::ended(int number, const std::string& broken) {
