@@ -36,10 +36,12 @@ if TYPE_CHECKING:
     from weft.ops.all_gather_matmul import all_gather_matmul
     from weft.ops.all_reduce import all_reduce, all_reduce_async
     from weft.ops.all_to_all import all_to_all, all_to_all_async
+    from weft.ops.all_to_all_matmul import all_to_all_matmul
     from weft.ops.barrier import barrier
     from weft.ops.broadcast import broadcast, broadcast_async
     from weft.ops.explain import explain
     from weft.ops.matmul_all_reduce import matmul_all_reduce
+    from weft.ops.matmul_all_to_all import matmul_all_to_all
     from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
     from weft.ops.onesided import Transfer, get, get_async, put, put_async, put_notify
     from weft.ops.reduce_scatter import reduce_scatter, reduce_scatter_async

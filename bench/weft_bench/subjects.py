@@ -263,6 +263,15 @@ class Defined(Subject):
         self.x.copy_(self.a)
 
 
+class Exchanged(Defined):
+    """Rows, or products, that ranks exchange in equal parts."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        even = len({*self.rows}) == 1
+        self.shares = {} if even else {"input_split_sizes": self.rows}
+
+
 def _unchecked(run: int) -> Check:
     return Check(0)
 

@@ -56,14 +56,14 @@ def run(tmp_path):
 
 
 def test_it_is_two_files():
-    assert [*FILES] == ["weft/schedules/matmul_all_to_all.py", "weft/ops/matmul_all_to_all.py"]
+    assert [*FILES] == ["weft/schedules/matmul_exchange.py", "weft/ops/matmul_exchange.py"]
 
 
 SHOWN = {
-    "plan": ["matmul_all_to_all / streamed on 3 ranks", "verified: no race, no deadlock"],
-    "predict": ["matmul-all-to-all on cpu, PREDICTED: 4 ranks", "streamed", "sequential"],
-    "bench": ["matmul-all-to-all: 2 ranks, 256x32x16", "compute", "Verified on every rank"],
-    "tune": ["matmul-all-to-all 256x32x16", "streamed", "Stored: "],
+    "plan": ["matmul_exchange / streamed on 3 ranks", "verified: no race, no deadlock"],
+    "predict": ["matmul-exchange on cpu, PREDICTED: 4 ranks", "streamed", "sequential"],
+    "bench": ["matmul-exchange: 2 ranks, 256x32x16", "compute", "Verified on every rank"],
+    "tune": ["matmul-exchange 256x32x16", "streamed", "Stored: "],
 }
 
 
@@ -75,7 +75,7 @@ def test_it_is_public_and_known_to_ranks_and_commands(run):
     findings = run("print_findings")
     assert findings["public"]
     for ranks, text in findings["explained"].items():
-        assert text.startswith(f"matmul_all_to_all over {ranks} ranks: ")
+        assert text.startswith(f"matmul_exchange over {ranks} ranks: ")
         assert "the fastest in the first calls of its class" in text
     for command, shown in SHOWN.items():
         code, printed = findings["printed"][command]
@@ -86,4 +86,4 @@ def test_it_is_public_and_known_to_ranks_and_commands(run):
 @pytest.mark.slow
 def test_compiled_graphs_have_it(run):
     """It replaces the all-to-alls that its record accepts, those of equal parts along dimension 0."""
-    assert run("print_graphs") == [{"matmul_all_to_all": 1}] * 2
+    assert run("print_graphs") == [{"matmul_exchange": 1}] * 2

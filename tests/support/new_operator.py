@@ -19,12 +19,12 @@ from weft.plan.proof import verify
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Request
 
-NAME = "matmul_all_to_all"
+NAME = "matmul_exchange"
 COMMANDS = (
-    "plan show matmul-all-to-all --rows 4,4,3",
-    "predict matmul-all-to-all --ranks 4 --shape 8192x4096x512",
-    "bench matmul-all-to-all --shape 256x32x16 --iterations 2 --warmup 1 --threads 1",
-    "tune matmul-all-to-all --shape 256x32x16 --iterations 1 --threads 1",
+    "plan show matmul-exchange --rows 4,4,3",
+    "predict matmul-exchange --ranks 4 --shape 8192x4096x512",
+    "bench matmul-exchange --shape 256x32x16 --iterations 2 --warmup 1 --threads 1",
+    "tune matmul-exchange --shape 256x32x16 --iterations 1 --threads 1",
 )
 
 
@@ -40,7 +40,7 @@ def compute(ranks):
             """Each rank sends `rows` rows to each rank, and one more to rank 0."""
             parts = [rows + 1, *[rows] * (ranks - 1)]
             inputs = [torch.randn(sum(parts), 8, generator=each) for each in drawn]
-            found = weft.matmul_all_to_all(inputs[rank], weights[rank], shard_rows=parts, **options)
+            found = weft.matmul_exchange(inputs[rank], weights[rank], shard_rows=parts, **options)
             kept = [part * ranks for part in parts]
             torch.testing.assert_close(found, record.reference(inputs, weights, kept)[rank])
 
@@ -56,7 +56,7 @@ def compute(ranks):
         explained = weft.explain(a, weights[rank], operator=NAME, shard_rows=rows)
         if ranks == 2:
             double = torch.compile(
-                lambda a, b: 2 * weft.matmul_all_to_all(a, b), fullgraph=True, backend="aot_eager"
+                lambda a, b: 2 * weft.matmul_exchange(a, b), fullgraph=True, backend="aot_eager"
             )
             a, b = torch.full((64, 8), rank + 1.0), torch.ones(8, 4)
             expected = torch.tensor([16.0, 32.0]).repeat_interleave(32)[:, None].expand(64, 4)

@@ -25,6 +25,8 @@ ALGORITHMS = {
     "all_gather_matmul": ("auto", "push", "ring", "sequential"),
     "matmul_reduce_scatter": ("auto", "push", "ring", "sequential"),
     "matmul_all_reduce": ("auto", "two_shot", "ring", "sequential"),
+    "all_to_all_matmul": ("auto", "push", "by_expert", "sequential"),
+    "matmul_all_to_all": ("auto", "push", "by_expert", "sequential"),
 }
 """Algorithms that ranks of several hosts may choose, by operator."""
 
@@ -72,12 +74,19 @@ def calls(seed: int, rank: int, ranks: int) -> Iterator[RandomCall]:
             else [rows] * ranks
         )
         parts = ranks if "scatter" in name or "to_all" in name else 1
-        inputs = [_numbers(number, r, shards[r] * parts, columns) for r in every]
-        weight, wanted = _numbers(number, ranks, columns, 4), _result(name, inputs, rank, source)
         fused, options = (
             "matmul" in name,
             {"algorithm": draw.choice(ALGORITHMS[name])} if ALGORITHMS[name] else {},
         )
+        weight = _numbers(number, ranks, columns, 4)
+        if fused and "to_all" in name:
+            counts = [[draw.choice((0, 1, rows)) for _ in every] for _ in every]
+            inputs = [_numbers(number, r, sum(counts[r]), columns) for r in every]
+            received = [a.split(row)[rank] for a, row in zip(inputs, counts, strict=True)]
+            wanted, options["input_split_sizes"] = torch.cat(received), counts[rank]
+        else:
+            inputs = [_numbers(number, r, shards[r] * parts, columns) for r in every]
+            wanted = _result(name, inputs, rank, source)
         if "all_gather" in name:
             options["shard_rows"] = shards
         others = [weight] if fused else [source] if name == "broadcast" else []

@@ -78,6 +78,7 @@ class Engine(ABC):
         self.pending: list[Program] = []  # started and not yet joined, in the order of their starts
         self.calls = _native.CallCache(world.executor, PreparedWeight, self.pending)
         self.selections: dict[Hashable, Any] = {}  # variants by class (`weft.ops.autotune`)
+        self.counts: dict[Hashable, Any] = {}  # exchanges of sizes (`weft.ops.split_sizes`)
 
     def execute(
         self,

@@ -79,6 +79,7 @@ class HostEngine(Engine):
             if all(program.done() for program in self.pending):
                 self.calls.clear()
                 self.programs.clear()
+                self.counts.clear()
                 self.parts.clear()
                 self.workspace = self.segment = None
         finally:

@@ -42,6 +42,7 @@ CHOICES: tuple[dict[str, Any], ...] = (
     {"remote_reads": False},
     {"symmetric_out": True},
     {"weights": 2, "gathered": True},
+    {"weights": 2, "gathered": True, "uneven": True},
 )
 """The defaults of a request, and departures from them."""
 

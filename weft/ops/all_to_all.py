@@ -9,14 +9,15 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from weft.checks import integers
-from weft.ops import arguments, collective, dims, granularity
+from weft.checks import check_timeout
+from weft.ops import arguments, collective, dims, granularity, split_sizes
 from weft.ops.all_gather import check as check_all_gather
 from weft.ops.collective import CollectiveCall, Plans, as_matrix, planned
 from weft.ops.deferred import DeferredHandle
 from weft.ops.handle import Handle
 from weft.ops.operator import CollectiveOperator
 from weft.schedules import all_to_all as schedule
+from weft.schedules.exchanges import Counts, dispatched
 from weft.schedules.thresholds import EAGER_BUFFER_BYTES
 from weft.schedules.workload import PIECES, pieces
 from weft.world import World, current
@@ -37,9 +38,10 @@ def all_to_all(
     `a` is float16, bfloat16, float32, float64, int8 to int64, uint8 or bool.
 
     Every row is sent directly to its rank, also between hosts: in a ring it would be sent several
-    times. The parts are equal, or have the sizes `input_split_sizes` and `output_split_sizes`. All
-    ranks must pass both or neither; the sizes are exchanged first, and a difference between ranks
-    is a `ValueError` on all ranks.
+    times. The parts are equal, or have the sizes `input_split_sizes`, which all ranks pass, or
+    none. Ranks tell each other these sizes in the call, so the receiver need not know them: the
+    result has the rows that arrive. A rank that does passes `output_split_sizes`, too; a difference
+    between ranks is a `ValueError` on all ranks.
 
     There is no gradient: an `a` that requires one is a `ValueError` outside ``torch.no_grad()``.
 
@@ -48,9 +50,17 @@ def all_to_all(
         ...     local.run(lambda: weft.all_to_all(torch.tensor([1, 2]) + 10 * weft.init().rank))
         [tensor([ 1, 11]), tensor([ 2, 12])]
     """
-    sent = None if input_split_sizes is None else arguments.as_key(input_split_sizes)
-    received = None if output_split_sizes is None else arguments.as_key(output_split_sizes)
-    return collective.run(_check, a, out, (sent, received), world, timeout)
+    if input_split_sizes is None and output_split_sizes is None:
+        return collective.run(_check, a, out, (), world, timeout)
+    world = current(world)
+    with world.tell_refusal:
+        check_timeout(timeout)
+        ins, outs = _sizes(world, a, input_split_sizes, output_split_sizes)
+        if out is not None and outs is not None:
+            _result(a, out, outs, world)
+        found = split_sizes.exchange(world, "all_to_all", ins, outs, dispatched, "rows", timeout)
+    run = collective.run if found.again else collective.run_once
+    return run(_check_uneven, a, out, (found.counts,), world, timeout)
 
 
 def all_to_all_async(
@@ -78,78 +88,74 @@ def all_to_all_async(
         ...     local.run(overlapped)
         [tensor([ 1, 11]), tensor([ 2, 12])]
     """
-    sent = None if input_split_sizes is None else arguments.as_key(input_split_sizes)
-    received = None if output_split_sizes is None else arguments.as_key(output_split_sizes)
-    if sent is None and received is None:
-        return collective.start(_check, a, out, (None, None), world, timeout)
+    if input_split_sizes is None and output_split_sizes is None:
+        return collective.start(_check, a, out, (), world, timeout)
     world = current(world)
-    ins, outs, result = _operands(world, a, out, sent, received)
-    exchange = collective.start(_check_sizes, _sizes(ins, outs), None, (), world, timeout)
+    ins, outs = _sizes(world, a, input_split_sizes, output_split_sizes)
+    if outs is None:
+        raise ValueError(
+            "the result of all_to_all_async is allocated before ranks exchange sizes: give "
+            "output_split_sizes, or call all_to_all"
+        )
+    result = _result(a, out, outs, world)
+    both = torch.tensor([ins, outs], device="cpu").view(1, -1)
+    exchange = collective.start(_check_sizes, both, None, (), world, timeout)
 
     def prepare(every: Tensor) -> CollectiveCall:
-        return _AllToAll(world, a, result, _agreed(every, world, "rows"), True)
+        rows = every.view(world.ranks, -1).tolist()
+        counts, _ = split_sizes.agreed(rows, world.rank, dispatched)
+        return _AllToAll(world, a, result, counts)
 
-    description = collective.describe("all_to_all", a, _check, (sent, received))
+    description = collective.describe("all_to_all", a, _check, ())
     return DeferredHandle(world, exchange, prepare, description, result, timeout)
 
 
-def _check(
-    world: World,
-    a: Tensor,
-    out: Tensor | None,
-    input_split_sizes: Sequence[int] | None,
-    output_split_sizes: Sequence[int] | None,
-) -> CollectiveCall:
-    return check(world, a, out, input_split_sizes, output_split_sizes, "rows")
+def _check(world: World, a: Tensor, out: Tensor | None) -> CollectiveCall:
+    return check(world, a, out, None)
 
 
-def check(
-    world: World,
-    a: Tensor,
-    out: Tensor | None,
-    input_split_sizes: Sequence[int] | None,
-    output_split_sizes: Sequence[int] | None,
-    unit: str,
-) -> CollectiveCall:
-    """The checked call, of which another operator may be made, too; `unit` is the name of a's rows
-    in errors.
-    """
-    sent, received, result = _operands(world, a, out, input_split_sizes, output_split_sizes)
-    if input_split_sizes is None and output_split_sizes is None:
-        return _AllToAll(world, a, result, (sent,) * world.ranks, False)
-    sizes = collective.run(_check_sizes, _sizes(sent, received), None, (), world, None)
-    return _AllToAll(world, a, result, _agreed(sizes, world, unit), True)
+def _check_uneven(world: World, a: Tensor, out: Tensor | None, counts: Counts) -> CollectiveCall:
+    return check(world, a, out, counts)
 
 
-def _operands(
-    world: World,
-    a: Tensor,
-    out: Tensor | None,
-    input_split_sizes: Sequence[int] | None,
-    output_split_sizes: Sequence[int] | None,
-) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
-    """The numbers of rows that this rank sends to each rank and receives from each, and the
-    result.
+def check(world: World, a: Tensor, out: Tensor | None, counts: Counts | None) -> CollectiveCall:
+    """The checked call, of which another operator may be made, too: of equal parts, or of those
+    whose `counts` ranks have exchanged.
     """
     collective.check_input(a, world)
     dims.normal(0, a.dim())
-    sent, received = _splits(world, a.shape[0], input_split_sizes, output_split_sizes)
-    result = arguments.result(out, (sum(received), *a.shape[1:]), a.dtype, [a], world)
-    return sent, received, result
+    if counts is None:
+        if a.shape[0] % world.ranks:
+            raise ValueError(
+                f"{a.shape[0]} rows do not divide evenly over {world.ranks} ranks: give the split "
+                "sizes"
+            )
+        counts = ((a.shape[0] // world.ranks,) * world.ranks,) * world.ranks
+    received = [row[world.rank] for row in counts]
+    return _AllToAll(world, a, _result(a, out, received, world), counts)
+
+
+def _sizes(
+    world: World,
+    a: Tensor,
+    input_split_sizes: Sequence[int] | None,
+    output_split_sizes: Sequence[int] | None,
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """The numbers of rows of `a` that this rank sends to each rank, and those that it expects."""
+    collective.check_input(a, world)
+    dims.normal(0, a.dim())
+    return split_sizes.check(a.shape[0], input_split_sizes, output_split_sizes, world.ranks)
+
+
+def _result(a: Tensor, out: Tensor | None, parts: Sequence[int], world: World) -> Tensor:
+    """The tensor for the parts that a rank receives."""
+    return arguments.result(out, (sum(parts), *a.shape[1:]), a.dtype, [a], world)
 
 
 class _AllToAll(CollectiveCall):
     """Rank r sends ``counts[r][p]`` rows to rank p."""
 
-    def __init__(
-        self,
-        world: World,
-        a: Tensor,
-        result: Tensor,
-        counts: Sequence[Sequence[int]],
-        sizes_exchanged: bool,
-    ) -> None:
-        self.sizes_exchanged = sizes_exchanged
+    def __init__(self, world: World, a: Tensor, result: Tensor, counts: Counts) -> None:
         matrix = as_matrix(a)
         row = matrix.shape[1] * matrix.itemsize
         self.largest = row * max(map(sum, counts))
@@ -180,52 +186,11 @@ class _AllToAll(CollectiveCall):
         return {"pull": partial(planner, cut, symmetric_a=symmetric, hosts=hosts, few=few)}
 
 
-def _splits(
-    world: World, rows: int, sent: Sequence[int] | None, received: Sequence[int] | None
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The numbers of its `rows` that this rank sends to each rank, and receives from each."""
-    if sent is None and received is None:
-        if rows % world.ranks:
-            raise ValueError(
-                f"{rows} rows do not divide evenly over {world.ranks} ranks: give the split sizes"
-            )
-        return ((rows // world.ranks,) * world.ranks,) * 2
-    ins = tuple(integers(() if sent is None else sent, "input_split_sizes"))
-    outs = tuple(integers(() if received is None else received, "output_split_sizes"))
-    if not len(ins) == len(outs) == world.ranks or min(ins + outs) < 0 or sum(ins) != rows:
-        raise ValueError(
-            f"input_split_sizes and output_split_sizes must be {world.ranks} sizes each, none "
-            f"negative, and input_split_sizes must add up to {rows} rows; got {[*ins]} and "
-            f"{[*outs]}"
-        )
-    return ins, outs
-
-
 def _check_sizes(world: World, a: Tensor, out: Tensor | None) -> CollectiveCall:
     """The all-gather of split sizes, under a name of its own."""
     call = check_all_gather(world, a, out, 0, None, "auto", None, None)
     call.name = "sizes of all_to_all"
     return call
-
-
-def _sizes(sent: Sequence[int], received: Sequence[int]) -> Tensor:
-    """A rank's split sizes as they are gathered."""
-    return torch.tensor([sent, received], device="cpu").view(1, -1)
-
-
-def _agreed(every: Tensor, world: World, unit: str) -> tuple[tuple[int, ...], ...]:
-    """The number of rows that every rank sends to every rank, of all ranks' split sizes. A
-    difference between sender and receiver raises `ValueError`, so on all ranks.
-    """
-    sizes = every.view(world.ranks, 2, world.ranks)
-    sent, expected = sizes[:, 0], sizes[:, 1].t()
-    if not torch.equal(sent, expected):
-        sender, receiver = [int(i) for i in (sent != expected).nonzero()[0]]
-        raise ValueError(
-            f"rank {sender} sends rank {receiver} {sent[sender, receiver]} {unit}, but rank "
-            f"{receiver} expects {expected[sender, receiver]} {unit} from it"
-        )
-    return tuple(tuple(row) for row in sent.tolist())
 
 
 OPERATOR = CollectiveOperator(schedule.COLLECTIVE, _check)

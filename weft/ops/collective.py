@@ -71,14 +71,11 @@ class CollectiveCall(Call):
 
     `size` is the most bytes of a rank that are sent to peers, `algorithm` the caller's. `copied`
     has pairs of a part of the result and the block that is copied to it at the end.
-    `sizes_exchanged`: ranks exchanged the sizes, which may differ in the next call with the same
-    arguments.
     """
 
     exact = True
     description = ""
     copied: Sequence[tuple[Tensor, Tensor]] = ()
-    sizes_exchanged = False
 
     def __init__(
         self,
@@ -139,7 +136,7 @@ class CollectiveCall(Call):
             program.execute(self.bind(program), self.timeout)
 
     def repeatable(self, key: Key) -> bool:
-        return self.engine.caches_calls and not (self.copied or self.sizes_exchanged)
+        return self.engine.caches_calls and not self.copied
 
     def finish(self) -> Tensor:
         """The result, with the blocks copied to it."""
@@ -169,12 +166,25 @@ def _run(
     world: World | None,
     timeout: float | None,
 ) -> Tensor:
-    """The result of a collective that is not repeated."""
+    """The result of a collective that is not repeated, and may be from now on."""
+    return run_once(check, a, out, options, world, timeout, (check, options, a, out, None, None))
+
+
+def run_once(
+    check: Check,
+    a: Tensor,
+    out: Tensor | None,
+    options: tuple[Hashable, ...],
+    world: World | None,
+    timeout: float | None,
+    key: Key | None = None,
+) -> Tensor:
+    """The result of a collective; without a `key` it is not kept in the call cache."""
     world = current(world)
     check_timeout(timeout)
     with world.tell_refusal:
         call = _checked(check, world, a, out, options, timeout)
-        made: Tensor = driver.run(call, (check, options, a, out, None, None))
+        made: Tensor = driver.run(call, key)
         return made
 
 

@@ -17,7 +17,7 @@ from weft.ops.arguments import listed
 from weft.ops.autotune import expected
 from weft.ops.call import Call
 from weft.ops.fused import FusedCall
-from weft.ops.operator import FusedOperator, find_any
+from weft.ops.operator import EXCHANGED, SPLIT_SIZES, FusedOperator, find_any
 from weft.ops.options import Operands, Options
 from weft.schedules.operators import COLLECTIVES, OPERATORS
 from weft.schedules.workload import Variant
@@ -92,7 +92,10 @@ def _operands(
         raise ValueError(
             f"b must be one weight, or several for {names}; got a list of {len(weights)} weights"
         )
+    if any(options.get(name) is not None for name in SPLIT_SIZES):
+        raise ValueError(EXCHANGED)
     given = {"keep" if name == "return_gathered" else name: options[name] for name in options}
+    given.pop("return_split_sizes", None)
     biases = listed(given.pop("bias", None), weights, several, "bias")
     scales = listed(given.pop("scale_b", None), weights, several, "scale_b")
     rows, weights = float8.scaled(a, weights, given.pop("scale_a", None), scales, world)

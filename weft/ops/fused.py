@@ -70,12 +70,15 @@ _DTYPES = ("float32", "bfloat16", "float16")
 class FusedCall(Call):
     """A checked call of a fused operator, and the operator's rules.
 
-    `weights` and `biases` are the operands of its plan's products, in order. `request_fields` are
-    the fields of its `Request` that no other operator has.
+    `weights` and `biases` are the operands of its plan's products, in order, and `weight_names`
+    their names in it, unless its products have the order of the weights for all sizes, also where
+    those of no rows are left out. `request_fields` are the fields of its `Request` that no other
+    operator has.
     """
 
     weights: Sequence[Weight] = ()
     biases: Sequence[Tensor | None] = ()
+    weight_names: Sequence[str] = ()
     request_fields: Mapping[str, object] = MappingProxyType({})
 
     def __init__(self, world: World, options: Options, workload: Workload) -> None:
@@ -290,11 +293,10 @@ class FusedCall(Call):
         return found
 
     def execute(self, program: Program) -> None:
-        weights = dict(zip(program.weights, self.weights, strict=False))
+        names = self.weight_names or program.weights
+        weights = dict(zip(names, self.weights, strict=False))
         biases = {
-            name: bias
-            for name, bias in zip(program.weights, self.biases, strict=False)
-            if bias is not None
+            name: bias for name, bias in zip(names, self.biases, strict=False) if bias is not None
         }
         program.run(self.tensors, self.rows, weights, biases, self.timeout)
 

@@ -20,6 +20,13 @@ from weft.ops.options import Operands, Options
 from weft.schedules.workload import Collective, Operator
 from weft.world import World
 
+SPLIT_SIZES = "input_split_sizes", "output_split_sizes"
+"""Arguments that ranks tell each other in the call."""
+EXCHANGED = (
+    "split sizes are exchanged by the call itself, and explain sends nothing: leave them out"
+)
+"""Why calls with split sizes are not explained."""
+
 
 class Recorded(NamedTuple):
     """The arguments of a call that torch records.
@@ -92,11 +99,8 @@ class CollectiveOperator:
         errors of the operator, and `ValueError` for split sizes, which a call exchanges.
         """
         names = options_of(self.check)
-        if any(options[name] is not None for name in names if name.endswith("split_sizes")):
-            raise ValueError(
-                "split sizes are exchanged by the call itself, and explain sends nothing: leave "
-                "them out"
-            )
+        if any(options.get(name) is not None for name in SPLIT_SIZES):
+            raise ValueError(EXCHANGED)
         values = tuple(
             as_key(value) if isinstance(value := options[name], list) else value for name in names
         )

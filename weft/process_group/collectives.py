@@ -24,7 +24,7 @@ from torch import Tensor
 from weft.checks import name, overlap
 from weft.kernels.weights import DTYPES as FLOATS
 from weft.kernels.weights import FLOAT8
-from weft.ops import collective
+from weft.ops import collective, split_sizes
 from weft.ops.all_gather import all_gather as weft_all_gather
 from weft.ops.all_gather import check as check_all_gather
 from weft.ops.all_reduce import all_reduce as weft_all_reduce
@@ -35,6 +35,7 @@ from weft.ops.broadcast import broadcast as weft_broadcast
 from weft.ops.collective import ANY, NUMBERS, CollectiveCall, same_place
 from weft.ops.reduce_scatter import check as check_reduce_scatter
 from weft.ops.reduce_scatter import reduce_scatter as weft_reduce_scatter
+from weft.schedules.exchanges import Counts, dispatched
 from weft.world import World
 
 # a table, since the name of an op takes 5 us
@@ -212,10 +213,18 @@ def all_to_all_single(
     _check_split(tensor, input_sizes, "input", world)
     _check_split(out, output_sizes, "output", world)
     source, target = _movable(tensor), _movable(out)
-    sizes: tuple[Sequence[int] | None, Sequence[int] | None] = None, None
+    counts, run = None, collective.run
     if input_sizes or output_sizes:
-        sizes = _in_elements(source, input_sizes, world), _in_elements(target, output_sizes, world)
-    collective.run(_check_all_to_all, source, target, sizes, world, timeout)
+        sent, received = (
+            _in_elements(full, sizes, world)
+            for full, sizes in ((source, input_sizes), (target, output_sizes))
+        )
+        with world.tell_refusal:
+            found = split_sizes.exchange(
+                world, "all_to_all", sent, received, dispatched, "elements", timeout
+            )
+        counts, run = found.counts, collective.run if found.again else collective.run_once
+    run(_check_all_to_all, source, target, (counts,), world, timeout)
     if target is not out:
         _put(target, out)
 
@@ -234,16 +243,10 @@ def _in_elements(full: Tensor, sizes: Sequence[int], world: World) -> tuple[int,
 
 
 def _check_all_to_all(
-    world: World,
-    a: Tensor,
-    out: Tensor,
-    input_split_sizes: tuple[int, ...] | None,
-    output_split_sizes: tuple[int, ...] | None,
+    world: World, a: Tensor, out: Tensor, counts: Counts | None
 ) -> CollectiveCall:
     sent, received = a.view(-1), out.view(-1)
-    sent = _apart(sent, received)
-    sizes = input_split_sizes, output_split_sizes
-    return check_all_to_all(world, sent, received, *sizes, "elements")
+    return check_all_to_all(world, _apart(sent, received), received, counts)
 
 
 def all_to_all(

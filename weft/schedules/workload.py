@@ -126,7 +126,9 @@ class Request(NamedTuple):
     peers in one lane for each of `links`.
 
     `op` is the reduction of a sum, ``sum`` or ``avg``. A gather multiplies by n `weights`, and
-    may have the `gathered` rows as an output too.
+    may have the `gathered` rows as an output too. Of an exchange each of n `weights` of a rank, its
+    experts, multiplies rows of its own; `uneven`: each rank sends each weight a number of rows of
+    its own, so that the plan has a shard for each pair of a rank and a weight.
     """
 
     ranks: int
@@ -141,6 +143,7 @@ class Request(NamedTuple):
     op: str = "sum"
     weights: int = 1
     gathered: bool = False
+    uneven: bool = False
 
 
 class Rows(NamedTuple):

@@ -170,11 +170,7 @@ def fused(operator: Operator) -> type[FusedSettings]:
         options.append(("order", order, None))
     base = special.get(operator.name, FusedSettings)
     made = make_dataclass(operator.name, options, bases=(base,), frozen=True)
-    gathers = operator.exchanges == "a"
-    what = (
-        "Rows of all ranks times a weight" if gathers else "Products, and their sum over all ranks"
-    )
-    made.__doc__ = f"""{what}: each alone, one after the other, overlapped.
+    made.__doc__ = f"""Products and communication: each alone, one after the other, overlapped.
 
     For example: weft bench {operator.name.replace("_", "-")} --dtype bfloat16 --json result.json
     """

@@ -1,0 +1,148 @@
+"""Matmul + all-to-all as an operator: products of this rank's weights, which return to the ranks
+that gave the rows while others are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.kernels.weights import Weight
+from weft.ops import expert_calls
+from weft.ops.expert_calls import ExpertCall
+from weft.ops.fused import FusedCall
+from weft.ops.operator import FusedOperator, Gradient, Gradients, Recorded
+from weft.ops.options import Operands, Options
+from weft.ops.split_sizes import Exchanged
+from weft.schedules import matmul_all_to_all as schedule
+from weft.schedules.exchanges import returned
+from weft.schedules.workload import Workload
+from weft.world import World
+
+
+def matmul_all_to_all(
+    a: Tensor,
+    b: Weight | Sequence[Weight],
+    *,
+    input_split_sizes: Sequence[int] | None = None,
+    output_split_sizes: Sequence[int] | None = None,
+    return_split_sizes: bool = False,
+    bias: Tensor | Sequence[Tensor | None] | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    algorithm: str = "auto",
+    chunk_rows: int | None = None,
+    world: World | None = None,
+    timeout: float | None = None,
+) -> Any:
+    """Multiply the parts of `a` by this rank's `b`, and send the products of each part to a rank,
+    collectively: the last product of experts, with the return of tokens to their ranks.
+
+    The result is that of `torch.matmul` (plus `bias`) followed by `all_to_all`. Products for other
+    ranks are made first, and put there piece by piece while others are made. Each row of the result
+    is written by one rank, in a place of its own, so the result has the same bits in every run.
+    Ranks tell each other the sizes of the parts in the call itself, as in `all_to_all_matmul`, of
+    which this is the way back: the split sizes of one are those of the other exchanged.
+
+    Gradients flow to a, b and bias; those of a and b share one `all_to_all_matmul` of the result's
+    gradient.
+
+    Arguments and errors are those of `all_to_all_matmul`, except:
+
+    Args:
+        a: (rows, K): the rows whose products go to rank 0, then those for rank 1, …; of a list of
+            weights those of this rank's first expert, in this order, then those of the second, ….
+        input_split_sizes: the rows of each part of a, in this order.
+        output_split_sizes: the rows that this rank expects, in the order of the result.
+
+    Returns:
+        (rows, N) of `out_dtype`: the products of rank 0 for this rank, those of rank 1, …; of a
+        list of weights those of expert 0 of all, of expert 1, …. With `return_split_sizes` a pair.
+
+    Examples:
+        >>> def rows_for_each_rank_doubled():
+        ...     a = torch.arange(3.0).view(3, 1) + 10 * weft.init().rank
+        ...     return weft.matmul_all_to_all(a, 2 * torch.eye(1), input_split_sizes=[1, 2])
+        >>> with weft.local_world(2) as local:
+        ...     [y.flatten().tolist() for y in local.run(rows_for_each_rank_doubled)]
+        [[0.0, 20.0], [2.0, 4.0, 22.0, 24.0]]
+    """
+    return expert_calls.call(
+        OPERATOR,
+        check,
+        returned,
+        a,
+        b,
+        input_split_sizes=input_split_sizes,
+        output_split_sizes=output_split_sizes,
+        return_split_sizes=return_split_sizes,
+        bias=bias,
+        out=out,
+        out_dtype=out_dtype,
+        algorithm=algorithm,
+        chunk_rows=chunk_rows,
+        world=world,
+        timeout=timeout,
+    )
+
+
+def check(
+    world: World, operands: Operands, options: Options, given: Exchanged | None = None
+) -> FusedCall:
+    """A checked call: errors are raised here, before any row is sent."""
+    name = schedule.OPERATOR.name
+    checked = expert_calls.checked(world, operands, options, given, name, returned)
+    return _ReturnCall(world, options, name, checked)
+
+
+class _ReturnCall(ExpertCall):
+    @property
+    def shared(self) -> Workload:
+        return self.workload._replace(k=0, packed=True)  # K may differ between ranks
+
+    def overlapped(self) -> tuple[str, str]:
+        return "push", "products are put to other ranks while others are computed"
+
+
+def reference(
+    inputs: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[int]
+) -> list[Tensor]:
+    """The result of each rank, which has `kept` rows, by definition: equal parts of all ranks'
+    products.
+    """
+    parts = [rows // len(inputs) for rows in kept]
+    products = [(a @ b).split(parts) for a, b in zip(inputs, weights, strict=True)]
+    return [torch.cat(received) for received in zip(*products, strict=True)]
+
+
+def _fake(call: Recorded) -> list[Tensor]:
+    a, (b, *_), _, options, _ = call
+    rows = expert_calls.result_rows(call)
+    return [a.new_empty(rows, b.shape[1], dtype=options.out_dtype or a.dtype)]
+
+
+def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Gradients:
+    """With g = the rows of dy for this rank, da = g @ b^T and db = a^T @ g share one exchange."""
+    *weights, a = ctx.saved_tensors if any(ctx.for_weights) else (*ctx.saved_tensors, None)
+    dy = grads[0]
+    assert dy is not None
+    back = replace(ctx.back, keep=True)
+    for_a, g = torch.ops.weft.all_to_all_matmul(
+        dy.to(weights[0].dtype), [b.t() for b in weights], [], *back.values(), ctx.world
+    )
+    gradients = expert_calls.weight_gradients(ctx, a, g, ctx.back.output_split_sizes)
+    return for_a if ctx.for_a else None, *gradients
+
+
+OPERATOR = FusedOperator(
+    schedule.OPERATOR,
+    check,
+    reference,
+    fake=_fake,
+    gradient=Gradient(expert_calls.save, _backward),
+    subject="Exchanged",
+)

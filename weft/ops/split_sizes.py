@@ -1,0 +1,147 @@
+"""Numbers of rows that ranks tell each other in the call which needs them: each call of uneven
+parts first executes a plan that brings every rank's numbers to every rank (`weft.plan.sized`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from weft.checks import integers
+from weft.engines import engine
+from weft.schedules.counts import counts
+from weft.schedules.exchanges import Counts
+from weft.schedules.thresholds import EAGER_BUFFER_BYTES
+from weft.world import World
+
+_ANY = -1
+"""The number of rows that a rank expects, if it takes what comes."""
+_REMEMBERED = 512
+"""Matrices of sizes by which it is known that a call is likely to be repeated: only such calls are
+kept in the call cache, since where tokens are routed anew every call has other sizes.
+"""
+
+
+class Exchanged(NamedTuple):
+    """The parts that every rank sends, and those that this rank receives; `again`: whether ranks
+    have lately exchanged the same.
+    """
+
+    counts: Counts
+    received: Sequence[int]
+    again: bool
+
+
+def check(
+    rows: int, sent: Sequence[int] | None, expected: Sequence[int] | None, number: int
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """The `number` of parts into which a rank's rows are split, and of the parts that it expects,
+    if it says so. Raises `ValueError` or `TypeError` if these are no such sizes.
+    """
+    ins = tuple(integers(() if sent is None else sent, "input_split_sizes"))
+    outs = None if expected is None else tuple(integers(expected, "output_split_sizes"))
+    every = (*ins, *(outs or ()))
+    if (
+        {len(ins), len(ins if outs is None else outs)} != {number}
+        or min(every) < 0
+        or (sum(ins) != rows)
+    ):
+        raise ValueError(
+            f"input_split_sizes and output_split_sizes must be {number} sizes each, none "
+            f"negative, and input_split_sizes must add up to {rows} rows; got {[*ins]} and "
+            f"{None if outs is None else [*outs]}"
+        )
+    return ins, outs
+
+
+def exchange(
+    world: World,
+    operator: str,
+    sent: Sequence[int],
+    expected: Sequence[int] | None,
+    receive: Callable[[Counts], Counts],
+    unit: str = "rows",
+    timeout: float | None = None,
+) -> Exchanged:
+    """The parts that ranks send and receive; collective. `receive` gives of the parts that each
+    rank sends those that each receives, in its order. The parts can be a part of a call's key.
+
+    Raises `ValueError`, on all ranks, if a rank expects other parts than it receives; `unit` is the
+    name of what the sizes count.
+    """
+    wide, exchanges = len(sent), engine(world).counts
+    if (operator, wide) not in exchanges:
+        exchanges[operator, wide] = _Exchange(world, operator, wide)
+    numbers = *sent, *((_ANY,) * wide if expected is None else expected)
+    one: _Exchange = exchanges[operator, wide]
+    counts, received = agreed(one.run(numbers, timeout), world.rank, receive, unit)
+    return Exchanged(counts, received, one.remember(counts))
+
+
+def agreed(
+    every: Counts, rank: int, receive: Callable[[Counts], Counts], unit: str = "rows"
+) -> tuple[Counts, Sequence[int]]:
+    """The parts that every rank sends, and those that this rank receives, of the numbers that ranks
+    have exchanged: of each rank those that it sends, then those that it expects.
+    """
+    wide = len(every[0]) // 2
+    sent = tuple([tuple(row[:wide]) for row in every])
+    received = receive(sent)
+    wrong = [
+        (receiver, at)
+        for receiver, (row, parts) in enumerate(zip(every, received, strict=True))
+        if row[-1] != _ANY and row[wide:] != parts
+        for at in range(wide)
+        if row[wide + at] != parts[at]
+    ]
+    if wrong:
+        senders = receive([[sender] * wide for sender in range(len(every))])
+        sender, receiver, at = min((senders[receiver][at], receiver, at) for receiver, at in wrong)
+        raise ValueError(
+            f"rank {sender} sends rank {receiver} {received[receiver][at]} {unit}, but rank "
+            f"{receiver} expects {every[receiver][wide + at]} {unit} from it"
+        )
+    return sent, received[rank]
+
+
+class _Exchange:
+    """The plan by which ranks exchange `wide` sizes that they send and as many that they expect,
+    with the tensors that it uses in each call.
+    """
+
+    def __init__(self, world: World, operator: str, wide: int) -> None:
+        numbers = 2 * wide
+        few = not world.stream_ordered and 8 * numbers <= EAGER_BUFFER_BYTES
+        self.plan = counts(operator, world.levels, world.hosts.if_several, few)
+        self.rows = (1,) * world.ranks
+        with torch.inference_mode(False):  # later calls may be outside of it
+            own = torch.zeros(1, numbers, dtype=torch.int64, device=world.device)
+            every = own.new_empty(world.ranks, numbers)
+        self.tensors = {"a": own, "gathered": every}
+        # to write a few numbers takes less time than to make a tensor of them
+        self.own = own.numpy() if own.device.type == "cpu" else None
+        self.remembered = dict[Counts, None]()  # the latest matrices
+        self.program = engine(world).program(self.plan, self.tensors, self.rows)
+        self.program.compiled.set_call_text(f"{self.plan.operator}\n{numbers} numbers")
+
+    def run(self, numbers: Sequence[int], timeout: float | None) -> list[list[int]]:
+        """The numbers of all ranks."""
+        own, every = self.tensors.values()
+        if self.own is None:
+            own.copy_(torch.tensor([numbers], device="cpu"))
+        else:
+            self.own[:] = numbers
+        self.program.run(self.tensors, self.rows, {}, timeout=timeout)
+        found: list[list[int]] = every.tolist()
+        return found
+
+    def remember(self, counts: Counts) -> bool:
+        """Whether a matrix is among the latest ones, as it is from now on."""
+        if counts in self.remembered:
+            return True
+        if len(self.remembered) >= _REMEMBERED:
+            del self.remembered[next(iter(self.remembered))]
+        self.remembered[counts] = None
+        return False
