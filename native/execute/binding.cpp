@@ -42,11 +42,11 @@ Binding::Binding(Program& program, const std::vector<size_t>& rows,
     : program_(program),
       shards_(rows),
       widths_(program.buffers.size()),
+      sizes_(cut(program, rows)),
       offsets_(program.buffers.size()),
       text_(program.text) {
   const int rank = program.rank;
-  const std::vector<size_t> sizes = cut(program, rows);
-  const size_t largest = sizes.empty() ? 1 : *std::max_element(sizes.begin(), sizes.end());
+  const size_t largest = sizes_.empty() ? 1 : *std::max_element(sizes_.begin(), sizes_.end());
   for (const auto& layout : program.layouts) {
     auto& sums = sums_.emplace_back();
     sums.reserve(layout.size() + 1);
@@ -54,7 +54,7 @@ Binding::Binding(Program& program, const std::vector<size_t>& rows,
     for (int block : layout)
       sums.push_back(sums.back() + (block == Buffer::kRow        ? 1
                                     : block == Buffer::kAnyBlock ? largest
-                                                                 : sizes[block]));
+                                                                 : sizes_[block]));
   }
   std::vector<const BoundTensor*> tensors(program.buffers.size());
   for (const BoundTensor& tensor : bound) {

@@ -69,6 +69,13 @@ class Binding {
   size_t rows(const Operand& o) const { return (*placed_[o.slot].bounds)[o.stop] - first(o); }
   size_t columns(const Operand& o) const { return placed_[o.slot].columns; }
   size_t row_bytes(const Operand& o) const { return placed_[o.slot].row_bytes; }
+  // The rows of a message in the execution that has this eager offset.
+  Strided rows_of(const MessageRows& message, EagerOffset eager) const {
+    if (!message.any) return {};
+    size_t count = message.blocks.empty() ? rows(message.operand) : 0;
+    for (int block : message.blocks) count += block == Buffer::kRow ? 1 : sizes_[block];
+    return {at(message.operand, eager), count, row_bytes(message.operand), stride(message.operand)};
+  }
   // The owner of memory that is not mapped here, or -1. `at` is then an offset from the address
   // that the owner publishes with the call.
   int unmapped_owner(const Operand& o) const { return placed_[o.slot].unmapped_owner; }
@@ -96,6 +103,7 @@ class Binding {
   Program& program_;
   // rows of the shards, and columns of the caller's buffers
   std::vector<size_t> shards_, widths_;
+  std::vector<size_t> sizes_;  // rows of the blocks
   // by layout: the first row of each block, and the end of the last one
   std::vector<std::vector<size_t>> sums_;
   std::vector<Placed> placed_;  // by slot

@@ -39,7 +39,7 @@ Counter& Executor::counter(int rank, uint32_t index) const {
 }
 
 bool Executor::quick() const {
-  return within_host && !tracing && !link.on() &&
+  return within_host() && !tracing && !link.on() &&
          std::count(pids.begin(), pids.end(), pids[rank_]) == 1;
 }
 
@@ -70,12 +70,14 @@ void Executor::begin(Program& program, int64_t timeout) {
   }
   // X2: the waits of the next call count from here
   for (auto [index, count] : program.growth) base_[index] += count;
+  program.sent.clear();
+  if (network_) expect(program, text);
 }
 
 EagerOffset Executor::next_eager(const Program& program) {
   static_assert(Program::kEagerSets == 2);  // E1 needs two sets: call n - 2 has ended
   const bool swapped =
-      program.swaps_eager() && within_host && eager_count_ / Program::kEagerSets % 2;
+      program.swaps_eager() && within_host() && eager_count_ / Program::kEagerSets % 2;
   return {eager_count_++ % Program::kEagerSets * Program::kEager, swapped ? ~size_t{0} : 0};
 }
 
@@ -83,7 +85,7 @@ int Executor::run(Program& program, size_t lane, int at) {
   Execution& execution = program.execution;
   const auto& instructions = program.lanes[lane];
   const int end = static_cast<int>(instructions.size());
-  if (!within_host && lane == 0 && at == 0) set(calls.under_way(rank_), execution.call);
+  if (network_ && lane == 0 && at == 0) set(calls.under_way(rank_), execution.call);
   mark_link_ready(execution, lane);
   while (true) {
     if (at && instructions[at - 1].reads_peer_tensor && calls.closed()) {  // X5
@@ -92,6 +94,7 @@ int Executor::run(Program& program, size_t lane, int at) {
     }
     if (at >= end) {
       if (lane == 0) calls.end(execution.call);
+      if (network_) network_->hand_over();
       return at;
     }
     const Instruction& instruction = instructions[at];
@@ -115,9 +118,14 @@ int Executor::run(Program& program, size_t lane, int at) {
         if (!wait(execution, lane, at, instruction)) return -1;  // X4
         break;
       case Op::pause:
-        if (instruction.operands.empty() || execution.binding->rows(instruction.operands[0]))
+        if (instruction.operands.empty() || execution.binding->rows(instruction.operands[0])) {
+          if (network_) network_->hand_over();
           return at;
+        }
         break;  // a product of no rows
+      case Op::send:
+        send(execution, program.batches[instruction.index]);
+        break;
     }
     if (tracing) {  // instructions executed in one pass divide its time evenly
       int64_t each = (now() - start) / count;
@@ -215,7 +223,7 @@ bool Executor::wait(Execution& execution, size_t lane, int at, const Instruction
   const auto same_call = [&] {  // X3, by S5
     return instruction.count && counter.call.load(std::memory_order_relaxed) == execution.mark;
   };
-  const int spins = LaneThread::current() ? spins_ : execution.spins;
+  const int spins = network_ ? 0 : LaneThread::current() ? spins_ : execution.spins;
   if (execution.locked) {
     constexpr int kBrief = 100;  // about as long as releasing a lock and getting it again takes
     if (!spin(counter, Compare::greater_equal, expected, kBrief)) {
@@ -246,11 +254,15 @@ bool Executor::wait(Execution& execution, size_t lane, int at, const Instruction
   const bool own_products = LaneThread::current() && source == rank_;
   const Yields yields = own_products ? kNoYield : yields_after(spins_);
   Deadline deadline(execution.timeout);
-  bool arrived = wait_until(*instruction.counter, Compare::greater_equal, expected, 0, deadline,
-                            interrupted, gone, yields);
+  Counter& awaited = *instruction.counter;
+  bool arrived =
+      network_ ? network_->wait_until(awaited, expected, instruction.arrives, patience(execution),
+                                      yields, deadline, interrupted, gone)
+               : wait_until(awaited, Compare::greater_equal, expected, 0, deadline, interrupted,
+                            gone, yields);
   // X3: by H1 a signal of a peer that has not started this call belongs to another call, made in
   // place of an earlier one of this rank. The peer detects that the calls differ.
-  while (arrived && first && instruction.count && within_host &&
+  while (arrived && first && instruction.count && within_host() &&
          !calls.started(source, execution.call)) {
     arrived = !interrupted() && !gone() && !deadline.passed();
     std::this_thread::sleep_for(std::chrono::microseconds(50));
@@ -273,18 +285,78 @@ bool Executor::wait(Execution& execution, size_t lane, int at, const Instruction
   return false;
 }
 
-WaitStatus Executor::wait_under_way(uint64_t call, const std::vector<int>& ranks,
-                                    int64_t nanoseconds) {
-  Deadline deadline(nanoseconds);
-  for (int rank : ranks) {
-    const auto failed = [&] { return mesh_->failed(); };
-    const auto left = [&] { return rank != rank_ && mesh_->left(rank); };
-    if (!wait_until(calls.under_way(rank), Compare::greater_equal, call, spins_, deadline, failed,
-                    left) &&
-        !left())
-      return failed() ? WaitStatus::failed : WaitStatus::timeout;
+// How long a wait of this thread polls the network.
+// Measured on two namespaces of a 2-core machine: see docs/performance.md.
+Network::Patience Executor::patience(const Execution& execution) const {
+  constexpr int64_t kAlone = 20'000, kPatient = 1'000'000;
+  // the products of this rank use the core that its other lanes need
+  if (LaneThread::current()) return {0, 0};
+  const bool several = execution.spins == spins_ && spins_;
+  return {spins_ ? kAlone : 0, several ? kAlone : kPatient};
+}
+
+std::shared_ptr<Network> Executor::connect(std::vector<bool> connected,
+                                           const Network::Connect& connect) {
+  return network_ = std::make_shared<Network>(rank_, std::move(connected), calls, mesh_, connect);
+}
+
+// Let the rows of an execution arrive from now on.
+void Executor::expect(Program& program, const CallText& text) {
+  const Execution& execution = program.execution;
+  std::list<Network::Expected> expected = network_->blank(program.arrivals.size());
+  auto one = expected.begin();
+  for (const Arrivals& arrivals : program.arrivals) {
+    one->channel = arrivals.channel;
+    one->call = execution.call;
+    one->digest = execution.digest;
+    one->mark = execution.mark;
+    one->places.clear();
+    for (const MessageRows& message : arrivals.messages)
+      one->places.push_back(message.any ? execution.binding->rows_of(message, execution.eager)
+                                        : Strided{});
+    ++one;
   }
-  return WaitStatus::none;
+  network_->begin(execution.call, text, std::move(expected));
+}
+
+// Put a batch to another host, as far as that does not block; the network puts the rest.
+void Executor::send(Execution& execution, Batch& batch) {
+  // Bytes that a caller's thread sends that has products to compute; any other sends all that the
+  // connection takes.
+  // Measured on two hosts of 2 cores: all-to-all of 8 bytes takes 54 us, with the call cache, and
+  // 110 to 170 before both (`weft bench all-to-all --sizes 8:256K:8`).
+  constexpr size_t kAtOnce = 256 << 10;
+  thread_local std::vector<Strided> rows;  // reused, so that a repeated call allocates nothing
+  rows.clear();
+  for (const MessageRows& message : batch.messages)
+    rows.push_back(message.any ? execution.binding->rows_of(message, execution.eager) : Strided{});
+  if (tracing) batch.begun = now();
+  const Label label{Kind::rows, batch.lane, execution.call, execution.digest};
+  const bool computes = batch.lane == 0 && batch.program->computes();
+  if (network_->put(batch.peer, label, rows, computes ? kAtOnce : SIZE_MAX,
+                    [this, &batch] { sent(batch); }))
+    sent(batch);
+  else
+    network_->hand_over();  // the link should not be idle while this thread does something else
+}
+
+// The rows of a batch may be overwritten.
+void Executor::sent(Batch& batch) {
+  Program& program = *batch.program;
+  if (tracing) {
+    const std::lock_guard lock(program.sending);
+    program.sent.push_back({batch.number, batch.begun, now()});
+  }
+  batch.sent->call.store(program.execution.mark, std::memory_order_relaxed);  // S5
+  add(*batch.sent, 1);
+}
+
+void Executor::let_others_begin() const {
+  // Measured on two hosts of 2 busy cores, 1 Gbit/s: the first rows of a call leave after 0.03 ms
+  // in the median, without after 6.3 of 36 ms (`weft bench all-gather-matmul --shape
+  // 2048x2048x2048`).
+  constexpr int kTimes = 3;
+  for (int i = 0; network_ && i < kTimes; ++i) sched_yield();
 }
 
 void Executor::stop(Program& program, size_t lane) {

@@ -24,6 +24,7 @@
 #include "memory/calls.hpp"
 #include "execute/emulated_link.hpp"
 #include "execute/lane_thread.hpp"
+#include "hosts/network.hpp"
 #include "memory/mesh.hpp"
 #include "execute/program.hpp"
 #include "memory/segment.hpp"
@@ -68,9 +69,12 @@ class Executor {
   // Interpret instructions of a lane from `at` on, up to a pause or the end. Returns the next
   // position, or -1 if a wait ended early.
   int run(Program& program, size_t lane, int at);
-  // Wait up to `nanoseconds` until these ranks of this host have started to execute a call, or have
-  // left.
-  WaitStatus wait_under_way(uint64_t call, const std::vector<int>& ranks, int64_t nanoseconds);
+  // Let ranks on other hosts be reached: `connected[rank]` says which.
+  std::shared_ptr<Network> connect(std::vector<bool> connected, const Network::Connect& connect);
+  bool within_host() const { return !network_; }
+  // Before the first product of a call: yield the core to the threads that send its first rows.
+  // They do not interrupt the product, and the link would be idle for some milliseconds of it.
+  void let_others_begin() const;
   // End the waits of a program whose lane `lane` has ended early.
   void stop(Program& program, size_t lane = 0);
   // Called from time to time by waits on the caller's thread; true ends the wait.
@@ -81,8 +85,6 @@ class Executor {
   // Whether ranks are processes of this host, so that none needs a lock of another, and nothing
   // delays their copies.
   bool quick() const;
-  // Whether all peers are on this host, where they publish a call before they raise its signals.
-  bool within_host = true;
   // Process ids of all ranks, to read memory that is not mapped here through the kernel.
   std::vector<int> pids;
   // Whether executions record the time span of each instruction.
@@ -101,6 +103,10 @@ class Executor {
   int move(Execution& execution, size_t lane, const Instruction* first, size_t count);
   void unreadable(Execution& execution, size_t lane, int at, int peer, int error);
   void lost(Execution& execution, size_t lane, int at, int peer);
+  Network::Patience patience(const Execution& execution) const;
+  void expect(Program& program, const CallText& text);
+  void send(Execution& execution, Batch& batch);
+  void sent(Batch& batch);
   WaitStatus early_end(const Execution& execution) const;
   void mark_link_ready(Execution& execution, size_t lane) const;
 
@@ -114,7 +120,12 @@ class Executor {
 
  public:
   Calls calls;
-  EmulatedLink link;       // for copies to and from peers
+  EmulatedLink link;  // for copies to and from peers
+
+ private:
+  std::shared_ptr<Network> network_;  // to ranks on other hosts; null if there are none
+
+ public:
   LaneThread lane_thread;  // destroyed first: its jobs use the other members
 };
 

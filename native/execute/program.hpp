@@ -33,11 +33,16 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "hosts/network.hpp"
 #include "memory/calls.hpp"
 #include "kernels/reduce.hpp"
 #include "memory/signals.hpp"
@@ -60,7 +65,7 @@ struct Operand {
   }
 };
 
-enum class Op : int { copy, reduce, notify, wait, pause };
+enum class Op : int { copy, reduce, notify, wait, pause, send };
 
 struct Instruction {
   Op op;
@@ -71,8 +76,10 @@ struct Instruction {
   Combine combine = Combine::sum;
   bool remote = false;         // uses the link to a peer
   Counter* counter = nullptr;  // to raise or to wait for
-  uint32_t index = 0;          // of the counter waited for, among this rank's counters
-  int source = 0;              // the rank that raises the counter waited for
+  // of the counter waited for, among this rank's counters; of the batch to send
+  uint32_t index = 0;
+  bool arrives = false;  // whether the network alone raises the counter waited for
+  int source = 0;        // the rank that raises the counter waited for
   uint64_t count = 0;
   Reader reader = Reader::self;    // of the destination
   bool reads_peer_tensor = false;  // P2: its owner may overwrite it after closing the world
@@ -113,6 +120,40 @@ struct WaitFailure {
 };
 
 using Span = std::pair<int64_t, int64_t>;  // times of the beginning and the end
+
+struct Program;
+
+// The rows of a message between hosts, at one of its ends.
+struct MessageRows {
+  bool any = false;  // a token has none
+  Operand operand = {};
+  std::vector<int> blocks =
+      {};  // as many rows as these blocks have, if the operand holds any block
+};
+
+// Messages to a peer on another host, and the counter of this rank that is raised once their rows
+// may be overwritten.
+struct Batch {
+  Program* program;
+  uint32_t number;
+  int peer;
+  uint8_t lane;
+  std::vector<MessageRows> messages;
+  Counter* sent;
+  int64_t begun = 0;
+};
+
+// The messages of a peer's lane to this rank.
+struct Arrivals {
+  std::shared_ptr<const Network::Channel> channel;
+  std::vector<MessageRows> messages;
+};
+
+// A batch that was sent, when tracing.
+struct SentBatch {
+  uint32_t number;
+  int64_t begun, ended;
+};
 
 class Binding;
 
@@ -180,6 +221,11 @@ struct Program {
   std::vector<std::pair<uint32_t, uint32_t>> exchanges = {};
   int rank = 0;        // the rank of this part, if there are slots
   bool eager = false;  // whether it has eager buffers
+  // of several hosts
+  std::deque<Batch> batches = {};
+  std::vector<Arrivals> arrivals = {};
+  std::mutex sending;                // of `sent`
+  std::vector<SentBatch> sent = {};  // of the current execution, when tracing
   Execution execution;
 
   Program(std::string call, size_t lane_count,
@@ -192,6 +238,12 @@ struct Program {
   // Whether an execution takes some microseconds if no rank is late: it moves few bytes, or none,
   // by the caller's thread alone.
   bool brief() const { return (eager || buffers.empty()) && lanes[1].empty(); }
+
+  // Whether its caller computes products.
+  bool computes() const {
+    return std::any_of(lanes[0].begin(), lanes[0].end(),
+                       [](const Instruction& i) { return i.op == Op::pause; });
+  }
 
   // Whether its ranks swap their eager buffers in every second pair of executions (E3).
   bool swaps_eager() const { return eager && buffers[0].layouts.size() == 2; }
@@ -238,6 +290,22 @@ struct Program {
     return std::all_of(lane[first].operands.begin(), lane[first].operands.end(), harmless) &&
            std::all_of(lane.begin() + first, lane.end(),
                        [&](const Instruction& earlier) { return harmless(earlier.operands[0]); });
+  }
+
+  // Note which waits are for counters that the network alone raises, once all instructions and
+  // messages are added.
+  void mark_arrivals() {
+    std::map<const Counter*, uint64_t> raised;
+    for (const Arrivals& each : arrivals)
+      for (const auto& counters : each.channel->raised)
+        for (const Counter* counter : counters) ++raised[counter];
+    for (const Batch& batch : batches) ++raised[batch.sent];
+    const std::map<uint32_t, uint64_t> every(growth.begin(), growth.end());
+    for (auto& lane : lanes)
+      for (Instruction& i : lane)
+        if (const auto found = raised.find(i.counter); i.op == Op::wait && found != raised.end())
+          if (const auto all = every.find(i.index); all != every.end())
+            i.arrives = all->second == found->second;
   }
 
   // Append an instruction. `returns`: this rank also reads the memory that it writes.

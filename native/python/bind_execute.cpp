@@ -2,6 +2,7 @@
 #include "execute/executor.hpp"
 #include "execute/program.hpp"
 #include "execute/deferred_work.hpp"
+#include "hosts/tcp.hpp"
 #include "python/bind.hpp"
 #include "python/execute.hpp"
 #include "python/tensor_view.hpp"
@@ -21,6 +22,10 @@ using Shared = std::pair<std::vector<uintptr_t>, std::string>;
 using ByName = nb::typed<nb::dict, nb::str, nb::any>;  // by the names of buffers
 using Sizes = std::vector<size_t>;
 
+// The rows of a message: none, or a place, and the blocks of as many rows if the place is a slot
+using PyMessage = std::optional<std::pair<Place, std::vector<int>>>;
+using PyCounters = std::vector<std::pair<int, uint32_t>>;  // ranks and indices
+
 Operand operand(const Place& place) {
   return {std::get<0>(place), std::get<1>(place), std::get<2>(place)};
 }
@@ -28,6 +33,14 @@ Operand operand(const Place& place) {
 std::vector<Operand> operands(const std::vector<Place>& places) {
   std::vector<Operand> result;
   for (const Place& place : places) result.push_back(operand(place));
+  return result;
+}
+
+std::vector<MessageRows> rows_of(const std::vector<PyMessage>& messages) {
+  std::vector<MessageRows> result;
+  for (const PyMessage& message : messages)
+    result.push_back(message ? MessageRows{true, operand(message->first), message->second}
+                             : MessageRows{});
   return result;
 }
 
@@ -129,6 +142,43 @@ void bind_execute(nb::module_& m) {
              self.add(lane, i);
            })
       .def("pause", [](Program& self, size_t lane) { self.add(lane, {Op::pause, {}}); })
+      .def(
+          "send",
+          [](Program& self, size_t lane, Executor& executor, int rank, int peer, uint8_t of,
+             const std::vector<PyMessage>& messages, uint32_t sent) {
+            const uint32_t number = static_cast<uint32_t>(self.batches.size());
+            self.batches.push_back(
+                {&self, number, peer, of, rows_of(messages), &executor.counter(rank, sent)});
+            Instruction i{Op::send, {}};
+            i.index = number;
+            self.add(lane, i);
+          },
+          "lane"_a, "executor"_a, "rank"_a, "peer"_a, "of"_a, "messages"_a, "sent"_a)
+      .def(
+          "receive",
+          [](Program& self, Executor& executor, int sender, uint8_t of, std::vector<int> gate,
+             const std::vector<PyMessage>& messages, const std::vector<PyCounters>& raised) {
+            auto channel = std::make_shared<Network::Channel>();
+            channel->sender = sender;
+            channel->lane = of;
+            channel->gate = std::move(gate);
+            for (const PyCounters& counters : raised) {
+              auto& own = channel->raised.emplace_back();
+              for (const auto& [rank, index] : counters)
+                own.push_back(&executor.counter(rank, index));
+            }
+            self.arrivals.push_back({std::move(channel), rows_of(messages)});
+          },
+          "executor"_a, "sender"_a, "of"_a, "gate"_a, "messages"_a, "raised"_a)
+      .def("mark_arrivals", &Program::mark_arrivals)
+      .def_prop_ro("sent",
+                   [](Program& self) {
+                     const std::lock_guard lock(self.sending);
+                     std::vector<std::tuple<uint32_t, int64_t, int64_t>> found;
+                     for (const auto& [number, begun, ended] : self.sent)
+                       found.emplace_back(number, begun, ended);
+                     return found;
+                   })
       .def("multiply", [](Program& self, size_t lane,
                           Place src) { self.add(lane, {Op::pause, {operand(src)}}); })
       .def_prop_ro("call", [](Program& self) { return self.execution.call; })
@@ -187,7 +237,17 @@ void bind_execute(nb::module_& m) {
       .def_ro_static("max_names", &Executor::kNames)
       .def_ro_static("eager_bytes", &Program::kEager)
       .def_ro_static("eager_sets", &Program::kEagerSets)
-      .def_rw("within_host", &Executor::within_host)
+      .def_prop_ro("within_host", &Executor::within_host)
+      .def(
+          "connect",
+          [](Executor& self, std::vector<int> fds) {
+            std::vector<bool> connected;
+            for (int fd : fds) connected.push_back(fd >= 0);
+            return self.connect(std::move(connected), [&](Transport::Receiver& receiver) {
+              return std::make_unique<TcpTransport>(std::move(fds), receiver);
+            });
+          },
+          "descriptors"_a)
       .def_rw("pids", &Executor::pids)
       .def("eager_bases", &Executor::eager_bases)
       .def_prop_ro("calls", [](Executor& self) { return self.calls.latest(); })
@@ -204,12 +264,6 @@ void bind_execute(nb::module_& m) {
           "compiled"_a, "lane"_a, "retained"_a = nb::none())
       .def("enter", &Executor::enter)
       .def("leave", &Executor::leave)
-      .def(
-          "wait_under_way",
-          [](Executor& self, uint64_t call, const std::vector<int>& ranks, double seconds) {
-            return self.wait_under_way(call, ranks, nanoseconds(seconds));
-          },
-          "call"_a, "ranks"_a, "seconds"_a, Unlocked())
       .def("stop", [](Executor& self, Program& program) { self.stop(program); })
       .def(
           "join",
@@ -228,10 +282,6 @@ void bind_execute(nb::module_& m) {
           },
           "program"_a, "binding"_a, "timeout"_a, "multiply"_a = nb::none())
       .def("refuse", [](Executor& self, const std::string& why) { return self.calls.refuse(why); })
-      .def("note_refusal",
-           [](Executor& self, int peer, uint64_t call, uint64_t times, const std::string& why) {
-             self.calls.store_refusal(peer, call, times, why);
-           })
       .def("times_refused", [](Executor& self, int rank,
                                uint64_t call) { return self.calls.times_refused(rank, call); })
       .def(
@@ -255,13 +305,32 @@ void bind_execute(nb::module_& m) {
              return found;
            })
       .def("end", [](Executor& self, Program& program) { self.calls.end(program.execution.call); })
-      .def("note_call", [](Executor& self, int peer, uint64_t call, uint64_t digest,
-                           const std::string& text) { self.calls.store(peer, call, digest, text); })
       .def("emulate_link",
            [](Executor& self, double bytes_per_second, double latency_seconds) {
              self.link.set(bytes_per_second, latency_seconds);
            })
       .def("trace", [](Executor& self, bool on) { self.tracing = on; });
+
+  nb::enum_<Trouble::Kind>(m, "Trouble")
+      .value("broken", Trouble::broken)
+      .value("garbled", Trouble::garbled)
+      .value("mismatch", Trouble::mismatch);
+  nb::class_<Network>(m, "Network")
+      .def("announce_refusal", &Network::announce_refusal, "call"_a, "times"_a, "why"_a)
+      .def("finish", &Network::finish, "seconds"_a, "linger"_a, Unlocked())
+      .def("hung_up", &Network::hung_up, "peer"_a)
+      .def(
+          "ended", [](Network& self, int peer) { return self.ended(peer); }, "peer"_a)
+      .def("abort", &Network::abort, Unlocked())
+      .def("stop", &Network::stop, Unlocked())
+      .def("disown", &Network::disown)
+      .def_prop_ro("trouble_descriptor", &Network::trouble_descriptor)
+      .def("troubles", [](Network& self) {
+        std::vector<std::tuple<Trouble::Kind, int, uint64_t, std::string>> found;
+        for (const auto& [kind, peer, call, text] : self.troubles())
+          found.emplace_back(kind, peer, call, text);
+        return found;
+      });
 
   nb::class_<DeferredWork>(m, "DeferredWork")
       .def(nb::init<>())

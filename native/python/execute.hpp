@@ -62,7 +62,6 @@ void execute_once(Executor& executor, nb::handle program, Binding& bound, double
   {
     const Join join{executor, native, has_comm};
     try {
-      if (!executor.within_host) program.attr("begin")(timeout);
       const bool brief = native.brief() && executor.quick();
       const auto run = [&](auto begin, int from) {
         const auto work = [&] {
@@ -73,10 +72,11 @@ void execute_once(Executor& executor, nb::handle program, Binding& bound, double
         return brief ? briefly_locked(work) : unlocked(work);
       };
       const auto begin = [&] {
-        if (executor.within_host) executor.begin(native, nanoseconds(timeout));
+        executor.begin(native, nanoseconds(timeout));
         if (has_comm) executor.lane_thread.start({&native, 1});
       };
       int at = run(begin, 0);
+      if (has_comm && at >= 0 && at < end) executor.let_others_begin();
       while (at >= 0 && at < end) {
         const int64_t start = executor.tracing ? now() : 0;
         multiply(at);

@@ -16,6 +16,7 @@
 #include "kernels/copy.hpp"
 #include "execute/binding.hpp"
 #include "execute/executor.hpp"
+#include "hosts/tcp.hpp"
 #include "kernels/float16.hpp"
 #include "kernels/experts.hpp"
 #include "kernels/half_product.hpp"
@@ -411,7 +412,8 @@ struct Host {  // ranks as threads of one process
   std::vector<std::shared_ptr<Segment>> controls, data;
   std::vector<std::unique_ptr<Executor>> executors;
 
-  Host(int ranks, size_t bytes) {
+  // `apart`: ranks are on hosts of their own, so that none reads another's control segment.
+  Host(int ranks, size_t bytes, bool apart = false) {
     std::vector<std::vector<int>> fds(ranks, std::vector<int>(ranks, -1));
     for (int i = 0; i < ranks; ++i)
       for (int j = 0; j < i; ++j) {
@@ -427,6 +429,7 @@ struct Host {  // ranks as threads of one process
     auto control = parts(Executor::control_bytes(ranks)), memory = parts(bytes);
     for (int i = 0; i < ranks; ++i) {
       meshes.push_back(std::make_shared<Mesh>(fds[i]));
+      if (apart) control = parts(Executor::control_bytes(ranks));
       controls.push_back(std::make_shared<Segment>(control, i));
       data.push_back(std::make_shared<Segment>(memory, i));
       executors.push_back(std::make_unique<Executor>(meshes[i], controls[i], i ? 100 : 0));
@@ -561,6 +564,104 @@ void test_eager(int ranks, int calls) {
       }
     });
   for (auto& thread : threads) thread.join();
+}
+
+// An all-gather of one row of `n` numbers by ranks on hosts of their own, some of which are late. A
+// rank's second lane, on the lane thread, sends the second half of the row.
+void test_network(int ranks, int calls, int n) {
+  Host host(ranks, 64, true);
+  std::vector<std::vector<int>> fds(ranks, std::vector<int>(ranks, -1));
+  for (int i = 0; i < ranks; ++i)
+    for (int j = 0; j < i; ++j) {
+      int pair[2];
+      CHECK(!socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair));
+      fds[i][j] = pair[0], fds[j][i] = pair[1];
+    }
+  std::vector<std::shared_ptr<Network>> networks;
+  for (int r = 0; r < ranks; ++r) {
+    std::vector<bool> connected(ranks, true);
+    connected[r] = false;
+    networks.push_back(host.executors[r]->connect(connected, [&](Transport::Receiver& receiver) {
+      return std::make_unique<TcpTransport>(fds[r], receiver);
+    }));
+  }
+  std::vector<std::thread> threads;
+  for (int r = 0; r < ranks; ++r)
+    threads.emplace_back([&, r] {
+      Executor& executor = *host.executors[r];
+      std::vector<int> own(2 * n), all(2 * ranks * n);
+      Program program("network", 2, {}, ranks);
+      program.rank = r;
+      const auto arrived = [&](int source) { return static_cast<uint32_t>(source); };
+      const auto sent = [&](int to) { return static_cast<uint32_t>(ranks + to); };
+      for (int p = 0; p < ranks; ++p) {
+        if (p == r) continue;
+        for (uint8_t lane = 0; lane < 2; ++lane) {
+          const uint32_t number = static_cast<uint32_t>(program.batches.size());
+          const uint32_t index = sent(p) + lane * ranks;
+          program.batches.push_back({&program,
+                                     number,
+                                     p,
+                                     lane,
+                                     {{true, {0, lane, lane + 1u}, {}}, {}},
+                                     &executor.counter(r, index)});
+          Instruction send{Op::send, {}};
+          send.index = number;
+          program.lanes[lane].push_back(send);
+          program.lanes[lane].push_back(signal(Op::wait, executor.counter(r, index), index, r, 1));
+          program.growth.push_back({index, 1});
+          auto channel = std::make_shared<Network::Channel>();
+          channel->sender = p, channel->lane = lane, channel->gate = {r};
+          channel->raised = {{}, {&executor.counter(r, arrived(p))}};
+          const uint32_t from = static_cast<uint32_t>(2 * p + lane);
+          program.arrivals.push_back({channel, {{true, {1, from, from + 1}, {}}, {}}});
+        }
+        program.growth.push_back({arrived(p), 2});
+      }
+      for (int p = 0; p < ranks; ++p)
+        if (p != r)
+          program.lanes[0].push_back(
+              signal(Op::wait, executor.counter(r, arrived(p)), arrived(p), p, 2));
+      program.mark_arrivals();
+      program.layouts = {{0, 0}, {}};
+      program.layouts[1].assign(2 * ranks, 0);
+      program.pieces = {1};
+      program.buffers = {{"own", "int32", sizeof(int), Role::input, 0, false, false,
+                          std::vector<uint32_t>(ranks, 0)},
+                         {"all", "int32", sizeof(int), Role::output, 1, false, false,
+                          std::vector<uint32_t>(ranks, 1)}};
+      program.slots = {{r, 0}, {r, 1}};
+      const size_t row = n * sizeof(int);
+      Binding binding(program, {1},
+                      {{0, reinterpret_cast<uintptr_t>(own.data()), 2, size_t(n), row, {}, ""},
+                       {1,
+                        reinterpret_cast<uintptr_t>(all.data()),
+                        size_t(2 * ranks),
+                        size_t(n),
+                        row,
+                        {},
+                        ""}});
+      program.execution.binding = &binding;
+      for (int call = 0; call < calls; ++call) {
+        for (int i = 0; i < 2 * n; ++i) own[i] = call * 1000 + r * 10 + i;
+        if ((call + r) % 16 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+        executor.begin(program, kTimeout);
+        executor.lane_thread.start({&program, 1});
+        CHECK(executor.run(program, 0, 0) >= 0);
+        executor.lane_thread.join(program);
+        for (int p = 0; p < ranks; ++p)
+          for (int i = 0; p != r && i < 2 * n; i += 2 * n - 1)
+            CHECK(all[2 * p * n + i] == call * 1000 + p * 10 + i);
+      }
+      networks[r]->finish(20, 20);
+      for (int p = 0; p < ranks; ++p) CHECK(p == r || networks[r]->ended(p));
+    });
+  for (auto& thread : threads) thread.join();
+  for (auto& network : networks) {
+    CHECK(network->troubles().empty());
+    network->abort();
+    network->stop();
+  }
 }
 
 void test_a_wait_ends_early() {
@@ -860,6 +961,8 @@ int main() {
   test_lanes(4, 200);
   test_eager(2, 500);
   test_eager(4, 500);
+  test_network(2, 300, 2);
+  test_network(3, 20, 300'000);
   test_kinds_of_stores();
   test_a_wait_ends_early();
   test_lanes_end_together();

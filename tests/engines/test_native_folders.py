@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 NATIVE = Path(__file__).parents[2] / "native"
-ORDER = ["kernels", "memory", "execute", "python"]
+ORDER = ["kernels", "memory", "hosts", "execute", "python"]
 
 
 def test_each_folder_includes_only_earlier_folders():

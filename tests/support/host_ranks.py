@@ -6,12 +6,9 @@ results to a folder.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
-import threading
-import time
 from pathlib import Path
 
 import torch
@@ -31,39 +28,30 @@ from support.on_hosts.losses import (
 from support.on_hosts.onesided import dies_while_called, one_sided
 from support.on_hosts.results import calls_at_random, operators, refusals, sums_to_the_bit
 from support.on_hosts.traffic import traces, traffic
-from weft.engines import network
+from support.on_hosts.wires import cut_for_ever, few_calls, goes_on
 
-
-@contextlib.contextmanager
-def uneven_channels(world):
-    """Let rank 0 take the last rank's messages later than other ranks of its host do."""
-    original = network._Arrivals.receive
-
-    def late(self, *message):
-        if threading.current_thread() is slow:
-            time.sleep(0.001)
-        return original(self, *message)
-
-    receivers = dict(zip(world.relay.peers, world.relay.receivers, strict=True))
-    slow = receivers.get(world.ranks - 1) if world.rank == 0 else None
-    network._Arrivals.receive = late
-    yield
-    network._Arrivals.receive = original
-
-
-IN_A_WORLD = (operators, calls_at_random, sums_to_the_bit, refusals, traffic, traces, one_sided)
+IN_A_WORLD = (
+    operators,
+    calls_at_random,
+    sums_to_the_bit,
+    refusals,
+    traffic,
+    traces,
+    one_sided,
+    few_calls,
+)
 WITHOUT_A_WORLD = (mismatch, gives_up, doctor, leaves, halfway)
-WITH_A_FOLDER = (benches, cut_off, killed, dies_while_called)
+WITH_A_FOLDER = (benches, cut_off, killed, dies_while_called, goes_on, cut_for_ever)
 CHECKS = {check.__name__: check for check in (*IN_A_WORLD, *WITHOUT_A_WORLD, *WITH_A_FOLDER)}
 
 
 def result(check, folder):
-    """The result of a check on this rank; checks of a world run with uneven connections."""
+    """The result of a check on this rank."""
     if check in WITH_A_FOLDER:
         return check(folder)
     if check in WITHOUT_A_WORLD:
         return check()
-    with long_linger(), weft.init(timeout=20) as world, uneven_channels(world):
+    with long_linger(), weft.init(timeout=20) as world:
         return check(world)
 
 
@@ -73,7 +61,7 @@ def main():
     for name in names:
         found = result(CHECKS[name], folder)
         (folder / f"{name}{dist.get_rank()}").write_text(json.dumps(found))
-    if {"killed", "dies_while_called"} & {
+    if {"killed", "dies_while_called", "cut_for_ever"} & {
         *names
     }:  # agents would wait minutes for ranks that succeed after others failed
         os._exit(1)

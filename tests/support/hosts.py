@@ -59,26 +59,30 @@ class Hosts:
         ip("-n", self.hub, "link", "add", "hub", "type", "bridge")
         ip("-n", self.hub, "link", "set", "hub", "up")
         for i, name in enumerate(self.names):
-            ip(
-                "-n",
-                self.hub,
-                "link",
-                "add",
-                f"port{i}",
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "eth0",
-                "netns",
-                name,
-            )
-            ip("-n", self.hub, "link", "set", f"port{i}", "master", "hub", "up")
+            self.join(i, name)
             ip("-n", name, "address", "add", f"10.77.0.{i + 1}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 ip("-n", name, "link", "set", device, "up")
         if gbps:
             self.shape(gbps)
+
+    def join(self, host: int, name: str) -> None:
+        """Make the interface of a host, and its port of the bridge."""
+        ip(
+            "-n",
+            self.hub,
+            "link",
+            "add",
+            f"port{host}",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            name,
+        )
+        ip("-n", self.hub, "link", "set", f"port{host}", "master", "hub", "up")
 
     def shape(self, gbps: float) -> None:
         """Limit the bandwidth of every host, in both directions, to `gbps`."""

@@ -44,6 +44,7 @@ PLAIN: dict[str, Planner] = {
     "all_reduce of adjacent ranks": lambda hosts, pieces: all_reduce.all_reduce(
         len(hosts), pieces, "ring"
     ),
+    "all_reduce of few": lambda hosts, pieces: all_reduce.eager_over_hosts(hosts),
     "broadcast push": lambda hosts, pieces: broadcast.push(pieces % len(hosts), hosts),
     "broadcast ring": lambda hosts, pieces: broadcast.ring(pieces, pieces % len(hosts), hosts),
     "broadcast staged push": lambda hosts, pieces: broadcast.push(

@@ -14,7 +14,7 @@ import torch
 
 import weft
 from weft.world import lanes
-from weft.world.relay import Relay
+from weft.world.remote import Remote
 
 
 def refused(*_):
@@ -45,14 +45,15 @@ def test_an_error_of_a_relays_thread_closes_the_world():
 
     def call():
         world, start = weft.init(), time.monotonic()
-        with pytest.raises(weft.WeftError, match=r"ZeroDivisionError: no announcement"):
+        world.relay.remote.drop(0)  # wakes the thread
+        with pytest.raises(weft.WeftError, match=r"ZeroDivisionError: nothing dropped"):
             for _ in range(1000):
                 weft.all_reduce(torch.ones(2))
                 if world.rank:
                     time.sleep(0.01)
         return time.monotonic() - start
 
-    once = chain([ZeroDivisionError("no announcement")], repeat(None))
-    failing = mock.patch.object(Relay, "_announce", side_effect=once)
+    once = chain([ZeroDivisionError("nothing dropped")], repeat(None))
+    failing = mock.patch.object(Remote, "report_dropped", side_effect=once)
     with weft.local_world(2, hosts=(0, 1), timeout=60) as local, failing:
         assert max(local.run(call)) < 30

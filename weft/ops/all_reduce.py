@@ -13,6 +13,7 @@ from weft.ops.operator import CollectiveOperator
 from weft.plan.binding import split
 from weft.schedules import all_reduce as schedule
 from weft.schedules.peers import one_rank_per_host
+from weft.schedules.thresholds import EAGER_BUFFER_BYTES
 from weft.schedules.workload import pieces
 from weft.world import World
 
@@ -100,6 +101,9 @@ class _AllReduce(CollectiveCall):
             return {"eager": partial(schedule.eager, world.levels, op)}
         if algorithm == "auto":
             algorithm = "one_shot" if size <= world.thresholds.eager_bytes else "two_shot"
+        few = algorithm == "one_shot" and size * world.ranks <= EAGER_BUFFER_BYTES
+        if few and hosts is not None and one_rank_per_host(hosts):
+            return {"eager": partial(schedule.eager_over_hosts, tuple(hosts), op)}
         if hosts is not None and not (algorithm == "ring" and one_rank_per_host(hosts)):
             cut = pieces(most, granularity.sent_rows(flat, most))
             algorithm = "ring" if algorithm == "ring" else "two_shot"

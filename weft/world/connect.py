@@ -13,7 +13,6 @@ from weft.world.door import Door, Handle
 from weft.world.listener import INTERFACE, Address
 from weft.world.relay import Relay
 from weft.world.rendezvous import GroupRendezvous, RankInfo, StoreRendezvous
-from weft.world.tcp import TcpTransport
 
 
 class Known:
@@ -91,7 +90,7 @@ def connections(
             located = {peer: (pid, addresses[peer]) for peer, pid in remote.items()}
             links = outside.connect(rank, located, timeout)
             control = {peer: each for peer, (each, _) in links.items()}
-            rows = TcpTransport({peer: each for peer, (_, each) in links.items()})
+            rows = {peer: each for peer, (_, each) in links.items()}
             relay = Relay(rank, control, rows, timeout)
             unless_made.callback(relay.close)
             ends |= {peer: stack.enter_context(end) for peer, end in relay.sockets().items()}

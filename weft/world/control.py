@@ -3,12 +3,13 @@ some of them.
 
 Nothing here waits. A message is sent by the caller's thread as far as the connection takes it at
 once, and the rest by the relay's thread, which also receives: so a rank receives whatever it does
-itself, and two ranks that send to each other cannot block each other. Urgent messages (calls,
-notes, failures, farewells) overtake others that have not begun.
+itself, and two ranks that send to each other cannot block each other. Urgent messages
+(notes, failures, farewells) overtake others that have not begun.
 """
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import struct
@@ -19,12 +20,17 @@ from collections.abc import Callable
 from typing import Any
 
 from weft.errors import WeftError
-from weft.world.tcp import shutdown
-from weft.world.transport import Buffer
 
+Buffer = bytes | memoryview
 LONGEST = 16385  # bytes of a message, without those that follow it
 _LENGTH = struct.Struct("<I")  # of a message, in front of it
 _AT_ONCE = 1 << 14  # bytes received, and copied, before it is known where they belong: a message
+
+
+def shutdown(connection: socket.socket, how: int) -> None:
+    """End a direction of a connection, or both, unless they have ended."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(how)
 
 
 class Landing:

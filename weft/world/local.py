@@ -30,7 +30,6 @@ from weft.world.peer_memory import probe
 from weft.world.placement import threads_per_rank, thresholds
 from weft.world.relay import Relay
 from weft.world.rendezvous import RankInfo, host_identity
-from weft.world.tcp import TcpTransport
 from weft.world.world import LOCAL_MAKER, World, default_here, log_made, of_thread
 
 
@@ -97,7 +96,7 @@ class LocalWorld:
             ends = {peer: end.detach() for peer, end in sockets[rank].items()}
             relay = None
             if control[rank]:
-                relay = Relay(rank, control[rank], TcpTransport(rows[rank]), self._timeout)
+                relay = Relay(rank, control[rank], rows[rank], self._timeout)
                 ends |= {peer: end.detach() for peer, end in relay.sockets().items()}
             mesh = _native.Mesh([ends.get(peer, -1) for peer in range(ranks)])
             world = World(rank, infos, mesh, self._timeout, self._backend, relay)

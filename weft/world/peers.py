@@ -173,7 +173,6 @@ class Peers:
         self.executor = _native.Executor(self.mesh, control, self.spins, self.comm_threads)
         self.executor.pids = self.pids
         if relay is not None:
-            self.executor.within_host = False
             relay.start(self.executor, mesh, partial(self.fail, in_background=True))
 
     @cached_property
@@ -265,6 +264,9 @@ class Peers:
             advice = f"it is a thread of this process; {longer}"
         else:
             advice = f"py-spy dump --pid {self.pids[late]} shows where it is; {longer}"
+            if self.relay is not None and late in self.relay.addresses:
+                address = self.relay.addresses[late]
+                advice = f"is its host, {address}, or the network down? There {advice}"
         return self.fail(
             PeerTimeout(
                 f"rank {self.rank} waited {seconds:g} s {doing}: {self.name_of(late)} {why}; "

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
-import struct
-import termios
-import threading
 import time
 
 import pytest
@@ -17,8 +13,7 @@ import torch.distributed as dist
 
 import weft
 from support.process_resources import leaked, resources
-from weft.engines import network
-from weft.world import door, relay, tcp
+from weft.world import door, relay
 from weft.world import world as worlds
 
 LIMIT = 2.0  # seconds that a wait may take where something goes wrong
@@ -106,68 +101,29 @@ def leaves():
 
 
 def halfway():
-    """The last rank receives nothing of a long message, sends half of its own, and is gone: no
-    thread or file is left on the other rank.
+    """The last rank is gone while long rows are under way in both directions: no thread or file is
+    left on the other rank.
     """
     a, found = torch.ones(16 << 20), []  # more than the buffers of sockets hold
     weft.init(timeout=20).close()  # from now on torch.distributed opens no more files
     worlds._default = None
-
-    def half(peer, tag, messages):
-        if not any(messages):
-            whole(peer, tag, messages)
-            return
-        rows = next(filter(len, messages))
-        world.relay.transport.connections[peer].sendall(
-            tcp.HEADER.pack(*tag, len(rows)) + bytes(rows[: len(rows) // 2])
-        )
-        sent.set()
-        until_closed()
-
-    def nothing(rows, read):
-        if rows.rows:
-            until_closed()
-            raise ConnectionResetError("closed")
-
-    def until_closed():
-        while not world.relay.closed:
-            time.sleep(0.001)
-
     for how in ("left", "raised", "died"):
-        before, sent = resources(), threading.Event()
-        with (
-            contextlib.suppress(KeyError),
-            pytest.MonkeyPatch.context() as patch,
-            weft.init(timeout=20) as world,
-        ):
-            whole = world.relay.send
-            if world.rank == world.ranks - 1:
-                # the time for which a leaving rank waits, shorter than the other rank's wait
-                patch.setattr(world.relay, "timeout", 1.0)
-                patch.setattr(world.relay, "send", half)
-                patch.setattr(network._Rows, "fill", nothing)
+        before = resources()
+        with contextlib.suppress(KeyError), weft.init(timeout=20) as world:
             weft.barrier()
             if world.rank < world.ranks - 1:
                 found.append(error_of(lambda: weft.all_gather(a))[:2])
             else:
                 weft.all_gather_async(a, timeout=1)
-                connection = world.relay.transport.connections[0]
-                while not (sent.is_set() and _waiting(connection, termios.FIONREAD)) or _waiting(
-                    connection, termios.TIOCOUTQ
-                ):
+                while not world.executor.peer_call(0, world.executor.calls):
                     time.sleep(0.001)
                 if how == "died":
                     os.kill(os.getpid(), signal.SIGKILL)
                 if how == "raised":
                     raise KeyError("halfway")
-        worlds._default = world = whole = None
+        worlds._default = world = None
         found.append(leaked(before))
     return found
-
-
-def _waiting(connection, where):
-    """The bytes in one of the queues of a socket."""
-    return struct.unpack("i", fcntl.ioctl(connection, where, bytes(4)))[0]
 
 
 def killed(folder):
@@ -179,7 +135,8 @@ def killed(folder):
         if world.rank == world.ranks - 1:
             # the others are in the next call
             while not all(
-                world.executor.peer_call(rank, world.relay.call + 1) for rank in range(world.rank)
+                world.executor.peer_call(rank, world.executor.calls + 1)
+                for rank in range(world.rank)
             ):
                 time.sleep(0.001)
             (folder / "death").write_text(str(time.time()))

@@ -1,0 +1,350 @@
+#include "hosts/network.hpp"
+
+#include <poll.h>
+#include <sched.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+namespace weft {
+
+namespace {
+
+// Do not interrupt threads that compute: where all cores are busy this thread waits some
+// milliseconds to be scheduled. A sandbox may refuse it, and a policy that the user chose stays.
+void yield_to_computations() {
+  const sched_param normal{};
+  if (sched_getscheduler(0) == SCHED_OTHER) sched_setscheduler(0, SCHED_BATCH, &normal);
+}
+
+void signal(int descriptor) {
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = write(descriptor, &one, sizeof one);
+}
+
+void clear(int descriptor) {
+  uint64_t times;
+  [[maybe_unused]] const ssize_t n = read(descriptor, &times, sizeof times);
+}
+
+std::string bytes_of(uint64_t number) {
+  return {reinterpret_cast<const char*>(&number), sizeof number};
+}
+
+}  // namespace
+
+Network::Network(int rank, std::vector<bool> connected, Calls calls, std::shared_ptr<Mesh> mesh,
+                 const Connect& connect)
+    : rank_(rank),
+      calls_(std::move(calls)),
+      mesh_(std::move(mesh)),
+      peers_(connected.begin(), connected.end()),
+      bell_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      trouble_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  try {
+    if (bell_ < 0 || trouble_ < 0)
+      throw std::system_error(errno, std::generic_category(), "eventfd");
+    transport_ = connect(*this);
+    thread_ = std::thread(&Network::work, this);
+  } catch (...) {
+    if (bell_ >= 0) close(bell_);
+    if (trouble_ >= 0) close(trouble_);
+    throw;
+  }
+}
+
+Network::~Network() {
+  stop();
+  disown();
+}
+
+void Network::stop() {
+  stopping_.store(true, std::memory_order_release);
+  signal(bell_);
+  if (thread_.joinable()) thread_.join();
+}
+
+void Network::disown() {
+  transport_->disown();
+  if (bell_ >= 0) close(std::exchange(bell_, -1));
+  if (trouble_ >= 0) close(std::exchange(trouble_, -1));
+}
+
+std::list<Network::Expected> Network::blank(size_t count) {
+  std::list<Expected> found;
+  {
+    const std::lock_guard lock(mutex_);
+    while (found.size() < count && !spare_.empty())
+      found.splice(found.end(), spare_, spare_.begin());
+  }
+  found.resize(count);
+  return found;
+}
+
+void Network::begin(uint64_t call, const CallText& text, std::list<Expected> expected) {
+  {
+    const std::lock_guard lock(mutex_);
+    for (auto each = expected.begin(); each != expected.end();) {
+      const auto one = each++;
+      auto& of_sender = peers_[one->channel->sender].expected;
+      one->next = 0;
+      of_sender.splice(of_sender.end(), expected, one);
+      incomplete_.fetch_add(1, std::memory_order_acq_rel);
+    }
+    begun_ = call;
+  }
+  std::unique_lock lock(announcements_mutex_);
+  const bool known = told_.count(text.identity);
+  if (!known) {
+    if (told_.size() == kTexts) told_.clear();
+    told_.insert(text.identity);
+  }
+  announcements_.push_back(
+      {{Kind::call, 0, call, text.digest}, text.identity, known ? std::string() : text.text});
+  announces_.store(true, std::memory_order_seq_cst);
+  lock.unlock();
+  if (!known)
+    announce();  // before its rows, which keep what follows them from a peer that is a call behind
+  else if (dozing_.load(std::memory_order_seq_cst))
+    ring();
+}
+
+void Network::announce_refusal(uint64_t call, uint64_t times, std::string why) {
+  {
+    const std::lock_guard lock(announcements_mutex_);
+    announcements_.push_back({{Kind::refusal, 0, call, times}, 0, std::move(why)});
+    announces_.store(true, std::memory_order_seq_cst);
+  }
+  if (dozing_.load(std::memory_order_seq_cst)) ring();
+}
+
+// Tell peers of the calls that have begun here; whether there were any.
+bool Network::announce() {
+  if (!announces_.load(std::memory_order_acquire)) return false;
+  const std::lock_guard order(announcing_);
+  std::vector<Announcement> made;
+  {
+    const std::lock_guard lock(announcements_mutex_);
+    made.swap(announcements_);
+    announces_.store(false, std::memory_order_seq_cst);
+  }
+  if (made.empty()) return false;
+  std::string messages;
+  for (const Announcement& one : made)
+    messages += transport_->message(one.label, bytes_of(one.identity) + one.text);
+  const auto shared = std::make_shared<const std::string>(std::move(messages));
+  for (size_t peer = 0; peer < peers_.size(); ++peer)
+    if (peers_[peer].connected) transport_->announce(static_cast<int>(peer), shared);
+  return true;
+}
+
+Transport::Place Network::place(int number, const Label& label, size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  Peer& peer = peers_[number];
+  if (peer.troubled) return {Transport::Place::nowhere};
+  if (label.call > begun_) {
+    const auto text = peer.by_digest.find(label.digest);
+    if (peer.noted < label.call && text != peer.by_digest.end())
+      calls_.store(number, label.call, label.digest, text->second);
+    peer.noted = std::max(peer.noted, label.call);
+    return {};
+  }
+  const auto of_call = [&](const Expected& each) { return each.call == label.call; };
+  const auto any = std::find_if(peer.expected.begin(), peer.expected.end(), of_call);
+  if (any == peer.expected.end() || any->digest != label.digest) {
+    peer.troubled = true;
+    report({Trouble::mismatch, number, label.call, ""});
+    return {Transport::Place::nowhere};
+  }
+  const auto found = std::find_if(any, peer.expected.end(), [&](const Expected& each) {
+    return of_call(each) && each.channel->lane == label.lane;
+  });
+  const auto wrong = [&](const std::string& why) -> Transport::Place {
+    peer.troubled = true;
+    report({Trouble::garbled, number, label.call, why});
+    return {Transport::Place::invalid};
+  };
+  if (found == peer.expected.end())
+    return wrong("rows for lane " + std::to_string(label.lane) +
+                 ", which receives no more rows in call " + std::to_string(label.call));
+  for (const int rank : found->channel->gate)  // R1
+    if (calls_.under_way(rank).value.load(std::memory_order_acquire) < label.call &&
+        !(rank != rank_ && mesh_->left(rank))) {
+      gate_ = {rank, label.call};
+      return {};
+    }
+  const Strided& rows = found->places[found->next];
+  if (bytes != rows.bytes())
+    return wrong(std::to_string(bytes) + " bytes in place of " + std::to_string(rows.rows) +
+                 " rows of " + std::to_string(rows.row_bytes) + " bytes");
+  peer.current = found;
+  return {Transport::Place::here, rows};
+}
+
+void Network::raise(int number) {
+  Peer& peer = peers_[number];
+  Expected& current = *peer.current;  // only this thread, the driver, removes it
+  for (Counter* counter : current.channel->raised[current.next]) {
+    counter->call.store(current.mark, std::memory_order_relaxed);  // S5
+    weft::add(*counter, 1);
+  }
+  if (++current.next < current.places.size()) return;
+  const std::lock_guard lock(mutex_);
+  current.channel.reset();
+  spare_.splice(spare_.end(), peer.expected, peer.current);
+  incomplete_.fetch_sub(1, std::memory_order_acq_rel);
+}
+
+void Network::told(int number, const Label& label, std::string_view text) {
+  if (text.size() < sizeof(uint64_t)) return garbled(number, "a call without its text");
+  uint64_t identity;
+  std::copy_n(text.data(), sizeof identity, reinterpret_cast<char*>(&identity));
+  text.remove_prefix(sizeof identity);
+  if (label.kind == Kind::refusal)
+    return calls_.store_refusal(number, label.call, label.digest, std::string(text));
+  Peer& peer = peers_[number];
+  if (!text.empty()) {
+    if (peer.texts.size() == kTexts) {  // as the peer does
+      peer.texts.clear();
+      peer.by_digest.clear();
+    }
+    peer.texts.emplace(identity, text);
+    peer.by_digest.insert_or_assign(label.digest, std::string(text));
+  }
+  const auto known = peer.texts.find(identity);
+  if (known == peer.texts.end()) return garbled(number, "a call of an unknown text");
+  calls_.store(number, label.call, label.digest, known->second);
+}
+
+void Network::ended(int number, const std::string& broken) {
+  if (!broken.empty()) {
+    const std::lock_guard lock(mutex_);
+    report({Trouble::broken, number, 0, broken});
+  } else {
+    peers_[number].over.store(true, std::memory_order_release);
+    transport_->end(number);  // acknowledges all rows
+  }
+}
+
+void Network::garbled(int number, const std::string& why) {
+  const std::lock_guard lock(mutex_);
+  report({Trouble::garbled, number, 0, why});
+}
+
+void Network::report(Trouble trouble) {
+  troubles_.push_back(std::move(trouble));
+  signal(trouble_);
+}
+
+std::vector<Trouble> Network::troubles() {
+  const std::lock_guard lock(mutex_);
+  clear(trouble_);
+  return std::exchange(troubles_, {});
+}
+
+void Network::hung_up(int peer) {
+  peers_[peer].gone.store(true, std::memory_order_release);
+  transport_->wake();
+}
+
+bool Network::expects_more() {
+  const std::lock_guard lock(mutex_);
+  return std::any_of(peers_.begin(), peers_.end(), [](const Peer& peer) {
+    return !peer.expected.empty() && !peer.over.load(std::memory_order_acquire) &&
+           !peer.gone.load(std::memory_order_acquire);
+  });
+}
+
+void Network::finish(double seconds, double linger) {
+  const auto drive_until = [&](double limit, auto over) {
+    Deadline deadline(nanoseconds(limit));
+    while (!aborted_.load(std::memory_order_acquire) && !over() && !deadline.passed()) {
+      const Inside inside(*this);
+      const std::unique_lock driving(driving_, std::try_to_lock);
+      if (driving)
+        transport_->progress(kTick);
+      else
+        std::this_thread::sleep_for(std::chrono::milliseconds(kTick));
+    }
+  };
+  drive_until(seconds, [&] { return !expects_more(); });
+  announce();
+  for (size_t peer = 0; peer < peers_.size(); ++peer)
+    if (peers_[peer].connected) transport_->end(static_cast<int>(peer));
+  drive_until(linger, [&] {
+    return std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) {
+      return !peer.connected || peer.over.load(std::memory_order_acquire) ||
+             peer.gone.load(std::memory_order_acquire);
+    });
+  });
+}
+
+void Network::abort() {
+  announce();
+  aborted_.store(true, std::memory_order_release);
+  transport_->abort();
+  const std::lock_guard last(driving_);  // R4
+}
+
+void Network::ring() { signal(bell_); }
+
+void Network::nudge() {
+  if (nudged_.exchange(true, std::memory_order_seq_cst)) return;
+  const int state = state_.load(std::memory_order_seq_cst);
+  if (state == parked || (state == watching && (transport_->waiting() || transport_->resumes())))
+    ring();
+}
+
+// Receive and send what can be now; false if another thread does. `closed` is a gate for which rows
+// wait, if there is one.
+bool Network::drive(Gate& closed) {
+  const std::unique_lock driving(driving_, std::try_to_lock);
+  if (!driving) return false;
+  constexpr int kRounds = 64;  // after which there may be something to announce
+  gate_.rank = -1;
+  for (int i = 0; i < kRounds && transport_->progress(0); ++i) {
+  }
+  closed = gate_;
+  return true;
+}
+
+// The thread of this network: it drives unless callers do, and announces calls.
+void Network::work() {
+  yield_to_computations();
+  uint64_t seen = 0;
+  while (!stopping_.load(std::memory_order_acquire)) {
+    const bool hurry = nudged_.exchange(false, std::memory_order_seq_cst);
+    const bool announced = announce();
+    const uint64_t turns = turns_.load(std::memory_order_acquire);
+    const bool others = inside_.load(std::memory_order_acquire) > 0 || turns != seen;
+    seen = turns;
+    Gate closed{-1, 0};
+    const bool watches = (hurry || !others) && drive(closed);
+    if (closed.rank >= 0) {
+      Deadline soon(kTick * 1'000'000);
+      const auto stopped = [&] {
+        return stopping_.load(std::memory_order_acquire) || mesh_->failed();
+      };
+      weft::wait_until(calls_.under_way(closed.rank), Compare::greater_equal, closed.call, 0, soon,
+                       stopped);
+      continue;
+    }
+    pollfd polled[] = {{bell_, POLLIN, 0}, {transport_->descriptor(), POLLIN, 0}};
+    const bool long_sleep = watches || (inside_.load(std::memory_order_acquire) && !announced);
+    state_.store(watches ? watching : parked, std::memory_order_seq_cst);
+    dozing_.store(long_sleep, std::memory_order_seq_cst);
+    const bool due = nudged_.load(std::memory_order_seq_cst) ||
+                     (long_sleep && announces_.load(std::memory_order_seq_cst)) ||
+                     (watches && transport_->resumes());
+    ::poll(polled, watches ? 2 : 1, due ? 0 : watches ? -1 : long_sleep ? kLook : kTick);
+    state_.store(awake, std::memory_order_seq_cst);
+    dozing_.store(false, std::memory_order_seq_cst);
+    if (polled[0].revents) clear(bell_);
+  }
+}
+
+}  // namespace weft

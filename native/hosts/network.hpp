@@ -1,0 +1,236 @@
+// The calls of this rank and of ranks on other hosts: what each call expects to arrive, whose turn
+// it is to receive, and what ranks are told of each other's calls.
+//
+// R1  Rows are received only for a call that has begun here, at places that it has named before,
+// and
+//     after all ranks of this host that they concern have begun it, too: such a rank may still
+//     count signals of the sender for the call before.
+// R2  The driver is the thread that holds `driving_`: a caller that waits, as long as it polls or
+//     sleeps for arrivals, or else the thread of this network. Rows that arrive while a caller
+//     polls pass no other thread.
+// R3  A thread that stops to drive while rows or puts are outstanding nudges the thread of this
+//     network. Without a nudge it takes over after kTick.
+// R4  After `abort` nothing is received any more: no row may arrive in memory that is the caller's
+//     again.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "hosts/transport.hpp"
+#include "memory/calls.hpp"
+#include "memory/mesh.hpp"
+#include "memory/signals.hpp"
+
+namespace weft {
+
+// Something that is wrong with a peer, for errors.
+struct Trouble {
+  enum Kind : int { broken, garbled, mismatch } kind;
+  int peer;
+  uint64_t call;     // of a mismatch
+  std::string text;  // else
+};
+
+class Network : private Transport::Receiver {
+ public:
+  // The messages of a peer's lane in one call of a plan.
+  struct Channel {
+    int sender;
+    uint8_t lane;
+    std::vector<int> gate;                      // the ranks of R1
+    std::vector<std::vector<Counter*>> raised;  // by message
+  };
+  // A channel in one call.
+  struct Expected {
+    std::shared_ptr<const Channel> channel;
+    uint64_t call, digest;
+    uint64_t mark;                // of counters (S5)
+    std::vector<Strided> places;  // by message
+    size_t next = 0;
+  };
+  using Connect = std::function<std::unique_ptr<Transport>(Transport::Receiver&)>;
+
+  // `connected[peer]`: whether a peer is on another host.
+  Network(int rank, std::vector<bool> connected, Calls calls, std::shared_ptr<Mesh> mesh,
+          const Connect& connect);
+  ~Network() override;
+
+  // Records for `begin`, with memory of earlier ones.
+  std::list<Expected> blank(size_t count);
+  // Begin a call: receive what it expects from now on, and soon tell peers of it.
+  void begin(uint64_t call, const CallText& text, std::list<Expected> expected);
+  // Soon tell peers that this rank has refused a call so many times, and why.
+  void announce_refusal(uint64_t call, uint64_t times, std::string why);
+  // As `Transport::put`.
+  bool put(int peer, const Label& label, const std::vector<Strided>& rows, size_t at_once,
+           std::function<void()> done) {
+    return transport_->put(peer, label, rows, at_once, std::move(done));
+  }
+
+  // How long a thread polls before it sleeps, in nanoseconds: `alone` without leaving its core to
+  // others, and in all.
+  struct Patience {
+    int64_t alone, whole;
+  };
+  // As the function `wait_until`, for a counter to reach a value, while this thread drives.
+  // `arrives`: only the driver raises the counter.
+  template <class Interrupted, class Gone>
+  bool wait_until(Counter& counter, uint64_t expected, bool arrives, Patience patience,
+                  Yields yields, Deadline& deadline, Interrupted&& interrupted, Gone&& gone);
+  // Let the thread of this network take over at once, if anything is outstanding.
+  void hand_over() {
+    if (outstanding()) nudge();
+  }
+
+  // Return when this rank has received all rows that its calls expect, or after `seconds`; then end
+  // what it sends, and wait up to `linger` seconds for all peers to do so.
+  void finish(double seconds, double linger);
+  // A peer has hung up: nothing is expected of it.
+  void hung_up(int peer);
+  // Whether a peer has ended what it sends.
+  bool ended(int peer) const { return peers_[peer].over.load(std::memory_order_acquire); }
+  void abort();
+  // End the thread; after `abort`.
+  void stop();
+  // In a forked child: close its copies of what is open. There is no other use there.
+  void disown();
+
+  // What was wrong since the last time, and a descriptor that is readable if anything is.
+  std::vector<Trouble> troubles();
+  int trouble_descriptor() const { return trouble_; }
+
+ private:
+  static constexpr int kTick = 1;  // milliseconds (R3), and between two announcements
+  // milliseconds after which the thread looks again whether a caller drives
+  static constexpr int kLook = 20;
+  // tests of a counter between two polls, each a system call
+  static constexpr int kTests = 10;
+  // texts of calls that ranks remember of each other
+  static constexpr size_t kTexts = 256;
+
+  struct Peer {
+    explicit Peer(bool is_connected) : connected(is_connected) {}
+    const bool connected;
+    std::atomic<bool> over{false}, gone{false};
+    bool troubled = false;  // of `mutex_`
+    std::list<Expected> expected;
+    std::list<Expected>::iterator current;  // of the latest `place`
+    // of its calls, by their identities, and by their digests: the latest
+    std::unordered_map<uint64_t, std::string> texts, by_digest;
+    uint64_t noted = 0;  // the latest call of which its rows have told
+  };
+  struct Announcement {
+    Label label;
+    uint64_t identity;
+    std::string text;  // empty if peers know it
+  };
+  struct Gate {
+    int rank;
+    uint64_t call;
+  };
+  // A caller that drives, or tries to.
+  struct Inside {
+    explicit Inside(Network& network) : inside(network.inside_) {
+      network.turns_.fetch_add(1, std::memory_order_relaxed);
+      inside.fetch_add(1, std::memory_order_acq_rel);
+    }
+    ~Inside() { inside.fetch_sub(1, std::memory_order_acq_rel); }
+    std::atomic<int>& inside;
+  };
+
+  Transport::Place place(int peer, const Label& label, size_t bytes) override;
+  void raise(int peer) override;
+  void told(int peer, const Label& label, std::string_view text) override;
+  void ended(int peer, const std::string& broken) override;
+  void garbled(int peer, const std::string& why) override;
+
+  bool outstanding() const {
+    return incomplete_.load(std::memory_order_acquire) > 0 || transport_->unsent();
+  }
+  void report(Trouble trouble);
+  bool announce();
+  void add(Announcement announcement);
+  void nudge();
+  void ring();
+  void work();
+  bool drive(Gate& closed);
+  bool expects_more();
+
+  const int rank_;
+  Calls calls_;
+  const std::shared_ptr<Mesh> mesh_;
+  std::deque<Peer> peers_;
+  int bell_ = -1, trouble_ = -1;
+  std::unique_ptr<Transport> transport_;
+
+  std::mutex mutex_;  // of calls and troubles
+  uint64_t begun_ = 0;
+  std::list<Expected> spare_;
+  std::vector<Trouble> troubles_;
+  std::atomic<int> incomplete_{0};  // channels of calls that expect messages
+
+  std::mutex announcing_;  // of the order of announcements
+  std::mutex announcements_mutex_;
+  std::vector<Announcement> announcements_;
+  std::atomic<bool> announces_{false};
+  std::unordered_set<uint64_t> told_;  // the texts that peers know, by identity
+
+  std::mutex driving_;  // R2
+  Gate gate_{-1, 0};    // of the driver: one that is closed
+  std::atomic<int> inside_{0};
+  std::atomic<uint64_t> turns_{0};  // of callers that have driven
+  std::atomic<bool> nudged_{false}, aborted_{false}, stopping_{false};
+  enum State : int { awake, parked, watching };
+  std::atomic<int> state_{awake};    // of the thread
+  std::atomic<bool> dozing_{false};  // whether it sleeps for longer than kTick
+  std::thread thread_;
+};
+
+template <class Interrupted, class Gone>
+bool Network::wait_until(Counter& counter, uint64_t expected, bool arrives, Patience patience,
+                         Yields yields, Deadline& deadline, Interrupted&& interrupted,
+                         Gone&& gone) {
+  const auto arrived = [&] { return counter.value.load(std::memory_order_acquire) >= expected; };
+  const int64_t start = now();
+  {
+    const Inside inside(*this);
+    while (true) {
+      if (const std::unique_lock driving(driving_, std::try_to_lock); driving) transport_->poll();
+      for (int i = 0; i < kTests; ++i) {
+        if (arrived()) return true;
+        pause();
+      }
+      const int64_t waited = now() - start;
+      if (waited >= patience.whole || (waited >= patience.alone && !yield(yields))) break;
+    }
+  }
+  while (true) {
+    if (arrived()) return true;
+    if (interrupted()) return false;
+    if (gone()) return arrived();  // S3
+    const int64_t left = deadline.left(), slice = left < kSlice ? left : kSlice;
+    if (left <= 0) return false;
+    if (arrives && !transport_->waiting()) {
+      const Inside inside(*this);
+      const std::unique_lock driving(driving_, std::try_to_lock);
+      if (driving && !arrived()) transport_->progress(static_cast<int>(slice / 1'000'000) + 1);
+      if (driving) continue;
+    }
+    hand_over();
+    Sleeper sleeper(counter);
+    const uint64_t seen = counter.value.load(std::memory_order_seq_cst);  // S2: after `sleepers`
+    if (seen < expected) sleep_on(counter, seen, slice);
+  }
+}
+
+}  // namespace weft

@@ -1,0 +1,402 @@
+#include "hosts/tcp.hpp"
+
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <system_error>
+#include <utility>
+
+namespace weft {
+
+namespace {
+
+constexpr size_t kAhead = 16 << 10;  // bytes that are read ahead, and copied
+constexpr size_t kLongestText = 512;
+constexpr size_t kTurn = 1 << 20;  // bytes of one peer after which others have their turn
+constexpr size_t kParts = 64;      // pieces of memory of one system call
+// rows shorter than this are gathered and scattered by the processor, not by the kernel
+constexpr size_t kShort = 512;
+constexpr int kFew = 2;  // connections that are polled one by one, without asking which is ready
+constexpr unsigned kSweep = 16;  // polls of which one looks for all events
+
+// Append the pieces of memory of rows from byte `position` on, up to `most` bytes; false if there
+// was no room for all.
+bool add_pieces(const Strided& rows, size_t position, size_t most, iovec* pieces, size_t& count,
+                size_t& bytes) {
+  const size_t row = rows.contiguous() ? rows.bytes() : rows.row_bytes,
+               stride = rows.contiguous() ? row : rows.stride;
+  while (position < rows.bytes() && bytes < most) {
+    if (count == kParts) return false;
+    const size_t at = position % row, size = std::min(row - at, most - bytes);
+    pieces[count++] = {rows.base + position / row * stride + at, size};
+    position += size;
+    bytes += size;
+  }
+  return position == rows.bytes();
+}
+
+// Copy between rows, from byte `position` on, and `size` adjacent bytes.
+template <class Copy>
+void each_row(const Strided& rows, size_t position, size_t size, Copy copy) {
+  const size_t row = rows.contiguous() ? rows.bytes() : rows.row_bytes,
+               stride = rows.contiguous() ? row : rows.stride;
+  for (size_t done = 0; done < size;) {
+    const size_t at = position % row, part = std::min(row - at, size - done);
+    copy(rows.base + position / row * stride + at, done, part);
+    position += part;
+    done += part;
+  }
+}
+
+bool by_kernel(const Strided& rows) { return rows.contiguous() || rows.row_bytes >= kShort; }
+
+}  // namespace
+
+TcpTransport::TcpTransport(std::vector<int> fds, Receiver& receiver) : receiver_(receiver) {
+  epoll_ = epoll_create1(EPOLL_CLOEXEC);
+  wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  epoll_event event{};
+  event.events = EPOLLIN | EPOLLET;
+  bool well = epoll_ >= 0 && wake_ >= 0 && !epoll_ctl(epoll_, EPOLL_CTL_ADD, wake_, &event);
+  for (size_t number = 0; well && number < fds.size(); ++number) {
+    Peer& peer = peers_.emplace_back();
+    peer.number = static_cast<int>(number);
+    peer.fd = fds[number];
+    if (peer.fd < 0) continue;
+    peer.ahead.reset(new char[kAhead]);
+    connected_.push_back(&peer);
+    const int on = 1;
+    setsockopt(peer.fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
+    event.data.ptr = &peer;
+    well = !epoll_ctl(epoll_, EPOLL_CTL_ADD, peer.fd, &event);
+  }
+  if (well) return;
+  const int error = errno;
+  if (epoll_ >= 0) close(epoll_);
+  if (wake_ >= 0) close(wake_);
+  throw std::system_error(error, std::generic_category(), "connections to other hosts");
+}
+
+TcpTransport::~TcpTransport() { disown(); }
+
+void TcpTransport::disown() {
+  for (Peer* peer : connected_)
+    if (peer->fd >= 0) close(std::exchange(peer->fd, -1));
+  if (epoll_ >= 0) close(std::exchange(epoll_, -1));
+  if (wake_ >= 0) close(std::exchange(wake_, -1));
+}
+
+bool TcpTransport::put(int number, const Label& label, const std::vector<Strided>& rows,
+                       size_t at_once, std::function<void()> done) {
+  thread_local Outgoing out;  // reused, so that a put that is sent at once allocates nothing
+  Peer& peer = peers_[number];
+  out.parts.clear();
+  out.at = out.position = 0;
+  for (const Strided& each : rows)
+    out.parts.push_back(
+        {{label.kind, label.lane, {}, label.call, label.digest, each.bytes()}, true, each});
+  const std::lock_guard lock(peer.sending);
+  if (peer.broken || peer.ending || aborted_.load(std::memory_order_relaxed)) return true;
+  Sent sent = Sent::full;
+  if (peer.queue.empty()) sent = send(peer, out, at_once);
+  if (sent == Sent::all) return true;
+  if (sent == Sent::broken) return true;
+  out.done = std::move(done);
+  peer.queue.push_back(std::move(out));
+  out = {};
+  unsent_.fetch_add(1, std::memory_order_acq_rel);
+  if (sent == Sent::some) again(peer);
+  return false;
+}
+
+void TcpTransport::announce(int number, std::shared_ptr<const std::string> messages) {
+  Peer& peer = peers_[number];
+  Outgoing out;
+  const size_t size = messages->size();
+  out.parts.push_back({{}, false, {const_cast<char*>(messages->data()), 1, size, size}});
+  out.text = std::move(messages);
+  const std::lock_guard lock(peer.sending);
+  if (peer.broken || peer.ending || aborted_.load(std::memory_order_relaxed)) return;
+  if (peer.queue.empty()) {
+    const Sent sent = send(peer, out, kTurn);
+    if (sent == Sent::all || sent == Sent::broken) return;
+  }
+  peer.queue.push_back(std::move(out));
+  unsent_.fetch_add(1, std::memory_order_acq_rel);
+}
+
+std::string TcpTransport::message(const Label& label, std::string_view text) const {
+  size_t length = std::min(text.size(), kLongestText);
+  // no part of a UTF-8 character
+  while (length < text.size() && length && (text[length] & 0xc0) == 0x80) --length;
+  const Header header{label.kind, label.lane, {}, label.call, label.digest, length};
+  std::string made(reinterpret_cast<const char*>(&header), sizeof header);
+  return made.append(text.substr(0, length));
+}
+
+// Send what the connection takes of a message, up to about `most` bytes of it.
+TcpTransport::Sent TcpTransport::send(Peer& peer, Outgoing& out, size_t most) {
+  thread_local std::vector<char> gathered;
+  size_t total = 0;
+  while (out.at < out.parts.size()) {
+    if (total >= most) return Sent::some;
+    iovec pieces[kParts];
+    size_t count = 0, bytes = 0, position = out.position;
+    for (size_t at = out.at; at < out.parts.size() && count < kParts && bytes < most; ++at) {
+      Part& part = out.parts[at];
+      const size_t head = part.headed * sizeof(Header);
+      if (position < head) {
+        pieces[count++] = {reinterpret_cast<char*>(&part.header) + position, head - position};
+        bytes += head - position;
+        position = head;
+      }
+      if (by_kernel(part.rows)) {
+        if (!add_pieces(part.rows, position - head, most, pieces, count, bytes)) break;
+      } else if (count < kParts) {
+        gathered.resize(64 << 10);
+        const size_t size = std::min(part.rows.bytes() - (position - head), gathered.size());
+        each_row(part.rows, position - head, size, [&](char* row, size_t done, size_t n) {
+          std::memcpy(gathered.data() + done, row, n);
+        });
+        pieces[count++] = {gathered.data(), size};
+        bytes += size;
+        break;  // the buffer is used once
+      }
+      position = 0;
+    }
+    msghdr header{};
+    header.msg_iov = pieces;
+    header.msg_iovlen = count;
+    const ssize_t n = sendmsg(peer.fd, &header, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return Sent::full;
+    if (n < 0) {
+      drop(peer, errno);
+      return Sent::broken;
+    }
+    total += static_cast<size_t>(n);
+    for (size_t left = static_cast<size_t>(n); out.at < out.parts.size();) {
+      const size_t rest = out.parts[out.at].bytes() - out.position;
+      if (left < rest) {
+        out.position += left;
+        break;
+      }
+      left -= rest;
+      out.position = 0;
+      ++out.at;
+    }
+  }
+  return Sent::all;
+}
+
+// Drop what was to be sent to a peer whose connection is broken.
+void TcpTransport::drop(Peer& peer, int error) {
+  peer.broken = true;
+  for (Outgoing& out : peer.queue) {
+    if (out.done) out.done();
+    unsent_.fetch_sub(1, std::memory_order_acq_rel);
+  }
+  peer.queue.clear();
+  if (!aborted_.load(std::memory_order_relaxed)) receiver_.ended(peer.number, std::strerror(error));
+}
+
+void TcpTransport::flush(Peer& peer) {
+  const std::lock_guard lock(peer.sending);
+  while (!peer.queue.empty()) {
+    const Sent sent = send(peer, peer.queue.front(), kTurn);
+    if (sent == Sent::broken) return;  // and all of it is dropped
+    any_ |= sent != Sent::full;
+    if (sent == Sent::full) return;
+    if (sent == Sent::some) return again(peer);
+    const Outgoing out = std::move(peer.queue.front());
+    peer.queue.pop_front();
+    unsent_.fetch_sub(1, std::memory_order_acq_rel);
+    if (out.done) out.done();
+  }
+  if (peer.ending && !peer.broken) shutdown(peer.fd, SHUT_WR);
+}
+
+void TcpTransport::end(int number) {
+  Peer& peer = peers_[number];
+  const std::lock_guard lock(peer.sending);
+  if (std::exchange(peer.ending, true)) return;
+  if (peer.queue.empty() && !peer.broken) shutdown(peer.fd, SHUT_WR);
+}
+
+void TcpTransport::abort() {
+  aborted_.store(true, std::memory_order_release);
+  for (Peer* peer : connected_) {
+    shutdown(peer->fd, SHUT_RDWR);
+    const std::lock_guard lock(peer->sending);
+    unsent_.fetch_sub(static_cast<int>(peer->queue.size()), std::memory_order_acq_rel);
+    peer->queue.clear();
+  }
+  wake();
+}
+
+void TcpTransport::wake() {
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = write(wake_, &one, sizeof one);
+}
+
+void TcpTransport::again(Peer& peer) {
+  const std::lock_guard lock(resuming_);
+  resumed_.push_back(&peer);
+  resumes_.store(true, std::memory_order_release);
+}
+
+bool TcpTransport::poll() {
+  if (connected_.size() > kFew || ++polls_ % kSweep == 0) return progress(0);
+  any_ = false;
+  for (Peer* peer : connected_) receive(*peer);
+  look_for_waiting();
+  return any_;
+}
+
+void TcpTransport::look_for_waiting() {
+  waiting_.store(std::any_of(connected_.begin(), connected_.end(),
+                             [](const Peer* peer) { return peer->later; }),
+                 std::memory_order_release);
+}
+
+bool TcpTransport::progress(int milliseconds) {
+  any_ = false;
+  if (resumes_.load(std::memory_order_acquire)) {
+    std::vector<Peer*> resumed;
+    {
+      const std::lock_guard lock(resuming_);
+      resumed_.swap(resumed);
+      resumes_.store(false, std::memory_order_release);
+    }
+    for (Peer* peer : resumed) {
+      flush(*peer);
+      receive(*peer);
+    }
+    milliseconds = 0;
+  }
+  if (waiting())
+    for (Peer* peer : connected_)
+      if (peer->later) receive(*peer);
+  epoll_event events[64];
+  const int count = epoll_wait(epoll_, events, 64, any_ ? 0 : milliseconds);
+  for (int i = 0; i < count; ++i) {
+    Peer* const peer = static_cast<Peer*>(events[i].data.ptr);
+    if (!peer) {
+      uint64_t times;
+      [[maybe_unused]] const ssize_t n = read(wake_, &times, sizeof times);
+      continue;
+    }
+    if (events[i].events & EPOLLOUT) flush(*peer);
+    if (events[i].events & ~EPOLLOUT) receive(*peer);
+  }
+  look_for_waiting();
+  return any_;
+}
+
+// Receive what has arrived from a peer, as far as its messages have places.
+void TcpTransport::receive(Peer& peer) {
+  if (peer.later && !consume(peer)) return;
+  for (size_t taken = 0; !peer.over && !peer.later && !aborted_.load(std::memory_order_relaxed);) {
+    iovec pieces[kParts + 1];
+    size_t count = 0, direct = 0;
+    if (peer.in_message && peer.place.state == Place::here && by_kernel(peer.place.rows))
+      add_pieces(peer.place.rows, peer.position, SIZE_MAX, pieces, count, direct);
+    if (peer.begin == peer.end)
+      peer.begin = peer.end = 0;
+    else if (peer.begin) {  // the beginning of a header or a text
+      std::memmove(peer.ahead.get(), peer.ahead.get() + peer.begin, peer.end - peer.begin);
+      peer.end -= std::exchange(peer.begin, 0);
+    }
+    const bool whole = !direct || direct == peer.header.bytes - peer.position;
+    const size_t room = whole ? kAhead - peer.end : 0;
+    if (room) pieces[count++] = {peer.ahead.get() + peer.end, room};
+    msghdr header{};
+    header.msg_iov = pieces;
+    header.msg_iovlen = count;
+    const ssize_t n = recvmsg(peer.fd, &header, MSG_DONTWAIT);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
+    any_ = true;
+    if (n < 0) return stop(peer, std::strerror(errno));
+    if (!n)
+      return stop(peer, peer.in_message || peer.begin < peer.end
+                            ? "it closed the connection in the middle of a message"
+                            : "");
+    const size_t got = static_cast<size_t>(n), placed = std::min(got, direct);
+    peer.position += placed;
+    peer.end += got - placed;
+    consume(peer);
+    if (got < direct + room) return;  // that is all: an event will tell of more
+    if ((taken += got) >= kTurn) return again(peer);
+  }
+}
+
+void TcpTransport::stop(Peer& peer, const std::string& broken) {
+  peer.over = true;
+  if (!aborted_.load(std::memory_order_relaxed)) receiver_.ended(peer.number, broken);
+}
+
+// Pass on what was read of a peer; false if its next message has no place yet.
+bool TcpTransport::consume(Peer& peer) {
+  peer.later = false;
+  while (!peer.over) {
+    if (!peer.in_message) {
+      Header& header = peer.header;
+      if (peer.end - peer.begin < sizeof header) return true;
+      std::memcpy(&header, peer.ahead.get() + peer.begin, sizeof header);
+      const Label label{header.kind, header.lane, header.call, header.digest};
+      if (header.kind != Kind::rows) {
+        const bool known = header.kind == Kind::call || header.kind == Kind::refusal;
+        if (!known || header.bytes > kLongestText) {
+          peer.over = true;
+          receiver_.garbled(
+              peer.number,
+              known ? "a text of " + std::to_string(header.bytes) + " bytes"
+                    : "a message of unknown kind " + std::to_string(static_cast<int>(header.kind)));
+          return true;
+        }
+        const size_t size = sizeof header + header.bytes;
+        if (peer.end - peer.begin < size) return true;
+        receiver_.told(peer.number, label,
+                       {peer.ahead.get() + peer.begin + sizeof header, header.bytes});
+        peer.begin += size;
+        any_ = true;
+        continue;
+      }
+      peer.place = receiver_.place(peer.number, label, header.bytes);
+      if (peer.place.state == Place::later) {
+        peer.later = true;
+        return false;
+      }
+      if (peer.place.state == Place::invalid) {
+        peer.over = true;
+        return true;
+      }
+      peer.begin += sizeof header;
+      peer.in_message = true;
+      peer.position = 0;
+      any_ = true;
+    }
+    const size_t size = std::min(peer.header.bytes - peer.position, peer.end - peer.begin);
+    if (peer.place.state == Place::here)
+      each_row(peer.place.rows, peer.position, size, [&](char* row, size_t done, size_t part) {
+        std::memcpy(row, peer.ahead.get() + peer.begin + done, part);
+      });
+    peer.position += size;
+    peer.begin += size;
+    if (peer.position < peer.header.bytes) return true;
+    peer.in_message = false;
+    if (peer.place.state == Place::here) receiver_.raise(peer.number);
+  }
+  return true;
+}
+
+}  // namespace weft

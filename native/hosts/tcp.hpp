@@ -1,0 +1,105 @@
+// A transport of one TCP connection to each peer.
+//
+// A message is a header of 32 bytes, and then its rows or its text. What has arrived is read into a
+// small buffer, from where short messages are copied to their places; the rest of a long one is
+// read there directly.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <atomic>
+#include <deque>
+#include <mutex>
+
+#include "hosts/transport.hpp"
+
+namespace weft {
+
+class TcpTransport : public Transport {
+ public:
+  // `fds[peer]` is a connected socket, or -1; the transport owns them, unless this throws
+  // std::system_error.
+  TcpTransport(std::vector<int> fds, Receiver& receiver);
+  ~TcpTransport() override;
+
+  bool put(int peer, const Label& label, const std::vector<Strided>& rows, size_t at_once,
+           std::function<void()> done) override;
+  void announce(int peer, std::shared_ptr<const std::string> messages) override;
+  std::string message(const Label& label, std::string_view text) const override;
+  bool poll() override;
+  bool progress(int milliseconds) override;
+  int descriptor() const override { return epoll_; }
+  bool waiting() const override { return waiting_.load(std::memory_order_acquire); }
+  bool resumes() const override { return resumes_.load(std::memory_order_acquire); }
+  bool unsent() const override { return unsent_.load(std::memory_order_acquire); }
+  void wake() override;
+  void end(int peer) override;
+  void abort() override;
+  void disown() override;
+
+ private:
+  struct Header {
+    Kind kind;
+    uint8_t lane;
+    uint8_t reserved[6];
+    uint64_t call, digest, bytes;
+  };
+  static_assert(sizeof(Header) == 32);
+  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "headers are in the order of the host");
+
+  // A part of what is sent: a header, if any, and rows.
+  struct Part {
+    Header header;
+    bool headed;
+    Strided rows;
+
+    size_t bytes() const { return headed * sizeof(Header) + rows.bytes(); }
+  };
+  struct Outgoing {
+    std::vector<Part> parts;
+    size_t at = 0, position = 0;  // the next byte: that of a part
+    std::function<void()> done = {};
+    std::shared_ptr<const std::string> text = {};
+  };
+  enum class Sent { all, some, full, broken };
+
+  struct Peer {
+    int number = -1, fd = -1;
+    // of the driver
+    std::unique_ptr<char[]> ahead;  // bytes that were read, and belong to what follows
+    size_t begin = 0, end = 0;      // of these
+    bool in_message = false, later = false, over = false;
+    Header header{};
+    Place place;
+    size_t position = 0;  // bytes of the message that have arrived
+    // of senders
+    std::mutex sending;
+    std::deque<Outgoing> queue;
+    bool ending = false, broken = false;
+  };
+
+  void receive(Peer& peer);
+  bool consume(Peer& peer);
+  void stop(Peer& peer, const std::string& broken);
+  void flush(Peer& peer);
+  Sent send(Peer& peer, Outgoing& out, size_t most);
+  void drop(Peer& peer, int error);
+  void again(Peer& peer);
+  void look_for_waiting();
+
+  Receiver& receiver_;
+  std::deque<Peer> peers_;
+  std::vector<Peer*> connected_;
+  int epoll_ = -1, wake_ = -1;
+  unsigned polls_ = 0;
+  bool any_ = false;  // whether anything was received or sent
+  std::atomic<bool> waiting_{false};
+  std::atomic<int> unsent_{0};
+  std::atomic<bool> aborted_{false};
+  // peers of which more can be received or sent, without an event that says so
+  std::mutex resuming_;
+  std::vector<Peer*> resumed_;
+  std::atomic<bool> resumes_{false};
+};
+
+}  // namespace weft
