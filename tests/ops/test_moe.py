@@ -64,7 +64,7 @@ def test_random_layers(ranks):
 def test_two_hosts_of_two_ranks():
     with weft.local_world(4, hosts=(0, 0, 1, 1), timeout=20) as local:
         results = local.run(over_hosts)
-    for number, mixture in enumerate(MIXTURES):
+    for number, mixture in enumerate(mixtures()):
         for found in results:
             torch.testing.assert_close(
                 found[number].double(), defined(*mixture), rtol=1e-5, atol=1e-5
@@ -72,12 +72,13 @@ def test_two_hosts_of_two_ranks():
             assert torch.equal(found[number], results[0][number])
 
 
-MIXTURES = [random(tokens, 33, 20, 8, 2, seed=tokens) for tokens in (0, 1, 40, 300)]
+def mixtures():
+    return [random(tokens, 33, 20, 8, 2, seed=tokens) for tokens in (0, 1, 40, 300)]
 
 
 def over_hosts():
     rank = weft.init().rank
-    return [weft.moe(*mixture[:3], part(mixture, (0, 3, 3, 6, 8), rank)) for mixture in MIXTURES]
+    return [weft.moe(*mixture[:3], part(mixture, (0, 3, 3, 6, 8), rank)) for mixture in mixtures()]
 
 
 def every_algorithm(world):
