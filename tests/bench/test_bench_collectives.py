@@ -383,6 +383,7 @@ def measure_mpi(world, directory):
 
 @pytest.mark.data
 @pytest.mark.skipif(not MPIS, reason="run `make baselines` first")
+@pytest.mark.slow
 def test_every_operation_of_mpi_is_verified():
     [rows, _] = on_ranks(measure_mpi, 2, Path(__file__).parents[2])
     for operation, collective in COLLECTIVES.items():

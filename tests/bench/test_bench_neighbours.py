@@ -71,6 +71,7 @@ def test_an_exception_ends_them():
     (signal.SIGINT, signal.SIGTERM, signal.SIGKILL),
     [("itself", signal.SIGINT), ("itself", signal.SIGTERM), ("launched", signal.SIGKILL)],
 )
+@pytest.mark.slow
 def test_the_death_of_the_bench_ends_them(number, started_by, tmp_path):
     """Of the only rank, or of the process that launched it."""
     script = tmp_path / "bench.py"

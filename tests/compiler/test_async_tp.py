@@ -176,6 +176,7 @@ def compiled_programs(_):
 
 
 @pytest.mark.data
+@pytest.mark.slow
 def test_fused_operators_replace_collectives_and_products():
     on_ranks(compiled_programs, 2, limit=110, context=group)
 

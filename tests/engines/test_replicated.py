@@ -32,6 +32,7 @@ def test_two_ranks():
     )
 
 
+@pytest.mark.slow
 def test_three_ranks_with_uneven_shards():
     rows, dtypes = [5, 0, 9], [torch.float32, torch.bfloat16]
     on_ranks(

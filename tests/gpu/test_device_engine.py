@@ -50,6 +50,7 @@ def test_two_ranks():
     )
 
 
+@pytest.mark.slow
 def test_three_ranks():
     rows = [5, 0, 9]
     on_ranks(

@@ -166,6 +166,7 @@ def in_local_worlds(_: World) -> None:
             local.run(check)
 
 
+@pytest.mark.slow
 def test_local_worlds():
     on_ranks(in_local_worlds, 1)
 

@@ -225,6 +225,7 @@ def in_local_worlds(_: World) -> None:
             local.run(check)
 
 
+@pytest.mark.slow
 def test_local_worlds() -> None:
     on_ranks(in_local_worlds, 1)
 

@@ -186,6 +186,7 @@ def one_cache(world, folder):
 
 
 @pytest.mark.data
+@pytest.mark.slow
 def test_cached_graphs_of_other_worlds_are_not_used(tmp_path):
     """The last two ranks find their own graphs of before, and no others."""
     found = on_ranks(one_cache, 3, tmp_path, limit=110)

@@ -67,6 +67,7 @@ SHOWN = {
 }
 
 
+@pytest.mark.slow
 def test_it_is_public_and_known_to_ranks_and_commands(run):
     """The ranks compare their results with the definition, and repeat calls from the call cache.
 

@@ -32,7 +32,7 @@ EXCHANGES = ("all_to_all", "all_to_all of few")
 FRUGAL = [
     name
     for name in [*FUSED, *PLAIN]
-    if "gather" in name or not name.endswith(("ring", "adjacent ranks"))
+    if "gather" in name or not name.endswith(("ring", "adjacent ranks", "all_reduce of few"))
 ] + ["broadcast ring"]
 
 

@@ -26,9 +26,9 @@ from support.ranks import die, on_ranks, start
 
 import weft
 import weft._native as _native
+from weft.checks import LOOK
 from weft.schedules.barrier import barrier as barrier_plan
 from weft.schedules.levels import flat
-from weft.world.memory import LOOK
 
 SOON = (
     10.0  # seconds, half the time limit: survivors take milliseconds, but the machine may be busy
