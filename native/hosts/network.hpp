@@ -2,8 +2,7 @@
 // it is to receive, and what ranks are told of each other's calls.
 //
 // R1  Rows are received only for a call that has begun here, at places that it has named before,
-// and
-//     after all ranks of this host that they concern have begun it, too: such a rank may still
+//     and after all ranks of this host that they concern have begun it, too: such a rank may still
 //     count signals of the sender for the call before.
 // R2  The driver is the thread that holds `driving_`: a caller that waits, as long as it polls or
 //     sleeps for arrivals, or else the thread of this network. Rows that arrive while a caller

@@ -6,9 +6,8 @@
 // that places rows itself may ask for places in advance, and only raise counters on arrival.
 //
 // T1  Puts of one lane to one peer arrive complete, and their counters are raised in their order.
-// T2  One thread at a time calls `poll` and `progress`: the driver. Any thread may put and
-// announce. T3  A put that has not been received leaves its rows in the wire: the receiver may be a
-// call
+// T2  One thread at a time calls `poll` and `progress`: the driver. Any may put and announce.
+// T3  A put that has not been received leaves its rows in the wire: the receiver may be a call
 //     behind. No later put, announcement or end of that peer overtakes it.
 #pragma once
 
