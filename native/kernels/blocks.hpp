@@ -15,15 +15,16 @@ constexpr size_t kBlockBytes = size_t{512} << 10;
 
 constexpr size_t kLine = 64;  // bytes of a cache line
 
-struct Range {
+// Numbers from `begin` on, before `end`.
+struct Interval {
   size_t begin, end;
   size_t size() const { return end - begin; }
   // The part of this number; parts differ by one at most.
-  Range part(size_t number, size_t parts) const {
+  Interval part(size_t number, size_t parts) const {
     return {begin + size() * number / parts, begin + size() * (number + 1) / parts};
   }
   // The next range of at most `n`.
-  Range next(size_t from, size_t n) const { return {from, std::min(from + n, end)}; }
+  Interval next(size_t from, size_t n) const { return {from, std::min(from + n, end)}; }
 };
 
 inline size_t divided(size_t n, size_t by) { return (n + by - 1) / by; }

@@ -88,7 +88,7 @@ struct Routed {
   std::vector<size_t> tiles_of;  // the first tile of each expert, and the end
   std::vector<Tile> tiles;
 
-  void route(const Product& product, Range tokens, size_t tile_rows) {
+  void route(const Product& product, Interval tokens, size_t tile_rows) {
     const Routing& routing = product.routing;
     const size_t count = product.shape.count;
     auto each = [&](auto use) {
@@ -110,7 +110,7 @@ struct Routed {
     tiles.clear();
     tiles_of.assign(1, 0);
     for (size_t expert = 0; expert < count; ++expert) {
-      const Range all{starts[expert], starts[expert + 1]};
+      const Interval all{starts[expert], starts[expert + 1]};
       const size_t parts = divided(all.size(), tile_rows);
       for (size_t part = 0; part < parts; ++part)
         tiles.push_back({all.part(part, parts).begin, all.part(part, parts).size()});
@@ -122,7 +122,7 @@ struct Routed {
 // The products of some tokens.
 class Block {
  public:
-  Block(const Product& product, const Layout& layout, const Routed& routed, Range tokens)
+  Block(const Product& product, const Layout& layout, const Routed& routed, Interval tokens)
       : product_(product),
         layout_(layout),
         kernels_(layout.kernels),
@@ -152,14 +152,14 @@ class Block {
     // a row takes as long as reading half a byte of each element
     const size_t time = std::max<size_t>(rows / 2, 2) * shape.width * shape.inner * (rows ? 3 : 0);
     on_team(rows * shape.width * sizeof(float), [&](size_t part, size_t parts) {
-      const Range own = Range{0, routed_.tiles.size()}.part(part, parts);
+      const Interval own = Interval{0, routed_.tiles.size()}.part(part, parts);
       for (size_t tile = own.begin; tile < own.end; ++tile) lay_out(routed_.tiles[tile]);
     });
     on_team(time, [&](size_t part, size_t parts) {
-      up(Range{0, layout_.panels(shape.inner)}.part(part, parts));
+      up(Interval{0, layout_.panels(shape.inner)}.part(part, parts));
     });
     on_team(time, [&](size_t part, size_t parts) {
-      down(Range{0, layout_.panels(shape.width)}.part(part, parts));
+      down(Interval{0, layout_.panels(shape.width)}.part(part, parts));
     });
   }
 
@@ -187,13 +187,13 @@ class Block {
   // Call ``use(tile, panel, count)`` for some panels of an expert, of which `together` at most are
   // multiplied at once, and its tiles: block by block, so that both are read from a near cache.
   template <class Use>
-  void each_tile(size_t expert, Range panels, size_t row_units, size_t panels_each,
+  void each_tile(size_t expert, Interval panels, size_t row_units, size_t panels_each,
                  const Use& use) const {
-    const Range tiles{routed_.tiles_of[expert], routed_.tiles_of[expert + 1]};
+    const Interval tiles{routed_.tiles_of[expert], routed_.tiles_of[expert + 1]};
     const size_t tile_bytes = kernels_.rows * row_units * sizeof(float);
     const size_t most = std::max<size_t>(kBlockBytes / std::max<size_t>(tile_bytes, 1), 1);
     for (size_t first = tiles.begin; first < tiles.end; first += most) {
-      const Range block = tiles.next(first, most);
+      const Interval block = tiles.next(first, most);
       const size_t possible =
           block.size() > 1 ? 1 : half::panels_together(routed_.tiles[block.begin].rows);
       const size_t together = std::max<size_t>(possible / panels_each, 1);
@@ -207,7 +207,7 @@ class Block {
   }
 
   // The inner elements of some panels, for all experts.
-  void up(Range panels) const {
+  void up(Interval panels) const {
     alignas(kLine) float sums[2 * half::kMostSums];
     const size_t columns = layout_.columns, row_units = Layout::row(layout_.width);
     const size_t panel_bytes = layout_.panel(layout_.width) * layout_.item;
@@ -245,10 +245,10 @@ class Block {
   }
 
   // The columns of some panels of the result, from all experts.
-  void down(Range panels) const {
+  void down(Interval panels) const {
     alignas(kLine) float sums[half::kMostSums];
     const size_t columns = layout_.columns, all = product_.shape.width;
-    const Range own{panels.begin * columns, std::min(panels.end * columns, all)};
+    const Interval own{panels.begin * columns, std::min(panels.end * columns, all)};
     const size_t panel_bytes = layout_.panel(layout_.inner) * layout_.item;
     const size_t expert_bytes = product_.shape.down_elements() * layout_.item;
     if (own.begin >= own.end) return;
@@ -284,7 +284,7 @@ class Block {
   const Layout& layout_;
   const half::Kernels& kernels_;
   const Routed& routed_;
-  Range tokens_;
+  Interval tokens_;
   bool wide_out_;
   size_t inner_row_ = 0;  // units of an inner row: of whole panels
   float *wide_ = nullptr, *inner_ = nullptr, *sums_ = nullptr;
@@ -311,7 +311,7 @@ void pack(const Shape& shape, const Stack& gate_up, const Stack& down, char* pac
   const size_t gate_up_bytes = shape.gate_up_elements() * item,
                down_bytes = shape.down_elements() * item;
   on_team(shape.count * (gate_up_bytes + down_bytes), [&](size_t part, size_t parts) {
-    const Range own = Range{0, shape.count}.part(part, parts);
+    const Interval own = Interval{0, shape.count}.part(part, parts);
     for (size_t expert = own.begin; expert < own.end; ++expert) {
       for (size_t up = 0; up < 2; ++up)
         pack_panels(
@@ -331,10 +331,10 @@ void multiply(const Product& product) {
   const size_t token_bytes =
       product.routing.top * Block::row_bytes(layout) + Block::token_bytes(product);
   const size_t most = std::max<size_t>(kMostBytes / std::max<size_t>(token_bytes, 1), 1);
-  const Range all{0, product.tokens};
+  const Interval all{0, product.tokens};
   thread_local Routed routed;
   for (size_t first = 0; first < product.tokens; first += most) {
-    const Range tokens = all.next(first, most);
+    const Interval tokens = all.next(first, most);
     routed.route(product, tokens, layout.kernels.rows);
     Block(product, layout, routed, tokens).compute(kept_memory(tokens.size() * token_bytes));
   }

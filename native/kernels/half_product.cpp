@@ -12,7 +12,8 @@ namespace {
 
 // Lay out some panels. Of a weight with contiguous rows some rows for all of them, else panel by
 // panel some rows of each column, so that a line is read at once and few pages are in use.
-void pack(const Matrix& weight, size_t depth, size_t all_columns, Range panels, uint16_t* packed) {
+void pack(const Matrix& weight, size_t depth, size_t all_columns, Interval panels,
+          uint16_t* packed) {
   const size_t width = columns();
   constexpr size_t kRows = 32;  // a line of a transposed weight
   auto block = [&](size_t top, size_t panel) {
@@ -41,7 +42,7 @@ void pack(const Matrix& weight, size_t depth, size_t all_columns, Range panels, 
 // The part of a product that one thread computes, in memory of its own.
 class Part {
  public:
-  Part(const Product& product, Range rows, Range panels)
+  Part(const Product& product, Interval rows, Interval panels)
       : product_(product),
         kernels_(kernels_of(product.dtype)),
         rows_(rows),
@@ -63,7 +64,7 @@ class Part {
     float* const wide = reinterpret_cast<float*>(memory);
     uint16_t* const laid_out = reinterpret_cast<uint16_t*>(memory + wide_bytes());
     for (size_t first = panels_.begin; first < panels_.end; first += block_panels_) {
-      const Range panels = panels_.next(first, block_panels_);
+      const Interval panels = panels_.next(first, block_panels_);
       if (!product_.packed)
         pack(product_.weight, product_.depth, product_.columns, panels, laid_out);
       const uint16_t* const weight =
@@ -82,7 +83,7 @@ class Part {
   size_t wide_bytes() const { return block_tiles_ * tile_elements_ * sizeof(float); }
 
   // Multiply some tiles of rows, widened to `wide`, by some panels, laid out at `weight`.
-  void multiply_block(Range tiles, float* wide, Range panels, const uint16_t* weight) const {
+  void multiply_block(Interval tiles, float* wide, Interval panels, const uint16_t* weight) const {
     auto widened = [&](size_t tile) { return wide + (tile - tiles.begin) * tile_elements_; };
     for (size_t tile = tiles.begin; tile < tiles.end; ++tile) widen_tile(tile, widened(tile));
     const size_t together = tiles.size() > 1 ? 1 : panels_together(rows_of(tiles.begin).size());
@@ -95,10 +96,10 @@ class Part {
     }
   }
 
-  Range rows_of(size_t tile) const { return rows_.part(tile, tiles_.size()); }
+  Interval rows_of(size_t tile) const { return rows_.part(tile, tiles_.size()); }
 
   void widen_tile(size_t tile, float* wide) const {
-    const Range rows = rows_of(tile);
+    const Interval rows = rows_of(tile);
     for (size_t row = rows.begin; row < rows.end; ++row)
       for (size_t start = 0; start < product_.depth; start += kRun)
         kernels_.widen(product_.x + row * product_.x_stride + start,
@@ -110,7 +111,7 @@ class Part {
   void multiply_tile(size_t tile, const float* wide, size_t panel, size_t count,
                      const uint16_t* weight) const {
     alignas(64) float sums[kMostSums];
-    const Range rows = rows_of(tile);
+    const Interval rows = rows_of(tile);
     kernels_.sum[rows.size() - 1][count > 1](wide, weight, product_.depth, sums);
     const size_t left = panel * columns(), width = count * columns();
     const size_t item = size_of(product_.out_dtype);
@@ -123,25 +124,25 @@ class Part {
 
   const Product& product_;
   const Kernels& kernels_;
-  Range rows_, panels_;
+  Interval rows_, panels_;
   size_t panel_elements_, tile_elements_;
-  Range tiles_;
+  Interval tiles_;
   size_t block_tiles_, block_panels_;
 };
 
 }  // namespace
 
 void pack_panels(const Matrix& weight, size_t depth, size_t all_columns, uint16_t* packed) {
-  const Range panels{0, divided(all_columns, columns())};
+  const Interval panels{0, divided(all_columns, columns())};
   const size_t panel = depth * columns();
   on_team(panels.size() * panel * sizeof(uint16_t), [&](size_t part, size_t parts) {
-    const Range own = panels.part(part, parts);
+    const Interval own = panels.part(part, parts);
     pack(weight, depth, all_columns, own, packed + own.begin * panel);
   });
 }
 
 void multiply(const Product& product) {
-  const Range rows{0, product.rows}, panels{0, divided(product.columns, columns())};
+  const Interval rows{0, product.rows}, panels{0, divided(product.columns, columns())};
   // A row takes as long as reading half a byte of each element.
   const size_t time = product.depth * product.columns * std::max<size_t>(product.rows / 2, 2);
   // All threads widen the rows if they share the columns, and lay out the weight if they share the
