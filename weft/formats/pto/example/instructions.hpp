@@ -73,26 +73,31 @@ using MovedRows = pto::GlobalTensor<
     Moved, pto::Shape<1, 1, 1, ROWS, MOVED_WIDTH>,
     pto::Stride<ROWS * MOVED_WIDTH, ROWS * MOVED_WIDTH, ROWS * MOVED_WIDTH, MOVED_WIDTH, 1>>;
 
-// Copy rows of this rank, tile by tile, by two tiles in turn.
-template <int ROWS>
-AICORE inline void put(const Memory& memory, Place from, Place to) {
+// Copy rows tile by tile, by two tiles in turn.
+template <int ROWS, bool GETS>
+AICORE inline void copy(const Memory& memory, Place from, Place to) {
   MovedTile ping(MOVED_ROWS, MOVED_COLUMNS), pong(MOVED_ROWS, MOVED_COLUMNS);
   TASSIGN(ping, 0x0);
   TASSIGN(pong, MOVED_BYTES);
   MovedRows<ROWS> source(memory.rows<Moved, MOVED_WIDTH>(from));
   MovedRows<ROWS> target(memory.rows<Moved, MOVED_WIDTH>(to));
-  pto::comm::TPUT(target, source, ping, pong);
+  if constexpr (GETS) {
+    pto::comm::TGET(target, source, ping, pong);
+  } else {
+    pto::comm::TPUT(target, source, ping, pong);
+  }
 }
 
-// Copy rows of a peer to this rank, in the same way.
+// Copy rows of this rank.
+template <int ROWS>
+AICORE inline void put(const Memory& memory, Place from, Place to) {
+  copy<ROWS, false>(memory, from, to);
+}
+
+// Copy rows of a peer to this rank.
 template <int ROWS>
 AICORE inline void get(const Memory& memory, Place from, Place to) {
-  MovedTile ping(MOVED_ROWS, MOVED_COLUMNS), pong(MOVED_ROWS, MOVED_COLUMNS);
-  TASSIGN(ping, 0x0);
-  TASSIGN(pong, MOVED_BYTES);
-  MovedRows<ROWS> source(memory.rows<Moved, MOVED_WIDTH>(from));
-  MovedRows<ROWS> target(memory.rows<Moved, MOVED_WIDTH>(to));
-  pto::comm::TGET(target, source, ping, pong);
+  copy<ROWS, true>(memory, from, to);
 }
 
 // Add rows, tile by tile, in the order of `from`.
