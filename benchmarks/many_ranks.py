@@ -7,6 +7,9 @@ All ranks are processes of this host, forked from one that has torch loaded. A r
 ranks do in ``init_process_group`` before they connect: each publishes its record in a store, and
 reads those of all others. Groups are made by ``new_group`` after ``init_process_group("weft")``;
 all make all groups, as torch asks for, and the members use each of them once.
+
+torch's store resolves the name of each client's address, ``::ffff:127.0.0.1`` here: unless
+/etc/hosts has it, the time of a name server is a part of what is measured.
 """
 
 from __future__ import annotations
@@ -21,8 +24,6 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from statistics import median
-
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else its store resolves names for its log
 
 import torch
 import torch.distributed as dist

@@ -127,8 +127,10 @@ def _ordinary(tensor: Tensor) -> bool:
     )
 
 
-_EXPERTS = "Tensor gate_up, Tensor down, int first, str activation"
-_OPERANDS = f"Tensor x, Tensor chosen, Tensor scores, {_EXPERTS}"
+OPERANDS = (
+    "Tensor x, Tensor chosen, Tensor scores, Tensor gate_up, Tensor down, int first, str activation"
+)
+"""Those of a recorded layer, in a schema."""
 
 
 def _sums(
@@ -194,14 +196,14 @@ _BACKWARD: dict[str, Callable[..., Tensor]] = {
 """The gradients of the activations, from that of their result and from their input."""
 
 _made = torch.library.custom_op(
-    "weft::expert_sums", _sums, mutates_args=(), schema=f"({_OPERANDS}) -> Tensor"
+    "weft::expert_sums", _sums, mutates_args=(), schema=f"({OPERANDS}) -> Tensor"
 )
 _made.register_fake(lambda x, *_: x.new_empty(x.shape))
 torch.library.custom_op(
     "weft::expert_gradients",
     gradients,
     mutates_args=(),
-    schema=f"(Tensor grad, {_OPERANDS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor grad, {OPERANDS}) -> (Tensor, Tensor, Tensor, Tensor)",
 ).register_fake(fake_gradients)
 
 

@@ -14,6 +14,7 @@ from weft.kernels.experts import Experts, RoutedExperts
 from weft.ops import autograd
 from weft.ops.all_reduce import all_reduce
 from weft.ops.expert_sums import (
+    OPERANDS,
     check_routing,
     factors,
     fake_gradients,
@@ -103,10 +104,7 @@ def moe(
     )
 
 
-_OPERANDS = (
-    "Tensor x, Tensor chosen, Tensor scores, Tensor gate_up, Tensor down, int first, "
-    "str activation, {}SymInt[] world"
-)
+_OPERANDS = OPERANDS + ", {}SymInt[] world"
 
 
 def _run(

@@ -126,18 +126,21 @@ class _Program:
 
     def declared(self) -> str:
         """The declarations of the kernels, and which of them move rows."""
-        names = [f"{_KERNELS[lane]}_kernel" for lane in self.lanes()]
-        moving = [name for name in names if name != f"{_KERNELS[PRODUCTS]}_kernel"]
+        kernels = {lane: f"{_KERNELS[lane]}_kernel" for lane in self.lanes()}
+        moving = [name for lane, name in kernels.items() if lane != PRODUCTS]
         return "\n".join(
             [
                 "#pragma once",
                 "",
                 '#include "instructions.hpp"',
                 "",
-                *(f"AICORE void {name}(const Memory& memory, int execution);" for name in names),
+                *(
+                    f"AICORE void {name}(const Memory& memory, int execution);"
+                    for name in kernels.values()
+                ),
                 "",
                 "// the kernels of products, and of all else",
-                f"#define COMPUTE_KERNELS {'' if names == moving else names[0]}",
+                f"#define COMPUTE_KERNELS {kernels.get(PRODUCTS, '')}",
                 f"#define MOVING_KERNELS {', '.join(moving)}",
                 "",
             ]
