@@ -188,10 +188,14 @@ class MoE(nn.Module):
     takes their state dicts, and those of their checkpoints, without a shared expert.
 
     Args:
-        experts, width, inner, activation, world: as of `ParallelExperts`.
+        experts: the number of all ranks' experts, shared as in `ParallelExperts`.
+        width: the features of a token, K.
+        inner: the features between the products of an expert, I.
         top: the number of experts that a token chooses.
         normalize: whether a token's `top` factors are divided by their sum, as by Mixtral and, if
             its ``norm_topk_prob`` says so, Qwen-MoE.
+        activation: as of `weft.Experts`.
+        world: by default the world made by ``weft.init()``.
 
     All ranks must use the same seed, or load a state dict, as the router is on each. Input and
     output: (…, width), the same on every rank.

@@ -54,10 +54,14 @@ def moe(
     on all ranks or on none. There are no second derivatives.
 
     Args:
-        x, chosen, scores, experts: as in `expert_sums`; all ranks have the same x, chosen and
-            scores.
-        algorithm, chunk_rows, world, timeout: as in `matmul_all_reduce`; a recorded call has no
-            timeout but the world's.
+        x: (T, K), the tokens, as in `expert_sums`; the same on all ranks.
+        chosen: (T, top), as in `expert_sums`; the same on all ranks.
+        scores: (T, top), as in `expert_sums`; the same on all ranks.
+        experts: this rank's, from `pack_experts`.
+        algorithm: as in `matmul_all_reduce`.
+        chunk_rows: as in `matmul_all_reduce`.
+        world: by default the world made by ``weft.init()``.
+        timeout: seconds; a recorded call has no timeout but the world's.
 
     Returns:
         (T, K) of x's dtype.
