@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "execute/binding.hpp"
+#include "hosts/packed.hpp"
 #include "kernels/copy.hpp"
 
 namespace weft {
@@ -328,8 +329,13 @@ void Executor::send(Execution& execution, Batch& batch) {
   constexpr size_t kAtOnce = 256 << 10;
   thread_local std::vector<Strided> rows;  // reused, so that a repeated call allocates nothing
   rows.clear();
-  for (const MessageRows& message : batch.messages)
-    rows.push_back(message.any ? execution.binding->rows_of(message, execution.eager) : Strided{});
+  batch.packed.resize(batch.messages.size());
+  for (size_t at = 0; at < batch.messages.size(); ++at) {
+    const MessageRows& message = batch.messages[at];
+    Strided own;
+    if (message.any) own = execution.binding->rows_of(message, execution.eager);
+    rows.push_back(message.packed ? pack(*message.packed, own, batch.packed[at]) : own);
+  }
   if (tracing) batch.begun = now();
   const Label label{Kind::rows, batch.lane, execution.call, execution.digest};
   const bool computes = batch.lane == 0 && batch.program->computes();

@@ -129,6 +129,7 @@ struct MessageRows {
   Operand operand = {};
   std::vector<int> blocks =
       {};  // as many rows as these blocks have, if the operand holds any block
+  std::optional<Dtype> packed = {};  // their dtype, if they travel packed
 };
 
 // Messages to a peer on another host, and the counter of this rank that is raised once their rows
@@ -140,6 +141,7 @@ struct Batch {
   uint8_t lane;
   std::vector<MessageRows> messages;
   Counter* sent;
+  std::vector<std::vector<char>> packed = {};  // rows that travel so, by message
   int64_t begun = 0;
 };
 

@@ -10,6 +10,8 @@
 #include <system_error>
 #include <utility>
 
+#include "hosts/packed.hpp"
+
 namespace weft {
 
 namespace {
@@ -178,16 +180,22 @@ Transport::Place Network::place(int number, const Label& label, size_t bytes) {
       return {};
     }
   const Strided& rows = found->places[found->next];
-  if (bytes != rows.bytes())
+  const auto packed = found->channel->packed[found->next];
+  if (bytes != (packed ? packed_bytes(*packed, rows) : rows.bytes()))
     return wrong(std::to_string(bytes) + " bytes in place of " + std::to_string(rows.rows) +
-                 " rows of " + std::to_string(rows.row_bytes) + " bytes");
+                 (packed ? " packed rows of " : " rows of ") + std::to_string(rows.row_bytes) +
+                 " bytes");
   peer.current = found;
-  return {Transport::Place::here, rows};
+  if (!packed) return {Transport::Place::here, rows};
+  peer.packed.resize(bytes);
+  return {Transport::Place::here, {peer.packed.data(), 1, bytes, bytes}};
 }
 
 void Network::raise(int number) {
   Peer& peer = peers_[number];
   Expected& current = *peer.current;  // only this thread, the driver, removes it
+  if (const auto dtype = current.channel->packed[current.next])
+    unpack(*dtype, peer.packed.data(), current.places[current.next]);
   for (Counter* counter : current.channel->raised[current.next]) {
     counter->call.store(current.mark, std::memory_order_relaxed);  // S5
     weft::add(*counter, 1);

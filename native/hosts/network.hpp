@@ -19,6 +19,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -26,6 +27,7 @@
 #include <vector>
 
 #include "hosts/transport.hpp"
+#include "kernels/reduce.hpp"
 #include "memory/calls.hpp"
 #include "memory/mesh.hpp"
 #include "memory/signals.hpp"
@@ -48,6 +50,8 @@ class Network : private Transport::Receiver {
     uint8_t lane;
     std::vector<int> gate;                      // the ranks of R1
     std::vector<std::vector<Counter*>> raised;  // by message
+    // by message: the dtype of rows that travel packed (`kernels/block_int8.hpp`)
+    std::vector<std::optional<Dtype>> packed;
   };
   // A channel in one call.
   struct Expected {
@@ -124,6 +128,7 @@ class Network : private Transport::Receiver {
     bool troubled = false;  // of `mutex_`
     std::list<Expected> expected;
     std::list<Expected>::iterator current;  // of the latest `place`
+    std::vector<char> packed;               // its rows, if they travel packed
     // of its calls, by their identities, and by their digests: the latest
     std::unordered_map<uint64_t, std::string> texts, by_digest;
     uint64_t noted = 0;  // the latest call of which its rows have told

@@ -23,7 +23,7 @@ using ByName = nb::typed<nb::dict, nb::str, nb::any>;  // by the names of buffer
 using Sizes = std::vector<size_t>;
 
 // The rows of a message: none, or a place, and the blocks of as many rows if the place is a slot
-using PyMessage = std::optional<std::pair<Place, std::vector<int>>>;
+using PyMessage = std::optional<std::tuple<Place, std::vector<int>, std::optional<Dtype>>>;
 using PyCounters = std::vector<std::pair<int, uint32_t>>;  // ranks and indices
 
 Operand operand(const Place& place) {
@@ -38,9 +38,12 @@ std::vector<Operand> operands(const std::vector<Place>& places) {
 
 std::vector<MessageRows> rows_of(const std::vector<PyMessage>& messages) {
   std::vector<MessageRows> result;
-  for (const PyMessage& message : messages)
-    result.push_back(message ? MessageRows{true, operand(message->first), message->second}
-                             : MessageRows{});
+  for (const PyMessage& message : messages) {
+    MessageRows& rows = result.emplace_back();
+    if (!message) continue;
+    const auto& [place, blocks, packed] = *message;
+    rows = {true, operand(place), blocks, packed};
+  }
   return result;
 }
 
@@ -167,7 +170,9 @@ void bind_execute(nb::module_& m) {
               for (const auto& [rank, index] : counters)
                 own.push_back(&executor.counter(rank, index));
             }
-            self.arrivals.push_back({std::move(channel), rows_of(messages)});
+            std::vector<MessageRows> rows = rows_of(messages);
+            for (const MessageRows& each : rows) channel->packed.push_back(each.packed);
+            self.arrivals.push_back({std::move(channel), std::move(rows)});
           },
           "executor"_a, "sender"_a, "of"_a, "gate"_a, "messages"_a, "raised"_a)
       .def("mark_arrivals", &Program::mark_arrivals)

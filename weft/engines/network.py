@@ -14,8 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import weft._native as _native
+from weft.checks import name as dtype_name
 from weft.engines.host import HostEngine, HostProgram, Place
 from weft.engines.program import Dtypes, Tensors, Timed
+from weft.kernels import compression
 from weft.plan import Copy, Instruction, Notify, Plan, Region
 from weft.plan.language import ANY_BLOCK, LANES
 from weft.plan.messages import (
@@ -33,9 +36,9 @@ from weft.plan.messages import (
 from weft.schedules.barrier import barrier
 from weft.schedules.peers import examples
 
-End = tuple[Place, list[int]] | None
-"""The rows of a message at one of its ends: their place, and, if they are in slots, which hold any
-blocks, the blocks that they are. A token has none.
+End = tuple[Place, list[int], _native.Dtype | None] | None
+"""The rows of a message at one of its ends: their place, if they are in slots, which hold any
+blocks, the blocks that they are, and their dtype if they travel packed. A token has none.
 """
 
 
@@ -125,7 +128,21 @@ class NetworkProgram(HostProgram):
         region = copy.src if sent else copy.dst
         slots = ANY_BLOCK in self.plan.numbers(region)
         like = self.plan.sizing_region(copy)
-        return self.place(region), [*self.plan.numbers(like)] if slots else []
+        blocks = [*self.plan.numbers(like)] if slots else []
+        return self.place(region), blocks, self.packed(copy)
+
+    def packed(self, copy: Copy) -> _native.Dtype | None:
+        """The dtype of rows that travel packed; None for others."""
+        if not copy.compress:
+            return None
+        dtype, _ = self.kinds[copy.src.buffer]
+        if dtype not in compression.DTYPES:
+            raise ValueError(
+                f"{copy}: rows of float16, bfloat16 and float32 are compressed; these are "
+                f"{dtype_name(dtype)}"
+            )
+        found: _native.Dtype = getattr(_native.Dtype, dtype_name(dtype))
+        return found
 
     def regions(self) -> list[Region]:
         sent = (message for _, messages, _ in self.outgoing.values() for message in messages)

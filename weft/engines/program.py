@@ -91,6 +91,9 @@ class Program(ABC):
         # in a uniform plan one rank stands for all, whatever the hosts of its peers
         self.shared = common.shared_buffers(None if plan.uniform else self.world.hosts)
         own = [i for lane in lanes.values() for i in lane]
+        for i in own:
+            if isinstance(i, Copy) and i.compress:
+                raise PlanError(f"{i}: rows are compressed only where they go to another host")
         computes = [i for i in own if isinstance(i, Compute)]
         self.weights = tuple(dict.fromkeys(i.weight for i in computes if i.weight))
         """The names of its weights, in the order of the computations."""

@@ -23,6 +23,7 @@ from torch import Tensor
 
 import weft._native as _native
 from weft.errors import PlanError
+from weft.kernels.compression import rounded
 from weft.plan import Compute, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Wait, reads
 from weft.plan.messages import at_the_end, ending, is_channel
 
@@ -229,8 +230,8 @@ def _effect(ranks: Sequence[_Rank], rank: int, instruction: Instruction) -> Call
 def _result(move: Move, sources: Sequence[Tensor], call: Call, rank: int) -> Tensor:
     """The rows that `move` writes, before they are rounded to the dtype of the destination."""
     match move:
-        case Copy():
-            return sources[0]
+        case Copy(compress=compress):
+            return rounded(sources[0]) if compress else sources[0]
         case Compute(kernel, _, _, name):
             made = kernel.compute(sources, call.weights[rank][name] if name else None)
             bias = call.biases[rank].get(name) if name and call.biases else None

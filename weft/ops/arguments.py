@@ -13,7 +13,9 @@ from torch import Tensor
 import weft.checks as checks
 from weft.checks import name, overlap
 from weft.engines import engine
+from weft.kernels import compression
 from weft.kernels.weights import DTYPES, FLOAT8, PreparedWeight, Weight, source
+from weft.plan.language import COMPRESSIONS
 from weft.schedules.workload import ORDERS, Collective, Operator
 from weft.world import World, memory
 
@@ -163,6 +165,21 @@ def check_order(order: str | None, algorithm: str, operator: Operator) -> None:
         needed = " or ".join(f"algorithm={name!r}" for name in operator.ordered)
         why = f"use {needed}" if needed else f"{operator.name} has no algorithm with orders"
         raise ValueError(f"{algorithm} has no order {order!r}: {why}, or omit order")
+
+
+def check_compress(compress: str | None, dtype: str) -> None:
+    """Raise `ValueError` for a compression that there is not, `TypeError` for a dtype whose rows it
+    does not have.
+    """
+    if compress is None:
+        return
+    if compress not in COMPRESSIONS:
+        raise ValueError(f"there is no compression {compress!r}; choose {', '.join(COMPRESSIONS)}")
+    if dtype not in map(name, compression.DTYPES):
+        raise TypeError(
+            f"rows of float16, bfloat16 and float32 can be compressed; these are {dtype}: omit "
+            "compress"
+        )
 
 
 def check_algorithm(algorithm: str, operator: Operator | Collective, world: World) -> None:

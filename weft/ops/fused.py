@@ -25,6 +25,7 @@ from weft.ops import arguments
 from weft.ops.call import Call, Key, Selection
 from weft.ops.options import Options, kernel_of
 from weft.plan import Kernel, Plan
+from weft.plan.compression import compressed
 from weft.schedules.device_options import DEFAULT, DeviceOptions, honours
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import (
@@ -83,6 +84,8 @@ class FusedCall(Call):
 
     def __init__(self, world: World, options: Options, workload: Workload) -> None:
         super().__init__(world, options.timeout)
+        arguments.check_compress(options.compress, workload.dtype)
+        workload = workload._replace(compress=options.compress or "")
         self.options, self.workload, self.rows = options, workload, workload.rows
         self.row_limit = options.chunk_rows
         self.operator: Operator = OPERATORS[workload.operator]
@@ -254,7 +257,13 @@ class FusedCall(Call):
         return self.overlapped()
 
     def plan(self, variant: Variant) -> Plan:
-        return _planned(self.planner, self.request(variant), self.kernel, self.rows_multiple)
+        return _planned(
+            self.planner,
+            self.request(variant),
+            self.kernel,
+            self.rows_multiple,
+            self.workload.compress,
+        )
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
@@ -347,9 +356,15 @@ class FusedCall(Call):
 
 @lru_cache(1024)
 def _planned(
-    planner: Callable[[Request], Plan], request: Request, kernel: Kernel, rows_multiple: int
+    planner: Callable[[Request], Plan],
+    request: Request,
+    kernel: Kernel,
+    rows_multiple: int,
+    compress: str,
 ) -> Plan:
     plan = replace(planner(request), rows_multiple=rows_multiple)
+    if compress and request.hosts:
+        plan = compressed(plan, request.hosts, compress)
     return plan if kernel is MATMUL else with_kernel(plan, kernel)
 
 

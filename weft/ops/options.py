@@ -34,7 +34,8 @@ class Options:
 
     `keep`: the gathered a is a result too. `own_bias`: each rank adds a bias of its own to its
     product, so all are summed. `order`: one of `ORDERS`, for an algorithm that can send in any of
-    them; None is the first. The split sizes are those of an exchange of uneven parts.
+    them; None is the first. `compress`: how rows travel between hosts. The split sizes are those of
+    an exchange of uneven parts.
     """
 
     dim: int = 0
@@ -47,6 +48,7 @@ class Options:
     timeout: float | None = None
     own_bias: bool = False
     order: str | None = None
+    compress: str | None = None
     input_split_sizes: Sequence[int] | None = None
     output_split_sizes: Sequence[int] | None = None
 

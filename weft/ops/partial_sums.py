@@ -106,6 +106,7 @@ def save_factors(ctx: Any, call: Recorded, results: Sequence[Tensor]) -> None:
         keep=True,
         shard_rows=options.shard_rows,
         timeout=options.timeout,
+        compress=options.compress,
     )
     ctx.arguments = *backward.values(), world
     ctx.divisor = world[2] if options.op == "avg" else 1

@@ -29,7 +29,7 @@ class Measured(NamedTuple):
 
 def key(workload: Workload, setting: str) -> str:
     """The name of the class of a workload in the `setting` of an engine."""
-    operator, rows, k, n, dtype, out_dtype, packed, symmetric = workload
+    operator, rows, k, n, dtype, out_dtype, packed, symmetric, _ = workload
     operands = f"{'' if symmetric else 'staged, '}{'packed' if packed else 'plain'}"
     size = f"{len(rows)} ranks, up to {size_class(max(rows))} rows of each"
     return f"{operator} {size} x {k} x {n} {dtype} to {out_dtype} {operands}, {setting}"

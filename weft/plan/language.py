@@ -88,15 +88,24 @@ class Signal(NamedTuple):
         return f"{self.what}<{self.source}"
 
 
+COMPRESSIONS = ("int8",)
+"""The ways in which rows may travel compressed between hosts (`weft.plan.compression`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copy the rows of `src` to `dst`; a remote `dst` is a put, a remote `src` a get."""
+    """Copy the rows of `src` to `dst`; a remote `dst` is a put, a remote `src` a get.
+
+    Between hosts rows may travel as `compress` says, one of `COMPRESSIONS`: then `dst` has them
+    rounded (`weft.kernels.compression.rounded`). Empty: as they are.
+    """
 
     src: Region
     dst: Region
+    compress: str = ""
 
     def __str__(self) -> str:
-        return f"copy   {self.src} -> {self.dst}"
+        return f"copy   {self.src} -> {self.dst}{self.compress and f' as {self.compress}'}"
 
 
 @dataclass(frozen=True, slots=True)

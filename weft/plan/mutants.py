@@ -112,8 +112,8 @@ def _aims(
             for other in signals:
                 yield Wait(other, count)
         case Copy(src, dst):
-            yield from (Copy(other, dst) for other in _elsewhere(plan, src))
-            yield from (Copy(src, other) for other in _elsewhere(plan, dst))
+            yield from (replace(instruction, src=other) for other in _elsewhere(plan, src))
+            yield from (replace(instruction, dst=other) for other in _elsewhere(plan, dst))
         case Compute(_, srcs, dst) | Reduce(srcs, dst):
             for i, src in enumerate(srcs):
                 for region in _elsewhere(plan, src):

@@ -22,6 +22,7 @@ from typing import Any
 
 from weft.errors import PlanError
 from weft.plan import Compute, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Wait
+from weft.plan.compression import row_bytes
 from weft.plan.kernel import Load
 from weft.plan.messages import is_receive_gate
 from weft.plan.trace import Span, Trace
@@ -338,8 +339,8 @@ class _Run:
                 return make(
                     max(machine.reduce(sum(map(self.size, srcs))), self.fetching(rank, srcs))
                 )
-            case Copy(src, dst):
-                size = self.size(src)
+            case Copy(src, dst, compress):
+                size = self.compressed_size(src) if compress else self.size(src)
                 link = machine.link(src.rank, dst.rank)
                 if src.rank == dst.rank:
                     return make(machine.copy(size))
@@ -374,6 +375,9 @@ class _Run:
     def size(self, region: Region) -> int:
         columns, dtype = self.rows[region.buffer]
         return region.rows * columns * ITEMSIZE[dtype]
+
+    def compressed_size(self, region: Region) -> int:
+        return region.rows * row_bytes(self.rows[region.buffer].columns)
 
     def fetching(self, rank: int, regions: Iterable[Region]) -> float:
         """Seconds for which peers' rows, read in place, pass the links: those of each peer over its

@@ -46,7 +46,7 @@ class Workload(NamedTuple):
     """The sizes of a call: `operator` on ranks with these `rows`, each product by (K, N).
 
     `rows` are the rows of each rank's input (all_gather_matmul) or result. `symmetric`: the input
-    is in symmetric memory.
+    is in symmetric memory. `compress`: how rows travel between hosts, as in `weft.plan.Copy`.
     """
 
     operator: str
@@ -57,6 +57,7 @@ class Workload(NamedTuple):
     out_dtype: str
     packed: bool = True
     symmetric: bool = True
+    compress: str = ""
 
     @property
     def ranks(self) -> int:

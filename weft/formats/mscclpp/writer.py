@@ -139,7 +139,7 @@ class _Block:
                 self.signal("wait", "sem_acquire", signal.source, signal.name, relaxed)
                 self.waits = True
                 assert count
-            case Copy() | Reduce():
+            case Copy(compress="") | Reduce():
                 if self.waits or any(self.conflicts(instruction)):
                     self.meet()
                 self.ops.append(self.move(instruction))

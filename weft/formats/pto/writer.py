@@ -178,7 +178,7 @@ class _Program:
                 return f"wait(memory, {_signal(signal.name)}, {numbers}, execution);"
             case Notify(peer, signal):
                 return f"notify(memory, {peer}, {_signal(signal.name)});"
-            case Copy(src, dst):
+            case Copy(src, dst, ""):
                 word = "put" if src.rank == rank else "get"
                 places = f"{self.place(rank, src)}, {self.place(rank, dst)}"
                 return f"{word}<{src.rows}>(memory, {places});"

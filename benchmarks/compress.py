@@ -1,0 +1,71 @@
+"""Both fused operators with `compress="int8"` beside the same calls without it, on two hosts.
+
+    benchmarks/two_hosts.sh 1 benchmarks/compress.py
+
+Calls take turns; a time is the longest of the ranks', its median over the rounds. The error is the
+largest of an element, relative to the largest of the exact result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from functools import partial
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import weft
+
+NAMES = ("all_gather_matmul", "matmul_reduce_scatter")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default="1024x1024x512", help="rows of all ranks x K x N")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--dtype", default="bfloat16")
+    given = parser.parse_args()
+    rows, k, n = map(int, given.shape.split("x"))
+    dtype = getattr(torch, given.dtype)
+    table = Table("operator", "ms", "ms, int8", "speedup", "error", "error, int8")
+    with weft.init() as world:
+        own = torch.Generator().manual_seed(world.rank)
+        share = rows // world.ranks
+        for name in NAMES:
+            if name == NAMES[0]:
+                a, b = torch.randn(share, k, generator=own), torch.randn(k, n, generator=own)
+            else:
+                a = torch.randn(rows, k // world.ranks, generator=own)
+                b = torch.randn(k // world.ranks, n, generator=own)
+            a, b = a.to(dtype), b.to(dtype)
+            exact = getattr(weft, name)(a.double(), b.double())
+            call = partial(getattr(weft, name), a, weft.pack(b))
+            ways = {None: [], "int8": []}
+            errors = {}
+            for number in range(given.rounds + 5):
+                for compress, times in ways.items():
+                    weft.barrier()
+                    begin = time.perf_counter()
+                    result = call(compress=compress)
+                    took = torch.tensor([time.perf_counter() - begin])
+                    weft.all_reduce(took, op="max", out=took)
+                    if number >= 5:
+                        times.append(took.item())
+                    error = (result.double() - exact).abs().max() / exact.abs().max()
+                    errors[compress] = error.item()
+            plain, packed = (1e3 * statistics.median(times) for times in ways.values())
+            table.add_row(
+                name,
+                *(f"{ms:.1f}" for ms in (plain, packed)),
+                f"{plain / packed:.2f}x",
+                *(f"{error:.1%}" for error in errors.values()),
+            )
+        if world.rank == 0:
+            Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
