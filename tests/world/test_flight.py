@@ -73,7 +73,7 @@ def fail(world, folder, how):
         (
             "late",
             "rank 1 has not made call 4, all_reduce((4,) float32, op=sum), for which ranks 0, 2 "
-            "waited 0.",
+            "waited ",
             "py-spy dump --pid {pid}",
         ),
     ],
