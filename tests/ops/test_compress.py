@@ -147,6 +147,14 @@ def test_plans_are_proved_and_executed_by_the_reference(name, hosts):
     assert {i.compress for i in between if hosts[i.src.rank] == hosts[i.dst.rank]} <= {""}
 
 
+def test_explain_names_the_compression_between_hosts():
+    def call():
+        return weft.explain(torch.ones(64, 4), torch.eye(4), compress="int8")
+
+    assert all("rows per transfer, as int8 between hosts: " in text for text in on((0, 1), call))
+    assert all("int8" not in text for text in on((0, 0), call))
+
+
 def test_ranks_of_one_host_exchange_rows_as_they_are():
     def call():
         a = torch.randn(4, 40)

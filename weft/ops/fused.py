@@ -351,7 +351,9 @@ class FusedCall(Call):
     def cut(self, variant: Variant) -> str:
         """A variant and the size of its transfers, in words."""
         rows = self.operator.chunk_rows(self.workload.rows, variant)
-        return f"{variant}, at most {rows} rows per transfer"
+        compress = self.workload.compress if self.world.hosts.several else ""
+        between = f", as {compress} between hosts" if compress else ""
+        return f"{variant}, at most {rows} rows per transfer{between}"
 
 
 @lru_cache(1024)
