@@ -52,9 +52,8 @@ def _world(rank: int, control: socket.socket, rows: socket.socket) -> World:
         RankInfo(os.getpid(), f"host {each}", Address("", 0, b""), frozenset({0}), 1)
         for each in range(RANKS)
     ]
-    relay = Relay(rank, {peer: control}, {peer: rows}, LIMIT)
-    ends = {rank: -1, peer: relay.sockets()[peer].detach()}
-    mesh = _native.Mesh([ends[each] for each in range(RANKS)])
+    mesh = _native.Mesh([-1 if each == rank else _native.Mesh.elsewhere for each in range(RANKS)])
+    relay = Relay(rank, mesh, {peer: control}, {peer: rows}, LIMIT)
     return World(rank, infos, mesh, LIMIT, Backend(), relay)
 
 

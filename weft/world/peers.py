@@ -173,7 +173,7 @@ class Peers:
         self.executor = _native.Executor(self.mesh, control, self.spins, self.comm_threads)
         self.executor.pids = self.pids
         if relay is not None:
-            relay.start(self.executor, mesh, partial(self.fail, in_background=True))
+            relay.start(self.executor, partial(self.fail, in_background=True))
 
     @cached_property
     def levels(self) -> Levels:

@@ -1,9 +1,8 @@
 """Control between this rank and ranks on other hosts: notes, failures, one-sided calls.
 
-To the rest of weft a peer on another host has a Unix socket, as a peer on this host has. The relay
-holds the other end of that socket, and forwards its messages over a TCP connection to the peer's
-relay, which writes them to a socket of its own. So notes, failures, farewells and deaths use the
-same code on one host and on several.
+The relay sends what the world's mesh has for peers on other hosts over a TCP connection to each,
+and hands what arrives there to the mesh. So notes, failures, farewells and deaths use the same code
+on one host and on several.
 
 Rows, and what ranks are told of each other's calls, go by connections of the native network
 (`native/hosts/network.hpp`), so that no control message waits behind them. They stay in the
@@ -14,7 +13,6 @@ receiver, go by control (`weft.world.remote`).
 from __future__ import annotations
 
 import contextlib
-import re
 import select
 import socket
 import threading
@@ -24,12 +22,10 @@ from functools import partial
 
 import weft._native as _native
 from weft.errors import MismatchError, PeerLost, WeftError
-from weft.world.control import LONGEST, Control, Landing, shutdown
+from weft.world.control import Control, Landing, shutdown
 from weft.world.lanes import Lanes, join, started
 from weft.world.remote import KINDS, Remote
 
-# Messages of the mesh: a note, a farewell, or a failure with the rank that caused it.
-_OF_MESH = re.compile(rb"n|f$|a[^\n]*\n\d{1,9}\n", re.DOTALL)
 _NOTICED = 0.5  # seconds until all threads have noticed that a peer hung up
 _LINGER = 0.5  # seconds that peers have to receive messages under way and to hang up
 
@@ -37,7 +33,8 @@ _LINGER = 0.5  # seconds that peers have to receive messages under way and to ha
 class Relay:
     """Connections of this rank to its `peers`, the ranks on other hosts.
 
-    `control` and `rows` have a TCP connection to each of them, one-sided calls go by `remote`.
+    `control` and `rows` have a TCP connection to each of them, one-sided calls go by `remote`;
+    `mesh` is that of the world.
     `timeout` is the seconds in which a peer must send the rest of its rows to a rank that leaves,
     `addresses` has those of the peers.
     """
@@ -45,11 +42,13 @@ class Relay:
     def __init__(
         self,
         rank: int,
+        mesh: _native.Mesh,
         control: Mapping[int, socket.socket],
         rows: Mapping[int, socket.socket],
         timeout: float,
     ) -> None:
         self.rank = rank
+        self.mesh = mesh
         self.peers = list(control)
         self.timeout = timeout
         self.control = {peer: Control(connection) for peer, connection in control.items()}
@@ -57,31 +56,20 @@ class Relay:
         self.rows = rows
         # from `start` on; it owns the connections of rows
         self.network: _native.Network | None = None
-        self.remote = Remote(rank, control, self._send_request, self._wake)
+        self.remote = Remote(rank, mesh, control, self._send_request, self._wake)
         self.unsent: set[int] = set()  # peers to whom messages wait for the connection
         self.wake, self.woken = socket.socketpair()  # to the thread that forwards, when there are
         self.wake.setblocking(False)
-        self.local_ends: dict[int, socket.socket] = {}
-        self.forwarding = {peer: threading.Lock() for peer in control}
+        self.forwarding = threading.Lock()  # of messages of the mesh, in their order
         self.hung_up = {peer: threading.Event() for peer in control}
         self.lanes = Lanes(lambda error: self.fail(error, rank))
         self.forwarder: threading.Thread | None = None
         self.closing = threading.Lock()
         self.closed = False
 
-    def sockets(self) -> dict[int, socket.socket]:
-        """A socket for each peer, for the world's mesh to own."""
-        of_mesh = {}
-        for peer in self.peers:
-            of_mesh[peer], self.local_ends[peer] = socket.socketpair(
-                socket.AF_UNIX, socket.SOCK_SEQPACKET
-            )
-        return of_mesh
-
     def start(
         self,
         executor: _native.Executor,
-        mesh: _native.Mesh,
         fail: Callable[[BaseException, int], object],
     ) -> None:
         """Begin to forward messages. `executor` notes the calls of peers; `fail` closes the world
@@ -90,7 +78,6 @@ class Relay:
         # All live until the world is closed, at the latest when the interpreter ends.
         self.executor = executor
         self.fail = fail
-        self.remote.serve(mesh)
         ranks = max(self.rank, *self.peers) + 1
         rows = [self.rows[peer].fileno() if peer in self.rows else -1 for peer in range(ranks)]
         self.network = executor.connect(rows)
@@ -105,8 +92,8 @@ class Relay:
 
     def disown(self) -> None:
         """In a forked child: close its copies of the connections."""
-        for end in (*self.local_ends.values(), self.wake, self.woken):
-            end.close()
+        self.wake.close()
+        self.woken.close()
         for control in self.control.values():
             control.connection.close()
         if self.network is not None:
@@ -139,10 +126,8 @@ class Relay:
         deadline = time.monotonic() + _LINGER
         if not first:
             return
-        for peer, control in self.control.items():
-            with contextlib.suppress(OSError):
-                while self._forward(peer):
-                    pass
+        self._forward()
+        for control in self.control.values():
             control.flush(deadline)
             shutdown(control.connection, socket.SHUT_WR)
         if self.forwarder is not None:  # else nothing has begun, and nobody would notice
@@ -185,13 +170,13 @@ class Relay:
 
     def _forward_control(self) -> None:
         """Forward control messages between the mesh and peers until all peers have hung up."""
-        of_mesh = {end.fileno(): peer for peer, end in self.local_ends.items()}
         of_peers = {control.connection.fileno(): peer for peer, control in self.control.items()}
         at = {peer: fd for fd, peer in of_peers.items()}
         assert self.network is not None
         trouble = self.network.trouble_descriptor
+        of_mesh = self.mesh.outgoing_descriptor
         poll = select.poll()
-        for fd in (*of_mesh, *of_peers, self.woken.fileno(), trouble):
+        for fd in (of_mesh, *of_peers, self.woken.fileno(), trouble):
             poll.register(fd, select.POLLIN)
         while of_peers:
             for fd, event in poll.poll():
@@ -202,9 +187,8 @@ class Relay:
                     if event & ~select.POLLOUT and not self._receive_control(peer):
                         poll.unregister(fd)
                         self._end(of_peers.pop(fd))
-                elif fd in of_mesh:
-                    if not self._forward_of_mesh(of_mesh[fd]):
-                        poll.unregister(fd)
+                elif fd == of_mesh:
+                    self._forward()
                 elif fd == trouble:
                     self._note_trouble()
                 else:
@@ -215,32 +199,17 @@ class Relay:
                 if fd in of_peers:
                     poll.modify(fd, select.POLLIN | select.POLLOUT)
 
-    def _forward_of_mesh(self, peer: int) -> bool:
-        """Forward a message of the mesh if there is one; whether there may be more."""
-        try:
-            if self._forward(peer):
-                return True
-        except OSError as error:
-            return isinstance(error, BlockingIOError)  # another thread was faster
-        if not (self.closed or self.hung_up[peer].is_set()):
-            # The world was destroyed without a farewell.
-            for hung_up in self.hung_up.values():
-                hung_up.set()
-            self.close()
-        return False
-
-    def _forward(self, peer: int) -> bool:
-        """Forward the next message of the mesh to a peer, without the files of notes, which cannot
-        leave this host; False at the end.
+    def _forward(self) -> None:
+        """Send peers the messages of the mesh, without the files of notes, which cannot leave this
+        host.
         """
-        with self.forwarding[peer]:
-            message = self.local_ends[peer].recv(LONGEST, socket.MSG_DONTWAIT)
-            if message:
-                self._send_control(peer, message)
-        return bool(message)
+        with self.forwarding:
+            for peer, message in self.mesh.outgoing():
+                for each in self.peers if peer == _native.Mesh.all else [peer]:
+                    self._send_control(each, message)
 
-    def _send_control(self, peer: int, *messages: bytes) -> None:
-        if not self.control[peer].send(*messages, urgent=True):
+    def _send_control(self, peer: int, message: bytes) -> None:
+        if not self.control[peer].send(message, urgent=True):
             self._send_later(peer)
 
     def _send_request(self, peer: int, message: bytes, payload: memoryview | None) -> None:
@@ -271,12 +240,9 @@ class Relay:
         """Forward a message of a peer to the mesh, or carry out its one-sided call; the place of
         the bytes that follow it. Raises `WeftError` for any other message.
         """
-        if _OF_MESH.match(message):
-            with contextlib.suppress(OSError):  # the world is closed
-                self.local_ends[peer].send(message)
-        elif message[:1] in KINDS:
+        if message[:1] in KINDS:
             return self.remote.process(peer, message)
-        else:
+        if not self.mesh.deliver(peer, message):
             raise WeftError(f"unknown message {message[:20]!r}")
         return None
 
@@ -290,5 +256,5 @@ class Relay:
         self.remote.forget_peer(peer)
         if self.network is not None:
             self.network.hung_up(peer)
-        shutdown(self.local_ends[peer], socket.SHUT_RDWR)
+        self.mesh.disconnected(peer)
         shutdown(self.control[peer].connection, socket.SHUT_WR)
