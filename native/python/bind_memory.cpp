@@ -29,6 +29,7 @@ void bind_memory(nb::module_& m) {
   nb::class_<File>(m, "File");
   m.def("create_mapping", &Mapping::create);
   m.def("attach_mapping", &Mapping::attach);
+  m.def("part_of_mapping", &Mapping::part, "whole"_a, "offset"_a, "bytes"_a);
 
   nb::class_<Segment>(m, "Segment", nb::is_weak_referenceable())
       .def(nb::init<std::vector<std::shared_ptr<Mapping>>, int, uint64_t, uint64_t>())

@@ -86,10 +86,7 @@ class LocalWorld:
             for host in hosts
         ]
         sockets = _pairs(ranks, lambda one, other: hosts[one] == hosts[other], _unix_pair)
-        control, rows = (
-            _pairs(ranks, lambda one, other: hosts[one] != hosts[other], _tcp_pair)
-            for _ in range(2)
-        )
+        control = _pairs(ranks, lambda one, other: hosts[one] != hosts[other], _tcp_pair)
 
         def make(rank: int) -> World:
             torch.set_num_threads(threads_per_rank(ranks))
@@ -98,7 +95,7 @@ class LocalWorld:
             mesh = _native.Mesh([ends.get(peer, -1) for peer in range(ranks)])
             relay = None
             if control[rank]:
-                relay = Relay(rank, mesh, control[rank], rows[rank], self._timeout)
+                relay = Relay(rank, mesh, control[rank], self._timeout)
             world = World(rank, infos, mesh, self._timeout, self._backend, relay)
             world.device_options = self._options
             world.maker = LOCAL_MAKER

@@ -5,8 +5,9 @@ and hands what arrives there to the mesh. So notes, failures, farewells and deat
 on one host and on several.
 
 Rows, and what ranks are told of each other's calls, go by connections of the native network
-(`native/hosts/network.hpp`), so that no control message waits behind them. They stay in the
-connection until the receiver has begun their call. So one-sided calls, which need no call of the
+(`native/hosts/network.hpp`), so that no control message waits behind them; they are made when a
+call first needs them (`weft.world.links`). Rows stay in the connection until the receiver has begun
+their call. So one-sided calls, which need no call of the
 receiver, go by control (`weft.world.remote`).
 """
 
@@ -22,9 +23,11 @@ from functools import partial
 
 import weft._native as _native
 from weft.errors import MismatchError, PeerLost, WeftError
+from weft.world import links, remote
 from weft.world.control import Control, Landing, shutdown
 from weft.world.lanes import Lanes, join, started
-from weft.world.remote import KINDS, Remote
+from weft.world.links import Links, Ready
+from weft.world.remote import Remote
 
 _NOTICED = 0.5  # seconds until all threads have noticed that a peer hung up
 _LINGER = 0.5  # seconds that peers have to receive messages under way and to hang up
@@ -33,8 +36,9 @@ _LINGER = 0.5  # seconds that peers have to receive messages under way and to ha
 class Relay:
     """Connections of this rank to its `peers`, the ranks on other hosts.
 
-    `control` and `rows` have a TCP connection to each of them, one-sided calls go by `remote`;
-    `mesh` is that of the world.
+    `control` has a TCP connection to each of them, one-sided calls go by `remote`, `links` makes
+    connections for rows; `mesh` is that of the world.
+    `surplus` connections are closed once their peers have done so.
     `timeout` is the seconds in which a peer must send the rest of its rows to a rank that leaves,
     `addresses` has those of the peers.
     """
@@ -44,8 +48,8 @@ class Relay:
         rank: int,
         mesh: _native.Mesh,
         control: Mapping[int, socket.socket],
-        rows: Mapping[int, socket.socket],
         timeout: float,
+        surplus: Mapping[int, socket.socket] | None = None,
     ) -> None:
         self.rank = rank
         self.mesh = mesh
@@ -53,9 +57,15 @@ class Relay:
         self.timeout = timeout
         self.control = {peer: Control(connection) for peer, connection in control.items()}
         self.addresses = {peer: connection.getpeername()[0] for peer, connection in control.items()}
-        self.rows = rows
-        # from `start` on; it owns the connections of rows
-        self.network: _native.Network | None = None
+        self.network: _native.Network | None = None  # from `start` on
+        self.links = Links(
+            rank,
+            {peer: connection.getsockname()[0] for peer, connection in control.items()},
+            {**(surplus or {})},
+            self._send_control,
+            self._connected,
+            self._not_connected,
+        )
         self.remote = Remote(rank, mesh, control, self._send_request, self._wake)
         self.unsent: set[int] = set()  # peers to whom messages wait for the connection
         self.wake, self.woken = socket.socketpair()  # to the thread that forwards, when there are
@@ -78,11 +88,8 @@ class Relay:
         # All live until the world is closed, at the latest when the interpreter ends.
         self.executor = executor
         self.fail = fail
-        ranks = max(self.rank, *self.peers) + 1
-        rows = [self.rows[peer].fileno() if peer in self.rows else -1 for peer in range(ranks)]
-        self.network = executor.connect(rows)
-        for connection in self.rows.values():
-            connection.detach()
+        self.links.pids = executor.pids
+        self.network = executor.connect(len(executor.pids))
         self.forwarder = started(lambda error: fail(error, self.rank), self._forward_control)
 
     def announce_refusal(self, call: int, times: int, why: str) -> None:
@@ -98,8 +105,7 @@ class Relay:
             control.connection.close()
         if self.network is not None:
             self.network.disown()
-        for connection in self.rows.values():
-            connection.close()
+        self.links.close()
 
     def finish(self) -> None:
         """Return when this rank has received all rows that its calls expect and peers have received
@@ -146,8 +152,24 @@ class Relay:
     def _note_trouble(self) -> None:
         """Deal with what the network has noticed of peers, each on a thread that may wait."""
         assert self.network is not None
-        for trouble in self.network.troubles():
-            started(lambda error: self.fail(error, self.rank), self._resolve, *trouble)
+        for kind, peer, call, text in self.network.troubles():
+            if kind == _native.Trouble.unconnected:
+                self.links.need(peer)
+            else:
+                self._note(kind, peer, call, text)
+
+    def _note(self, kind: _native.Trouble, peer: int, call: int, text: str) -> None:
+        started(lambda error: self.fail(error, self.rank), self._resolve, kind, peer, call, text)
+
+    def _connected(self, peer: int, descriptor: int) -> None:
+        assert self.network is not None
+        self.network.connect(peer, descriptor)
+
+    def _not_connected(self, culprit: int, error: WeftError) -> None:
+        if culprit == self.rank:
+            self.fail(error, culprit)
+        else:
+            self._note(_native.Trouble.broken, culprit, 0, str(error))
 
     def _resolve(self, kind: _native.Trouble, peer: int, call: int, text: str) -> None:
         """Close the world for what is wrong with a peer, unless the peer has hung up: the mesh
@@ -178,7 +200,13 @@ class Relay:
         poll = select.poll()
         for fd in (of_mesh, *of_peers, self.woken.fileno(), trouble):
             poll.register(fd, select.POLLIN)
+        linking: Ready = {}
         while of_peers:
+            for fd in linking:
+                poll.unregister(fd)
+            linking = self.links.ready()
+            for fd, (events, _) in linking.items():
+                poll.register(fd, events)
             for fd, event in poll.poll():
                 if fd in of_peers:
                     peer = of_peers[fd]
@@ -191,6 +219,8 @@ class Relay:
                     self._forward()
                 elif fd == trouble:
                     self._note_trouble()
+                elif fd in linking:
+                    linking[fd][1]()
                 else:
                     self.woken.recv(4096)
             self.remote.report_dropped()
@@ -240,9 +270,11 @@ class Relay:
         """Forward a message of a peer to the mesh, or carry out its one-sided call; the place of
         the bytes that follow it. Raises `WeftError` for any other message.
         """
-        if message[:1] in KINDS:
+        if message[:1] in remote.KINDS:
             return self.remote.process(peer, message)
-        if not self.mesh.deliver(peer, message):
+        if message[:1] in links.KINDS:
+            self.links.process(peer, message)
+        elif not self.mesh.deliver(peer, message):
             raise WeftError(f"unknown message {message[:20]!r}")
         return None
 
