@@ -212,7 +212,7 @@ class PlanError(WeftError, ValueError):
 
 
 class SymmetricMemoryError(WeftError, MemoryError):
-    """A rank lacks memory for a symmetric tensor.
+    """A rank lacks memory for a symmetric tensor, or files for a connection to another host.
 
     Examples:
         >>> with weft.local_world(2) as local:

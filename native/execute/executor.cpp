@@ -296,9 +296,8 @@ Network::Patience Executor::patience(const Execution& execution) const {
   return {spins_ ? kAlone : 0, several ? kAlone : kPatient};
 }
 
-std::shared_ptr<Network> Executor::connect(std::vector<bool> connected,
-                                           const Network::Connect& connect) {
-  return network_ = std::make_shared<Network>(rank_, std::move(connected), calls, mesh_, connect);
+std::shared_ptr<Network> Executor::connect(size_t ranks, const Network::Connect& connect) {
+  return network_ = std::make_shared<Network>(rank_, ranks, calls, mesh_, connect);
 }
 
 // Let the rows of an execution arrive from now on.
@@ -318,6 +317,9 @@ void Executor::expect(Program& program, const CallText& text) {
     ++one;
   }
   network_->begin(execution.call, text, std::move(expected));
+  if (std::exchange(program.connected, true)) return;
+  for (const Batch& batch : program.batches) network_->need(batch.peer);
+  for (const Arrivals& arrivals : program.arrivals) network_->need(arrivals.channel->sender);
 }
 
 // Put a batch to another host, as far as that does not block; the network puts the rest.

@@ -69,8 +69,8 @@ class Executor {
   // Interpret instructions of a lane from `at` on, up to a pause or the end. Returns the next
   // position, or -1 if a wait ended early.
   int run(Program& program, size_t lane, int at);
-  // Let ranks on other hosts be reached: `connected[rank]` says which.
-  std::shared_ptr<Network> connect(std::vector<bool> connected, const Network::Connect& connect);
+  // Let ranks on other hosts be reached, of so many in all.
+  std::shared_ptr<Network> connect(size_t ranks, const Network::Connect& connect);
   bool within_host() const { return !network_; }
   // Before the first product of a call: yield the core to the threads that send its first rows.
   // They do not interrupt the product, and the link would be idle for some milliseconds of it.

@@ -226,6 +226,7 @@ struct Program {
   // of several hosts
   std::deque<Batch> batches = {};
   std::vector<Arrivals> arrivals = {};
+  bool connected = false;            // whether the network knows what peers it needs
   std::mutex sending;                // of `sent`
   std::vector<SentBatch> sent = {};  // of the current execution, when tracing
   Execution execution;

@@ -39,12 +39,12 @@ std::string bytes_of(uint64_t number) {
 
 }  // namespace
 
-Network::Network(int rank, std::vector<bool> connected, Calls calls, std::shared_ptr<Mesh> mesh,
+Network::Network(int rank, size_t ranks, Calls calls, std::shared_ptr<Mesh> mesh,
                  const Connect& connect)
     : rank_(rank),
       calls_(std::move(calls)),
       mesh_(std::move(mesh)),
-      peers_(connected.begin(), connected.end()),
+      peers_(ranks),
       bell_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       trouble_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   try {
@@ -76,6 +76,28 @@ void Network::disown() {
   if (trouble_ >= 0) close(std::exchange(trouble_, -1));
 }
 
+void Network::need(int peer) {
+  if (peers_[peer].needed.exchange(true, std::memory_order_acq_rel)) return;
+  const std::lock_guard lock(mutex_);
+  report({Trouble::unconnected, peer, 0, ""});
+}
+
+void Network::connect(int peer, int fd) {
+  const std::lock_guard order(announcing_);
+  std::unique_lock lock(announcements_mutex_);
+  std::vector<Announcement> made = unannounced();
+  told_.clear();  // this peer will know the texts of the latest calls only
+  forget_ = true;
+  lock.unlock();
+  tell(std::move(made));
+  std::string messages;
+  for (const Announcement& one : history_) messages += message(one, false);
+  peers_[peer].needed.store(true, std::memory_order_release);
+  peers_[peer].connected = true;
+  transport_->connect(peer, fd, std::make_shared<const std::string>(std::move(messages)));
+  nudge();
+}
+
 std::list<Network::Expected> Network::blank(size_t count) {
   std::list<Expected> found;
   {
@@ -100,13 +122,15 @@ void Network::begin(uint64_t call, const CallText& text, std::list<Expected> exp
     begun_ = call;
   }
   std::unique_lock lock(announcements_mutex_);
-  const bool known = told_.count(text.identity);
-  if (!known) {
-    if (told_.size() == kTexts) told_.clear();
-    told_.insert(text.identity);
+  if (told_.size() == kTexts && !told_.count(text.identity)) {
+    told_.clear();
+    forget_ = true;
   }
-  announcements_.push_back(
-      {{Kind::call, 0, call, text.digest}, text.identity, known ? std::string() : text.text});
+  std::shared_ptr<const std::string>& told = told_[text.identity];
+  const bool known = told != nullptr;
+  if (!known) told = std::make_shared<const std::string>(text.text);
+  const uint8_t lane = std::exchange(forget_, false) ? kForget : 0;
+  announcements_.push_back({{Kind::call, lane, call, text.digest}, text.identity, told, known});
   announces_.store(true, std::memory_order_seq_cst);
   lock.unlock();
   if (!known)
@@ -118,7 +142,10 @@ void Network::begin(uint64_t call, const CallText& text, std::list<Expected> exp
 void Network::announce_refusal(uint64_t call, uint64_t times, std::string why) {
   {
     const std::lock_guard lock(announcements_mutex_);
-    announcements_.push_back({{Kind::refusal, 0, call, times}, 0, std::move(why)});
+    announcements_.push_back({{Kind::refusal, 0, call, times},
+                              0,
+                              std::make_shared<const std::string>(std::move(why)),
+                              false});
     announces_.store(true, std::memory_order_seq_cst);
   }
   if (dozing_.load(std::memory_order_seq_cst)) ring();
@@ -128,20 +155,38 @@ void Network::announce_refusal(uint64_t call, uint64_t times, std::string why) {
 bool Network::announce() {
   if (!announces_.load(std::memory_order_acquire)) return false;
   const std::lock_guard order(announcing_);
-  std::vector<Announcement> made;
-  {
-    const std::lock_guard lock(announcements_mutex_);
-    made.swap(announcements_);
-    announces_.store(false, std::memory_order_seq_cst);
-  }
-  if (made.empty()) return false;
+  std::unique_lock lock(announcements_mutex_);
+  std::vector<Announcement> made = unannounced();
+  lock.unlock();
+  const bool any = !made.empty();
+  tell(std::move(made));
+  return any;
+}
+
+// What peers have not been told yet; for a thread that holds `announcements_mutex_`.
+std::vector<Network::Announcement> Network::unannounced() {
+  announces_.store(false, std::memory_order_seq_cst);
+  return std::exchange(announcements_, {});
+}
+
+// Tell connected peers of calls; for a thread that holds `announcing_`.
+void Network::tell(std::vector<Announcement> made) {
+  if (made.empty()) return;
   std::string messages;
-  for (const Announcement& one : made)
-    messages += transport_->message(one.label, bytes_of(one.identity) + one.text);
+  for (Announcement& one : made) {
+    messages += message(one, one.known);
+    one.label.lane = 0;
+    if (history_.size() == kHistory) history_.pop_front();
+    history_.push_back(std::move(one));
+  }
   const auto shared = std::make_shared<const std::string>(std::move(messages));
   for (size_t peer = 0; peer < peers_.size(); ++peer)
     if (peers_[peer].connected) transport_->announce(static_cast<int>(peer), shared);
-  return true;
+}
+
+// The message of an announcement for peers, which may know its text.
+std::string Network::message(const Announcement& one, bool known) const {
+  return transport_->message(one.label, bytes_of(one.identity) + (known ? "" : *one.text));
 }
 
 Transport::Place Network::place(int number, const Label& label, size_t bytes) {
@@ -151,7 +196,7 @@ Transport::Place Network::place(int number, const Label& label, size_t bytes) {
   if (label.call > begun_) {
     const auto text = peer.by_digest.find(label.digest);
     if (peer.noted < label.call && text != peer.by_digest.end())
-      calls_.store(number, label.call, label.digest, text->second);
+      calls_.note(number, label.call, label.digest, text->second);
     peer.noted = std::max(peer.noted, label.call);
     return {};
   }
@@ -213,19 +258,20 @@ void Network::told(int number, const Label& label, std::string_view text) {
   std::copy_n(text.data(), sizeof identity, reinterpret_cast<char*>(&identity));
   text.remove_prefix(sizeof identity);
   if (label.kind == Kind::refusal)
-    return calls_.store_refusal(number, label.call, label.digest, std::string(text));
+    return calls_.note_refusal(number, label.call, label.digest, std::string(text));
   Peer& peer = peers_[number];
+  if (label.lane == kForget) {
+    peer.texts.clear();
+    peer.by_digest.clear();
+  }
   if (!text.empty()) {
-    if (peer.texts.size() == kTexts) {  // as the peer does
-      peer.texts.clear();
-      peer.by_digest.clear();
-    }
+    if (peer.texts.size() > kTexts + kHistory) return garbled(number, "too many texts of calls");
     peer.texts.emplace(identity, text);
     peer.by_digest.insert_or_assign(label.digest, std::string(text));
   }
   const auto known = peer.texts.find(identity);
   if (known == peer.texts.end()) return garbled(number, "a call of an unknown text");
-  calls_.store(number, label.call, label.digest, known->second);
+  calls_.note(number, label.call, label.digest, known->second);
 }
 
 void Network::ended(int number, const std::string& broken) {
@@ -281,12 +327,11 @@ void Network::finish(double seconds, double linger) {
   };
   drive_until(seconds, [&] { return !expects_more(); });
   announce();
-  for (size_t peer = 0; peer < peers_.size(); ++peer)
-    if (peers_[peer].connected) transport_->end(static_cast<int>(peer));
+  for (size_t peer = 0; peer < peers_.size(); ++peer) transport_->end(static_cast<int>(peer));
   drive_until(linger, [&] {
     return std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) {
-      return !peer.connected || peer.over.load(std::memory_order_acquire) ||
-             peer.gone.load(std::memory_order_acquire);
+      return !peer.needed.load(std::memory_order_acquire) ||
+             peer.over.load(std::memory_order_acquire) || peer.gone.load(std::memory_order_acquire);
     });
   });
 }
@@ -295,7 +340,7 @@ void Network::abort() {
   announce();
   aborted_.store(true, std::memory_order_release);
   transport_->abort();
-  const std::lock_guard last(driving_);  // R4
+  const std::lock_guard last(driving_);  // R5
 }
 
 void Network::ring() { signal(bell_); }

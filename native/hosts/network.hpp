@@ -11,6 +11,8 @@
 //     network. Without a nudge it takes over after kTick.
 // R4  After `abort` nothing is received any more: no row may arrive in memory that is the caller's
 //     again.
+// R5  Peers are connected when a call first has messages between them and this rank, by somebody
+//     else: rows for them wait meanwhile. First of all a peer is told of this rank's latest calls.
 #pragma once
 
 #include <atomic>
@@ -23,7 +25,6 @@
 #include <string>
 #include <thread>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include "hosts/transport.hpp"
@@ -34,9 +35,9 @@
 
 namespace weft {
 
-// Something that is wrong with a peer, for errors.
+// Something that is wrong with a peer, for errors, or that a call needs a connection to it.
 struct Trouble {
-  enum Kind : int { broken, garbled, mismatch } kind;
+  enum Kind : int { broken, garbled, mismatch, unconnected } kind;
   int peer;
   uint64_t call;     // of a mismatch
   std::string text;  // else
@@ -63,11 +64,13 @@ class Network : private Transport::Receiver {
   };
   using Connect = std::function<std::unique_ptr<Transport>(Transport::Receiver&)>;
 
-  // `connected[peer]`: whether a peer is on another host.
-  Network(int rank, std::vector<bool> connected, Calls calls, std::shared_ptr<Mesh> mesh,
-          const Connect& connect);
+  Network(int rank, size_t ranks, Calls calls, std::shared_ptr<Mesh> mesh, const Connect& connect);
   ~Network() override;
 
+  // Report that a call needs a connection to a peer, unless that was done before (R5).
+  void need(int peer);
+  // Reach a peer by a connected socket, which is this network's from now on.
+  void connect(int peer, int fd);
   // Records for `begin`, with memory of earlier ones.
   std::list<Expected> blank(size_t count);
   // Begin a call: receive what it expects from now on, and soon tell peers of it.
@@ -120,12 +123,15 @@ class Network : private Transport::Receiver {
   static constexpr int kTests = 10;
   // texts of calls that ranks remember of each other
   static constexpr size_t kTexts = 256;
+  // latest calls of which a new connection is told: as many as peers have headers of
+  static constexpr size_t kHistory = Calls::kHeaders;
+  // the lane of an announcement before which its receiver forgets all texts
+  static constexpr uint8_t kForget = 1;
 
   struct Peer {
-    explicit Peer(bool is_connected) : connected(is_connected) {}
-    const bool connected;
-    std::atomic<bool> over{false}, gone{false};
-    bool troubled = false;  // of `mutex_`
+    std::atomic<bool> needed{false}, over{false}, gone{false};
+    bool connected = false;  // of `announcing_`
+    bool troubled = false;   // of `mutex_`
     std::list<Expected> expected;
     std::list<Expected>::iterator current;  // of the latest `place`
     std::vector<char> packed;               // its rows, if they travel packed
@@ -136,7 +142,8 @@ class Network : private Transport::Receiver {
   struct Announcement {
     Label label;
     uint64_t identity;
-    std::string text;  // empty if peers know it
+    std::shared_ptr<const std::string> text;
+    bool known;  // whether peers know the text
   };
   struct Gate {
     int rank;
@@ -163,7 +170,9 @@ class Network : private Transport::Receiver {
   }
   void report(Trouble trouble);
   bool announce();
-  void add(Announcement announcement);
+  std::vector<Announcement> unannounced();
+  void tell(std::vector<Announcement> made);
+  std::string message(const Announcement& one, bool known) const;
   void nudge();
   void ring();
   void work();
@@ -183,11 +192,14 @@ class Network : private Transport::Receiver {
   std::vector<Trouble> troubles_;
   std::atomic<int> incomplete_{0};  // channels of calls that expect messages
 
-  std::mutex announcing_;  // of the order of announcements
-  std::mutex announcements_mutex_;
+  std::mutex announcing_;  // of the order of announcements, and of connections
+  std::deque<Announcement> history_;
+  std::mutex announcements_mutex_;  // of the following
   std::vector<Announcement> announcements_;
   std::atomic<bool> announces_{false};
-  std::unordered_set<uint64_t> told_;  // the texts that peers know, by identity
+  // the texts that peers know, by identity, and whether they are to forget others
+  std::unordered_map<uint64_t, std::shared_ptr<const std::string>> told_;
+  bool forget_ = false;
 
   std::mutex driving_;  // R2
   Gate gate_{-1, 0};    // of the driver: one that is closed

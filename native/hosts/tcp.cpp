@@ -59,26 +59,14 @@ bool by_kernel(const Strided& rows) { return rows.contiguous() || rows.row_bytes
 
 }  // namespace
 
-TcpTransport::TcpTransport(std::vector<int> fds, Receiver& receiver) : receiver_(receiver) {
+TcpTransport::TcpTransport(size_t peers, Receiver& receiver) : receiver_(receiver), peers_(peers) {
+  for (size_t number = 0; number < peers; ++number)
+    peers_[number].number = static_cast<int>(number);
   epoll_ = epoll_create1(EPOLL_CLOEXEC);
   wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   epoll_event event{};
   event.events = EPOLLIN | EPOLLET;
-  bool well = epoll_ >= 0 && wake_ >= 0 && !epoll_ctl(epoll_, EPOLL_CTL_ADD, wake_, &event);
-  for (size_t number = 0; well && number < fds.size(); ++number) {
-    Peer& peer = peers_.emplace_back();
-    peer.number = static_cast<int>(number);
-    peer.fd = fds[number];
-    if (peer.fd < 0) continue;
-    peer.ahead.reset(new char[kAhead]);
-    connected_.push_back(&peer);
-    const int on = 1;
-    setsockopt(peer.fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-    event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
-    event.data.ptr = &peer;
-    well = !epoll_ctl(epoll_, EPOLL_CTL_ADD, peer.fd, &event);
-  }
-  if (well) return;
+  if (epoll_ >= 0 && wake_ >= 0 && !epoll_ctl(epoll_, EPOLL_CTL_ADD, wake_, &event)) return;
   const int error = errno;
   if (epoll_ >= 0) close(epoll_);
   if (wake_ >= 0) close(wake_);
@@ -88,10 +76,53 @@ TcpTransport::TcpTransport(std::vector<int> fds, Receiver& receiver) : receiver_
 TcpTransport::~TcpTransport() { disown(); }
 
 void TcpTransport::disown() {
-  for (Peer* peer : connected_)
-    if (peer->fd >= 0) close(std::exchange(peer->fd, -1));
+  for (Peer& peer : peers_)
+    if (peer.fd >= 0) close(std::exchange(peer.fd, -1));
+  for (auto& [peer, fd] : new_) close(fd);
+  new_.clear();
   if (epoll_ >= 0) close(std::exchange(epoll_, -1));
   if (wake_ >= 0) close(std::exchange(wake_, -1));
+}
+
+void TcpTransport::connect(int number, int fd, std::shared_ptr<const std::string> first) {
+  Peer& peer = peers_[number];
+  const int on = 1;
+  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  {
+    const std::lock_guard lock(peer.sending);
+    peer.queue.push_front(outgoing(std::move(first)));
+    unsent_.fetch_add(1, std::memory_order_acq_rel);
+  }
+  {
+    const std::lock_guard lock(resuming_);
+    new_.emplace_back(&peer, fd);
+    resumes_.store(true, std::memory_order_release);
+  }
+  wake();
+}
+
+// Begin to send and receive by new connections.
+void TcpTransport::take_connections() {
+  std::vector<std::pair<Peer*, int>> taken;
+  {
+    const std::lock_guard lock(resuming_);
+    taken.swap(new_);
+  }
+  for (const auto [peer, fd] : taken) {
+    peer->ahead.reset(new char[kAhead]);
+    epoll_event event{};
+    event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
+    event.data.ptr = peer;
+    {
+      const std::lock_guard lock(peer->sending);
+      peer->fd = fd;
+      if (aborted_.load(std::memory_order_relaxed)) shutdown(fd, SHUT_RDWR);
+      if (epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event)) drop(*peer, errno);
+    }
+    connected_.push_back(peer);
+    flush(*peer);
+    receive(*peer);
+  }
 }
 
 bool TcpTransport::put(int number, const Label& label, const std::vector<Strided>& rows,
@@ -106,7 +137,7 @@ bool TcpTransport::put(int number, const Label& label, const std::vector<Strided
   const std::lock_guard lock(peer.sending);
   if (peer.broken || peer.ending || aborted_.load(std::memory_order_relaxed)) return true;
   Sent sent = Sent::full;
-  if (peer.queue.empty()) sent = send(peer, out, at_once);
+  if (peer.fd >= 0 && peer.queue.empty()) sent = send(peer, out, at_once);
   if (sent == Sent::all) return true;
   if (sent == Sent::broken) return true;
   out.done = std::move(done);
@@ -119,18 +150,23 @@ bool TcpTransport::put(int number, const Label& label, const std::vector<Strided
 
 void TcpTransport::announce(int number, std::shared_ptr<const std::string> messages) {
   Peer& peer = peers_[number];
-  Outgoing out;
-  const size_t size = messages->size();
-  out.parts.push_back({{}, false, {const_cast<char*>(messages->data()), 1, size, size}});
-  out.text = std::move(messages);
+  Outgoing out = outgoing(std::move(messages));
   const std::lock_guard lock(peer.sending);
   if (peer.broken || peer.ending || aborted_.load(std::memory_order_relaxed)) return;
-  if (peer.queue.empty()) {
+  if (peer.fd >= 0 && peer.queue.empty()) {
     const Sent sent = send(peer, out, kTurn);
     if (sent == Sent::all || sent == Sent::broken) return;
   }
   peer.queue.push_back(std::move(out));
   unsent_.fetch_add(1, std::memory_order_acq_rel);
+}
+
+TcpTransport::Outgoing TcpTransport::outgoing(std::shared_ptr<const std::string> messages) const {
+  Outgoing out;
+  const size_t size = messages->size();
+  out.parts.push_back({{}, false, {const_cast<char*>(messages->data()), 1, size, size}});
+  out.text = std::move(messages);
+  return out;
 }
 
 std::string TcpTransport::message(const Label& label, std::string_view text) const {
@@ -210,6 +246,7 @@ void TcpTransport::drop(Peer& peer, int error) {
 
 void TcpTransport::flush(Peer& peer) {
   const std::lock_guard lock(peer.sending);
+  if (peer.fd < 0) return;
   while (!peer.queue.empty()) {
     const Sent sent = send(peer, peer.queue.front(), kTurn);
     if (sent == Sent::broken) return;  // and all of it is dropped
@@ -228,16 +265,16 @@ void TcpTransport::end(int number) {
   Peer& peer = peers_[number];
   const std::lock_guard lock(peer.sending);
   if (std::exchange(peer.ending, true)) return;
-  if (peer.queue.empty() && !peer.broken) shutdown(peer.fd, SHUT_WR);
+  if (peer.fd >= 0 && peer.queue.empty() && !peer.broken) shutdown(peer.fd, SHUT_WR);
 }
 
 void TcpTransport::abort() {
   aborted_.store(true, std::memory_order_release);
-  for (Peer* peer : connected_) {
-    shutdown(peer->fd, SHUT_RDWR);
-    const std::lock_guard lock(peer->sending);
-    unsent_.fetch_sub(static_cast<int>(peer->queue.size()), std::memory_order_acq_rel);
-    peer->queue.clear();
+  for (Peer& peer : peers_) {
+    const std::lock_guard lock(peer.sending);
+    if (peer.fd >= 0) shutdown(peer.fd, SHUT_RDWR);
+    unsent_.fetch_sub(static_cast<int>(peer.queue.size()), std::memory_order_acq_rel);
+    peer.queue.clear();
   }
   wake();
 }
@@ -276,6 +313,7 @@ bool TcpTransport::progress(int milliseconds) {
       resumed_.swap(resumed);
       resumes_.store(false, std::memory_order_release);
     }
+    take_connections();
     for (Peer* peer : resumed) {
       flush(*peer);
       receive(*peer);

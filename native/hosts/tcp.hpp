@@ -1,4 +1,4 @@
-// A transport of one TCP connection to each peer.
+// A transport of one TCP connection to each peer that is connected.
 //
 // A message is a header of 32 bytes, and then its rows or its text. What has arrived is read into a
 // small buffer, from where short messages are copied to their places; the rest of a long one is
@@ -10,6 +10,7 @@
 #include <atomic>
 #include <deque>
 #include <mutex>
+#include <utility>
 
 #include "hosts/transport.hpp"
 
@@ -17,11 +18,11 @@ namespace weft {
 
 class TcpTransport : public Transport {
  public:
-  // `fds[peer]` is a connected socket, or -1; the transport owns them, unless this throws
-  // std::system_error.
-  TcpTransport(std::vector<int> fds, Receiver& receiver);
+  // For so many peers, of which none is connected. Throws std::system_error.
+  TcpTransport(size_t peers, Receiver& receiver);
   ~TcpTransport() override;
 
+  void connect(int peer, int fd, std::shared_ptr<const std::string> first) override;
   bool put(int peer, const Label& label, const std::vector<Strided>& rows, size_t at_once,
            std::function<void()> done) override;
   void announce(int peer, std::shared_ptr<const std::string> messages) override;
@@ -64,7 +65,8 @@ class TcpTransport : public Transport {
   enum class Sent { all, some, full, broken };
 
   struct Peer {
-    int number = -1, fd = -1;
+    int number = -1;
+    int fd = -1;  // of `sending`; the driver, which alone sets it, reads it without
     // of the driver
     std::unique_ptr<char[]> ahead;  // bytes that were read, and belong to what follows
     size_t begin = 0, end = 0;      // of these
@@ -78,6 +80,8 @@ class TcpTransport : public Transport {
     bool ending = false, broken = false;
   };
 
+  Outgoing outgoing(std::shared_ptr<const std::string> messages) const;
+  void take_connections();
   void receive(Peer& peer);
   bool consume(Peer& peer);
   void stop(Peer& peer, const std::string& broken);
@@ -96,8 +100,9 @@ class TcpTransport : public Transport {
   std::atomic<bool> waiting_{false};
   std::atomic<int> unsent_{0};
   std::atomic<bool> aborted_{false};
+  std::mutex resuming_;                     // of the following
+  std::vector<std::pair<Peer*, int>> new_;  // connections, by their sockets
   // peers of which more can be received or sent, without an event that says so
-  std::mutex resuming_;
   std::vector<Peer*> resumed_;
   std::atomic<bool> resumes_{false};
 };

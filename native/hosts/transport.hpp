@@ -68,12 +68,17 @@ class Transport {
 
   virtual ~Transport() = default;
 
+  // Reach a peer by a connected socket, which the transport owns; what was put for it before
+  // follows the messages `first`, which are as those of `announce`.
+  virtual void connect(int peer, int fd, std::shared_ptr<const std::string> first) = 0;
   // Put rows to a peer, `at_once` bytes of them on this thread as far as that does not block; the
   // driver puts the rest, and calls `done` when the rows may be overwritten. True if they may be
-  // already; then `done` is not called. Rows for a peer that has ended are dropped.
+  // already; then `done` is not called. Rows for a peer that has ended are dropped, those for one
+  // that is not connected yet wait for it.
   virtual bool put(int peer, const Label& label, const std::vector<Strided>& rows, size_t at_once,
                    std::function<void()> done) = 0;
-  // Send a peer messages without rows: those that `message` has made, one after the other.
+  // Send a connected peer messages without rows: those that `message` has made, one after the
+  // other.
   virtual void announce(int peer, std::shared_ptr<const std::string> messages) = 0;
   // A message for `announce`.
   virtual std::string message(const Label& label, std::string_view text) const = 0;

@@ -17,6 +17,9 @@
 // H7  A rank that refuses a call, for bad arguments, publishes the number that the call would have
 //     had. The refusal counts until the rank makes a call of that number, and only for peers that
 //     have refused that number fewer times: what all ranks refuse is no call.
+// H8  The headers of a rank on another host are written by all ranks of this host that hear of its
+//     calls, and read by all. Two that write at the same time write the same, but for a rank that
+//     is kHeaders calls late; what is older than the header is not written.
 #pragma once
 
 #include <algorithm>
@@ -67,6 +70,9 @@ struct MadeCall {
 };
 
 class Calls {
+ public:
+  static constexpr size_t kHeaders = 32;  // H3
+
  private:
   struct Header {
     std::atomic<uint64_t> call;
@@ -77,8 +83,7 @@ class Calls {
     char text[472];
   };
   static_assert(sizeof(Header) == 512);
-  static constexpr size_t kHeaders = 32;  // H3
-  struct Refusal {                        // the latest of a rank
+  struct Refusal {  // the latest of a rank
     std::atomic<uint64_t> call, times;
     char text[496];  // H4
   };
@@ -117,8 +122,12 @@ class Calls {
     header(segment_->rank, call).ended.store(call, std::memory_order_relaxed);
   }
 
-  // Write the header of a rank's call. A peer on another host sends its header in a message, and it
-  // is stored where a local peer's header is read.
+  // Note a call of a peer on another host, of which a message tells, where a local peer's header is
+  // read (H8).
+  void note(int peer, uint64_t call, uint64_t digest, const std::string& text) {
+    if (!started(peer, call)) store(peer, call, digest, text);
+  }
+  // Write the header of a rank's call.
   void store(int rank, uint64_t call, uint64_t digest, const std::string& text) {
     Header& to = header(rank, call);
     to.call.store(0, std::memory_order_relaxed);  // H2
@@ -143,7 +152,13 @@ class Calls {
                ? from.times.load(std::memory_order_relaxed)
                : 0;
   }
-  // Write the refusal of a rank, which for a peer on another host comes in a message.
+  // Note a refusal of a peer on another host (H8).
+  void note_refusal(int peer, uint64_t call, uint64_t times, const std::string& text) {
+    const Refusal& known = refusal(peer);
+    if (known.call.load(std::memory_order_acquire) <= call && times_refused(peer, call) < times)
+      store_refusal(peer, call, times, text);
+  }
+  // Write the refusal of a rank.
   void store_refusal(int rank, uint64_t call, uint64_t times, const std::string& text) {
     Refusal& to = refusal(rank);
     to.call.store(0, std::memory_order_relaxed);  // H2

@@ -68,12 +68,16 @@ Mesh::Mesh(std::vector<int> fds)
     : rank_(static_cast<int>(std::find(fds.begin(), fds.end(), -1) - fds.begin())),
       stop_(eventfd(0, EFD_CLOEXEC)),
       peers_(fds.begin(), fds.end()) {
-  if (stop_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
-  for (auto& peer : peers_) peer.process = open_process(peer.fd);
+  const bool elsewhere = std::find(fds.begin(), fds.end(), kElsewhere) != fds.end();
+  if (stop_ >= 0 && elsewhere) outgoing_ready_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   try {
+    if (stop_ < 0 || (elsewhere && outgoing_ready_ < 0))
+      throw std::system_error(errno, std::generic_category(), "eventfd");
+    for (auto& peer : peers_) peer.process = open_process(peer.fd);
     thread_ = std::thread(&Mesh::watch, this);
   } catch (...) {
-    close(stop_);
+    close_if_open(stop_);
+    close_if_open(outgoing_ready_);
     for (auto& peer : peers_) close_if_open(peer.process);
     throw;
   }
@@ -92,6 +96,7 @@ void Mesh::disown() {
     close_if_open(peer.process);
   }
   close_if_open(stop_);
+  close_if_open(outgoing_ready_);
 }
 
 void Mesh::watch() {
@@ -137,7 +142,7 @@ void Mesh::ended(int peer) {
   pollfd rest{peers_[peer].fd, POLLIN, 0};
   while (poll(&rest, 1, 0) > 0 && read(peer)) {
   }
-  if (!left(peer)) fail({"PeerLost", peer, ""});
+  disconnected(peer);
 }
 
 // Read one message of a peer; false if the connection has ended.
@@ -154,35 +159,68 @@ bool Mesh::read(int peer) {
   // messages that were sent before a reset are received after it
   if (n < 0 && (errno == EINTR || errno == ECONNRESET)) return true;
   if (n <= 0) {
-    if (!left(peer)) fail({"PeerLost", peer, ""});  // M3
+    disconnected(peer);
     return false;
   }
-  std::string body(text + 1, static_cast<size_t>(n) - 1);
-  if (text[0] == kNote) {
-    std::shared_ptr<File> file;
-    if (cmsghdr* c = CMSG_FIRSTHDR(&header)) {
-      int fd;
-      std::memcpy(&fd, CMSG_DATA(c), sizeof fd);
-      file = std::make_shared<File>(fd);
-    }
-    std::lock_guard lock(mutex_);
+  std::shared_ptr<File> file;
+  if (cmsghdr* c = CMSG_FIRSTHDR(&header)) {
+    int fd;
+    std::memcpy(&fd, CMSG_DATA(c), sizeof fd);
+    file = std::make_shared<File>(fd);
+  }
+  if (!handle(peer, {text, static_cast<size_t>(n)}, std::move(file)))
+    fail({"WeftError", peer, "it sent a message that cannot be read"});
+  return true;
+}
+
+// Handle a message of a peer, and the file that came with it; false if it is not valid.
+bool Mesh::handle(int peer, const std::string& message, std::shared_ptr<File> file) {
+  if (message.empty()) return false;
+  std::string body = message.substr(1);
+  if (message[0] == kNote) {
+    const std::lock_guard lock(mutex_);
     peers_[peer].notes.push_back({std::move(body), std::move(file)});
     changed_.notify_all();
-  } else if (text[0] == kAbort) {
+  } else if (message[0] == kAbort) {
     const size_t first = body.find('\n'), second = body.find('\n', first + 1);
     int culprit = -1;
-    if (second != std::string::npos)
-      std::from_chars(body.data() + first + 1, body.data() + second, culprit);
-    if (culprit < 0 || culprit >= static_cast<int>(peers_.size()))
-      fail({"WeftError", peer, "it sent a message that cannot be read"});
+    if (second == std::string::npos) return false;
+    const char* const end = body.data() + second;
+    const auto [rest, error] = std::from_chars(body.data() + first + 1, end, culprit);
+    if (error != std::errc() || rest != end || culprit < 0 ||
+        culprit >= static_cast<int>(peers_.size()))
+      return false;
     fail({body.substr(0, first), culprit, body.substr(second + 1)});
-  } else {
+  } else if (message[0] == kFarewell && body.empty()) {
     peers_[peer].left.store(true, std::memory_order_release);  // M4
-    std::lock_guard lock(mutex_);
+    const std::lock_guard lock(mutex_);
     changed_.notify_all();
     Sleeper::wake_all();
+  } else {
+    return false;
   }
   return true;
+}
+
+bool Mesh::deliver(int peer, const std::string& message) { return handle(peer, message, nullptr); }
+
+void Mesh::disconnected(int peer) {
+  if (!left(peer)) fail({"PeerLost", peer, ""});  // M3
+}
+
+void Mesh::post(int peer, std::string message) {
+  if (outgoing_ready_ < 0) return;
+  const std::lock_guard lock(posting_);
+  outgoing_.emplace_back(peer, std::move(message));
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = ::write(outgoing_ready_, &one, sizeof one);
+}
+
+std::vector<std::pair<int, std::string>> Mesh::outgoing() {
+  const std::lock_guard lock(posting_);
+  uint64_t times;
+  [[maybe_unused]] const ssize_t n = ::read(outgoing_ready_, &times, sizeof times);
+  return std::exchange(outgoing_, {});
 }
 
 void Mesh::fail(const Failure& failure) {
@@ -213,9 +251,12 @@ void Mesh::leave() { send_to_all(std::string(1, kFarewell)); }
 void Mesh::send_to_all(const std::string& message) {
   for (auto& peer : peers_)
     if (peer.fd >= 0) transmit(peer.fd, message, nullptr, MSG_DONTWAIT);
+  post(kAll, message);
 }
 
 void Mesh::send(int peer, const std::string& text, const File* file) {
+  if (peers_[peer].fd == kElsewhere)
+    return post(peer, (std::string(1, kNote) + text).substr(0, kLongest));
   if (transmit(peers_[peer].fd, std::string(1, kNote) + text, file, 0) || errno == EPIPE ||
       errno == ECONNRESET)
     return;

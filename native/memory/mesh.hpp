@@ -1,5 +1,6 @@
-// A Unix socket to every peer, and one thread that watches the sockets: it detects the death, the
-// exception or the farewell of a peer at once.
+// A Unix socket to every peer of this host, and one thread that watches the sockets: it detects the
+// death, the exception or the farewell of a peer at once. Messages to and from peers on other hosts
+// are carried by somebody else.
 //
 // M1  The first failure is the cause and is kept; later failures are its consequences.
 // M2  Messages of a peer are handled in the order in which it sent them, and all of them before its
@@ -37,8 +38,10 @@ using Note = std::pair<std::string, std::shared_ptr<File>>;
 
 class Mesh {
  public:
-  // `fds[peer]` is a connected SOCK_SEQPACKET socket, -1 for this rank itself; the mesh owns them,
-  // unless this throws std::system_error.
+  static constexpr int kElsewhere = -2, kAll = -1;
+
+  // `fds[peer]` is a connected SOCK_SEQPACKET socket, -1 for this rank itself, or kElsewhere for a
+  // peer on another host; the mesh owns them, unless this throws std::system_error.
   explicit Mesh(std::vector<int> fds);
   ~Mesh();
 
@@ -57,6 +60,15 @@ class Mesh {
   // In a forked child: close its copies of the sockets, so that peers detect the parent's death.
   // The mesh has no other use there.
   void disown();
+
+  // Messages for peers on other hosts, in their order, each for one of them or kAll; and a
+  // descriptor that is readable if there are any, -1 without such peers.
+  std::vector<std::pair<int, std::string>> outgoing();
+  int outgoing_descriptor() const { return outgoing_ready_; }
+  // Handle a message that has arrived from a peer on another host; false if it is not valid.
+  bool deliver(int peer, const std::string& message);
+  // A peer on another host sends nothing more.
+  void disconnected(int peer);
 
   bool failed() const { return failed_.load(std::memory_order_acquire); }
   Failure failure() const;
@@ -77,13 +89,18 @@ class Mesh {
   void watch();
   void watch_peers();
   bool read(int peer);
+  bool handle(int peer, const std::string& message, std::shared_ptr<File> file);
   void ended(int peer);
   void fail(const Failure& failure);
   void send_to_all(const std::string& message);
+  void post(int peer, std::string message);
 
   int rank_;  // this rank
   int stop_;  // an eventfd that ends the watch
   std::deque<Peer> peers_;
+  std::mutex posting_;  // of what is outgoing
+  std::vector<std::pair<int, std::string>> outgoing_;
+  int outgoing_ready_ = -1;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::atomic<bool> failed_{false};

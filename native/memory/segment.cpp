@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <map>
 #include <mutex>
+#include <stdexcept>
 #include <system_error>
 
 // since Linux 5.14; older C libraries do not define it, and older kernels refuse it
@@ -84,7 +85,19 @@ Mapping::Mapping(int fd, size_t bytes) : bytes_(bytes) {
   base_ = static_cast<char*>(base);
 }
 
-Mapping::~Mapping() { munmap(base_, bytes_ ? bytes_ : 1); }
+Mapping::Mapping(std::shared_ptr<Mapping> whole, size_t offset, size_t bytes)
+    : base_(whole->base_ + offset), bytes_(bytes), whole_(std::move(whole)) {}
+
+std::shared_ptr<Mapping> Mapping::part(std::shared_ptr<Mapping> whole, size_t offset,
+                                       size_t bytes) {
+  if (offset > whole->bytes_ || bytes > whole->bytes_ - offset)
+    throw std::out_of_range("a part behind the end of a mapping");
+  return std::shared_ptr<Mapping>(new Mapping(std::move(whole), offset, bytes));
+}
+
+Mapping::~Mapping() {
+  if (!whole_) munmap(base_, bytes_ ? bytes_ : 1);
+}
 
 Segment::Segment(std::vector<std::shared_ptr<Mapping>> all, int of_rank, uint64_t of_world,
                  uint64_t of_call)

@@ -29,6 +29,8 @@ class Mapping {
   // A new mapping and its file, with all pages allocated; throws std::system_error.
   static std::pair<std::shared_ptr<Mapping>, std::shared_ptr<File>> create(size_t bytes);
   static std::shared_ptr<Mapping> attach(const File& file, size_t bytes);
+  // Some bytes of a mapping, which lives as long as they are used.
+  static std::shared_ptr<Mapping> part(std::shared_ptr<Mapping> whole, size_t offset, size_t bytes);
   ~Mapping();
   Mapping(const Mapping&) = delete;
 
@@ -38,8 +40,10 @@ class Mapping {
 
  private:
   Mapping(int fd, size_t bytes);
+  Mapping(std::shared_ptr<Mapping> whole, size_t offset, size_t bytes);
   char* base_;
   size_t bytes_;
+  std::shared_ptr<Mapping> whole_ = {};
 };
 
 // One symmetric allocation: this rank's memory and its peers', in rank order.

@@ -245,14 +245,12 @@ void bind_execute(nb::module_& m) {
       .def_prop_ro("within_host", &Executor::within_host)
       .def(
           "connect",
-          [](Executor& self, std::vector<int> fds) {
-            std::vector<bool> connected;
-            for (int fd : fds) connected.push_back(fd >= 0);
-            return self.connect(std::move(connected), [&](Transport::Receiver& receiver) {
-              return std::make_unique<TcpTransport>(std::move(fds), receiver);
+          [](Executor& self, size_t ranks) {
+            return self.connect(ranks, [&](Transport::Receiver& receiver) {
+              return std::make_unique<TcpTransport>(ranks, receiver);
             });
           },
-          "descriptors"_a)
+          "ranks"_a)
       .def_rw("pids", &Executor::pids)
       .def("eager_bases", &Executor::eager_bases)
       .def_prop_ro("calls", [](Executor& self) { return self.calls.latest(); })
@@ -319,8 +317,10 @@ void bind_execute(nb::module_& m) {
   nb::enum_<Trouble::Kind>(m, "Trouble")
       .value("broken", Trouble::broken)
       .value("garbled", Trouble::garbled)
-      .value("mismatch", Trouble::mismatch);
+      .value("mismatch", Trouble::mismatch)
+      .value("unconnected", Trouble::unconnected);
   nb::class_<Network>(m, "Network")
+      .def("connect", &Network::connect, "peer"_a, "descriptor"_a, Unlocked())
       .def("announce_refusal", &Network::announce_refusal, "call"_a, "times"_a, "why"_a)
       .def("finish", &Network::finish, "seconds"_a, "linger"_a, Unlocked())
       .def("hung_up", &Network::hung_up, "peer"_a)

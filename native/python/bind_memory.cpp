@@ -29,6 +29,7 @@ void bind_memory(nb::module_& m) {
   nb::class_<File>(m, "File");
   m.def("create_mapping", &Mapping::create);
   m.def("attach_mapping", &Mapping::attach);
+  m.def("part_of_mapping", &Mapping::part, "whole"_a, "offset"_a, "bytes"_a);
 
   nb::class_<Segment>(m, "Segment", nb::is_weak_referenceable())
       .def(nb::init<std::vector<std::shared_ptr<Mapping>>, int, uint64_t, uint64_t>())
@@ -45,6 +46,8 @@ void bind_memory(nb::module_& m) {
 
   nb::class_<Mesh>(m, "Mesh")
       .def(nb::init<std::vector<int>>())
+      .def_prop_ro_static("elsewhere", [](nb::handle) { return Mesh::kElsewhere; })
+      .def_prop_ro_static("all", [](nb::handle) { return Mesh::kAll; })
       .def("send", &Mesh::send, "peer"_a, "text"_a, "file"_a.none(), Unlocked())
       .def("receive", &Mesh::receive, Unlocked())
       .def("abort", [](Mesh& self, std::string kind, int culprit,
@@ -52,6 +55,21 @@ void bind_memory(nb::module_& m) {
       .def("leave", &Mesh::leave)
       .def("disown", &Mesh::disown)
       .def("left", &Mesh::left)
+      .def("outgoing",
+           [](Mesh& self) {
+             std::vector<std::pair<int, nb::bytes>> found;
+             for (const auto& [peer, message] : self.outgoing())
+               found.emplace_back(peer, nb::bytes(message.data(), message.size()));
+             return found;
+           })
+      .def_prop_ro("outgoing_descriptor", &Mesh::outgoing_descriptor)
+      .def(
+          "deliver",
+          [](Mesh& self, int peer, nb::bytes message) {
+            return self.deliver(peer, {message.c_str(), message.size()});
+          },
+          "peer"_a, "message"_a)
+      .def("disconnected", &Mesh::disconnected, "peer"_a)
       .def("failure", [](Mesh& self) {
         const auto [kind, culprit, text] = self.failure();
         return std::make_tuple(kind, culprit, text);

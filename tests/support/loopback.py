@@ -25,8 +25,8 @@ RANKS = 2
 @contextlib.contextmanager
 def two_worlds() -> Iterator[list[World]]:
     """The worlds of two ranks, which claim to be on two hosts."""
-    control, rows = connected(), connected()
-    made = each_rank(lambda rank: _world(rank, control[rank], rows[rank]))
+    control = connected()
+    made = each_rank(lambda rank: _world(rank, control[rank]))
     try:
         yield made
     finally:
@@ -37,7 +37,8 @@ def two_worlds() -> Iterator[list[World]]:
 def one_world() -> Iterator[tuple[World, socket.socket, socket.socket]]:
     """The world of rank 0, and the ends of rank 1's connections to it, for control and rows."""
     (control, theirs), (rows, their_rows) = connected(), connected()
-    made = _world(0, control, rows)
+    made = _world(0, control)
+    made.relay.network.connect(1, rows.detach())
     with theirs, their_rows:
         try:
             yield made, theirs, their_rows
@@ -46,15 +47,14 @@ def one_world() -> Iterator[tuple[World, socket.socket, socket.socket]]:
             made.close()
 
 
-def _world(rank: int, control: socket.socket, rows: socket.socket) -> World:
+def _world(rank: int, control: socket.socket) -> World:
     peer = 1 - rank
     infos = [
         RankInfo(os.getpid(), f"host {each}", Address("", 0, b""), frozenset({0}), 1)
         for each in range(RANKS)
     ]
-    relay = Relay(rank, {peer: control}, {peer: rows}, LIMIT)
-    ends = {rank: -1, peer: relay.sockets()[peer].detach()}
-    mesh = _native.Mesh([ends[each] for each in range(RANKS)])
+    mesh = _native.Mesh([-1 if each == rank else _native.Mesh.elsewhere for each in range(RANKS)])
+    relay = Relay(rank, mesh, {peer: control}, LIMIT)
     return World(rank, infos, mesh, LIMIT, Backend(), relay)
 
 

@@ -388,8 +388,13 @@ class Engine(ABC):
         """The rank that delays a wait for rank `source` in a call, and the reason: `source`, or a
         rank that it may wait for itself.
         """
+        executor, here = self.world.executor, self.world.hosts.here
+        # a rank elsewhere of which this host has never heard may have made the call
         missing = [
-            peer for peer in self.world.others if not self.world.executor.peer_call(peer, call)
+            peer
+            for peer in self.world.others
+            if not executor.peer_call(peer, call)
+            and (peer == source or here(peer) or executor.made_calls(peer))
         ]
         if not missing:
             return source, "has made the call, but not done its part"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import NamedTuple
 
 from weft.plan import (
@@ -21,7 +22,7 @@ from weft.plan import (
     Wait,
 )
 from weft.plan.lazy import Deferred, PerRank
-from weft.schedules.peers import Layout, after, before, examples
+from weft.schedules.peers import Layout, after, before, examples, rail_peer
 
 Lanes = Mapping[str, Sequence[Instruction]]
 """The lanes of a rank by name."""
@@ -47,8 +48,16 @@ def enter(rank: int, ranks: int | Layout) -> list[Instruction]:
 def leave(rank: int, ranks: int | Layout) -> list[Instruction]:
     """Notify all peers that this rank has ended its use of all workspaces; every plan that uses
     workspaces ends with it.
+
+    Of the ranks of another host the one to which rows go is the first: the others are notified by
+    the message to it, and need no connection.
     """
-    return notify_all(rank, "free", before(rank, ranks))
+    peers = before(rank, ranks)
+    if isinstance(ranks, Layout):
+        by_host = [[*of] for _, of in groupby(peers, lambda peer: ranks[peer])]
+        rails = {rail_peer(rank, host, ranks) for host in {*ranks}}
+        peers = [peer for of in by_host for peer in sorted(of, key=lambda each: each not in rails)]
+    return notify_all(rank, "free", peers)
 
 
 def open_to(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -78,7 +79,7 @@ def connections(
         for peer, (unused, connection) in connected.items():
             unused.close()
             ends[peer] = stack.enter_context(connection)
-        relay = None
+        control, surplus = dict[int, socket.socket](), dict[int, socket.socket]()
         handles = [Handle(info) for info in infos]
         if outside is not None:
             addresses = stack.enter_context(rendezvous.exchange(outside.address, timeout))
@@ -88,16 +89,21 @@ def connections(
                     f"ranks {unreachable} have no address for other hosts: set {INTERFACE} there"
                 )
             located = {peer: (pid, addresses[peer]) for peer, pid in remote.items()}
-            links = outside.connect(rank, located, timeout)
-            control = {peer: each for peer, (each, _) in links.items()}
-            rows = {peer: each for peer, (_, each) in links.items()}
-            relay = Relay(rank, control, rows, timeout)
-            unless_made.callback(relay.close)
-            ends |= {peer: stack.enter_context(end) for peer, end in relay.sockets().items()}
-        mesh = _native.Mesh(
-            [-1 if peer == rank else ends[peer].fileno() for peer in range(len(infos))]
-        )
+            for peer, (unused, connection) in outside.connect(rank, located, timeout).items():
+                control[peer] = unless_made.enter_context(connection)
+                if rank < peer:  # it has opened it, and the peer need not have noticed
+                    unused.close()
+                else:
+                    surplus[peer] = unless_made.enter_context(unused)
+        fds = dict.fromkeys(remote, _native.Mesh.elsewhere) | {
+            peer: end.fileno() for peer, end in ends.items()
+        }
+        mesh = _native.Mesh([fds.get(peer, -1) for peer in range(len(infos))])
         for end in ends.values():
             end.detach()
+        relay = None
+        if control:
+            relay = Relay(rank, mesh, control, timeout, surplus)
+            unless_made.callback(relay.close)
         yield Connections(rank, infos, mesh, relay, handles)
         unless_made.pop_all()

@@ -57,7 +57,7 @@ def _latest(world: Peers, rank: int) -> str:
     executor = getattr(world, "executor", None)
     made = executor.made_calls(rank) if executor else []
     if not made:
-        return "had made no call"
+        return "had made no call" + " with this host" * (not world.hosts.here(rank))
     number, _, ended, _ = made[-1]
     # whether a call of a rank on another host has ended is unknown
     state = "ended" if ended else "begun"

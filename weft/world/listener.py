@@ -103,8 +103,8 @@ class Listener:
         """
         deadline = time.monotonic() + timeout
         with contextlib.ExitStack() as opened:
-            inbound = opened.enter_context(_Inbound(rank, self, peers))
-            outbound = [_Outbound(rank, peer, *about) for peer, about in peers.items()]
+            inbound = opened.enter_context(Inbound(rank, self, {*peers}))
+            outbound = [Outbound(rank, peer, *about) for peer, about in peers.items()]
             for each in outbound:
                 opened.enter_context(each.socket)
                 each.advance()
@@ -144,7 +144,7 @@ class Listener:
         }
 
 
-class _Outbound:
+class Outbound:
     """A connection that this rank opens to a peer: `started` unless the peer's backlog is full,
     `connected` once the hello is sent.
     """
@@ -201,19 +201,19 @@ class _Outbound:
         )
 
 
-class _Inbound:
+class Inbound:
     """Connections that this rank accepts: of peers `identified` by their hello, and `unidentified`
     ones with the bytes received so far, in the order of acceptance.
     """
 
-    def __init__(self, rank: int, listener: Listener, peers: Mapping[int, object]) -> None:
+    def __init__(self, rank: int, listener: Listener, peers: set[int]) -> None:
         self.rank = rank
         self.listener = listener
         self.peers = peers
         self.identified: dict[int, socket.socket] = {}
         self.unidentified: dict[socket.socket, bytes] = {}
 
-    def __enter__(self) -> _Inbound:
+    def __enter__(self) -> Inbound:
         if (early := self.listener.early) is not None:
             self.listener.early = []
             for hello, connection in early:

@@ -86,19 +86,16 @@ class LocalWorld:
             for host in hosts
         ]
         sockets = _pairs(ranks, lambda one, other: hosts[one] == hosts[other], _unix_pair)
-        control, rows = (
-            _pairs(ranks, lambda one, other: hosts[one] != hosts[other], _tcp_pair)
-            for _ in range(2)
-        )
+        control = _pairs(ranks, lambda one, other: hosts[one] != hosts[other], _tcp_pair)
 
         def make(rank: int) -> World:
             torch.set_num_threads(threads_per_rank(ranks))
             ends = {peer: end.detach() for peer, end in sockets[rank].items()}
+            ends |= dict.fromkeys(control[rank], _native.Mesh.elsewhere)
+            mesh = _native.Mesh([ends.get(peer, -1) for peer in range(ranks)])
             relay = None
             if control[rank]:
-                relay = Relay(rank, control[rank], rows[rank], self._timeout)
-                ends |= {peer: end.detach() for peer, end in relay.sockets().items()}
-            mesh = _native.Mesh([ends.get(peer, -1) for peer in range(ranks)])
+                relay = Relay(rank, mesh, control[rank], self._timeout)
             world = World(rank, infos, mesh, self._timeout, self._backend, relay)
             world.device_options = self._options
             world.maker = LOCAL_MAKER

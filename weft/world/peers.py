@@ -173,7 +173,7 @@ class Peers:
         self.executor = _native.Executor(self.mesh, control, self.spins, self.comm_threads)
         self.executor.pids = self.pids
         if relay is not None:
-            relay.start(self.executor, mesh, partial(self.fail, in_background=True))
+            relay.start(self.executor, partial(self.fail, in_background=True))
 
     @cached_property
     def levels(self) -> Levels:
@@ -219,6 +219,8 @@ class Peers:
         kind, culprit, text = self.mesh.failure()
         if kind in ("MismatchError", "PeerTimeout"):
             return self.fail(getattr(errors, kind)(text), culprit)
+        if culprit == self.rank and kind == "SymmetricMemoryError":
+            return self.fail(SymmetricMemoryError(f"{text}, and waited {doing}"))
         if culprit == self.rank:  # another of its threads, or a signal handler
             if kind == "PeerLost":  # to a peer, which noticed first that this rank closes its world
                 text = f"rank {self.rank} {text.rstrip(',')}"
@@ -345,30 +347,31 @@ class Peers:
     def _control_segment(self) -> _native.Segment:
         """The segment of headers and counters, exchanged before calls can be checked."""
         size = _native.Executor.control_bytes(self.ranks)
+        header = _native.Executor.header_bytes
         doing = "to make the world"
-        own, file = self._mapping(size)
-        parts = [own] * self.ranks
-        for peer in self.others:
-            if self.hosts.here(peer):
-                send(self, peer, self.staging_reason, file, doing)
-            else:
-                # its state arrives by messages, and is kept in a local part without counters
-                parts[peer], _ = self._mapping(_native.Executor.header_bytes)
-        for peer in filter(self.hosts.here, self.others):
-            staged, theirs = receive(
-                self, peer, doing, f"for rank {peer} (pid {self.pids[peer]}) {doing}"
-            )
-            parts[peer] = attach(self, peer, theirs, size, doing)
-            self.reads_memory = self.reads_memory and not staged
-        return _native.Segment(parts, self.rank, self.number, 0)
-
-    def _mapping(self, size: int) -> tuple[_native.Mapping, _native.File]:
+        here = [*filter(self.hosts.here, range(self.ranks))]
+        elsewhere = [peer for peer in self.others if not self.hosts.here(peer)]
+        # what messages tell of ranks on other hosts is kept behind the part of one rank of this
+        sizes = {rank: size + (rank == here[0]) * len(elsewhere) * header for rank in here}
         try:
-            return _native.create_mapping(size)
+            own, file = _native.create_mapping(sizes[self.rank])
         except OSError as error:
             raise SymmetricMemoryError(
                 f"rank {self.rank} has no memory to make the world: {error}"
             ) from None
+        parts = [own] * self.ranks
+        local = [peer for peer in here if peer != self.rank]
+        for peer in local:
+            send(self, peer, self.staging_reason, file, doing)
+        for peer in local:
+            staged, theirs = receive(
+                self, peer, doing, f"for rank {peer} (pid {self.pids[peer]}) {doing}"
+            )
+            parts[peer] = attach(self, peer, theirs, sizes[peer], doing)
+            self.reads_memory = self.reads_memory and not staged
+        for at, peer in enumerate(elsewhere):
+            parts[peer] = _native.part_of_mapping(parts[here[0]], size + at * header, header)
+        return _native.Segment(parts, self.rank, self.number, 0)
 
 
 def attach(peers: Peers, peer: int, file: _native.File | None, size: int, doing: str) -> Any:

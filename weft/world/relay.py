@@ -1,20 +1,19 @@
 """Control between this rank and ranks on other hosts: notes, failures, one-sided calls.
 
-To the rest of weft a peer on another host has a Unix socket, as a peer on this host has. The relay
-holds the other end of that socket, and forwards its messages over a TCP connection to the peer's
-relay, which writes them to a socket of its own. So notes, failures, farewells and deaths use the
-same code on one host and on several.
+The relay sends what the world's mesh has for peers on other hosts over a TCP connection to each,
+and hands what arrives there to the mesh. So notes, failures, farewells and deaths use the same code
+on one host and on several.
 
 Rows, and what ranks are told of each other's calls, go by connections of the native network
-(`native/hosts/network.hpp`), so that no control message waits behind them. They stay in the
-connection until the receiver has begun their call. So one-sided calls, which need no call of the
+(`native/hosts/network.hpp`), so that no control message waits behind them; they are made when a
+call first needs them (`weft.world.links`). Rows stay in the connection until the receiver has begun
+their call. So one-sided calls, which need no call of the
 receiver, go by control (`weft.world.remote`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
 import select
 import socket
 import threading
@@ -24,12 +23,12 @@ from functools import partial
 
 import weft._native as _native
 from weft.errors import MismatchError, PeerLost, WeftError
-from weft.world.control import LONGEST, Control, Landing, shutdown
+from weft.world import links, remote
+from weft.world.control import Control, Landing, shutdown
 from weft.world.lanes import Lanes, join, started
-from weft.world.remote import KINDS, Remote
+from weft.world.links import Links, Ready
+from weft.world.remote import Remote
 
-# Messages of the mesh: a note, a farewell, or a failure with the rank that caused it.
-_OF_MESH = re.compile(rb"n|f$|a[^\n]*\n\d{1,9}\n", re.DOTALL)
 _NOTICED = 0.5  # seconds until all threads have noticed that a peer hung up
 _LINGER = 0.5  # seconds that peers have to receive messages under way and to hang up
 
@@ -37,7 +36,9 @@ _LINGER = 0.5  # seconds that peers have to receive messages under way and to ha
 class Relay:
     """Connections of this rank to its `peers`, the ranks on other hosts.
 
-    `control` and `rows` have a TCP connection to each of them, one-sided calls go by `remote`.
+    `control` has a TCP connection to each of them, one-sided calls go by `remote`, `links` makes
+    connections for rows; `mesh` is that of the world.
+    `surplus` connections are closed once their peers have done so.
     `timeout` is the seconds in which a peer must send the rest of its rows to a rank that leaves,
     `addresses` has those of the peers.
     """
@@ -45,43 +46,40 @@ class Relay:
     def __init__(
         self,
         rank: int,
+        mesh: _native.Mesh,
         control: Mapping[int, socket.socket],
-        rows: Mapping[int, socket.socket],
         timeout: float,
+        surplus: Mapping[int, socket.socket] | None = None,
     ) -> None:
         self.rank = rank
+        self.mesh = mesh
         self.peers = list(control)
         self.timeout = timeout
         self.control = {peer: Control(connection) for peer, connection in control.items()}
         self.addresses = {peer: connection.getpeername()[0] for peer, connection in control.items()}
-        self.rows = rows
-        # from `start` on; it owns the connections of rows
-        self.network: _native.Network | None = None
-        self.remote = Remote(rank, control, self._send_request, self._wake)
+        self.network: _native.Network | None = None  # from `start` on
+        self.links = Links(
+            rank,
+            {peer: connection.getsockname()[0] for peer, connection in control.items()},
+            {**(surplus or {})},
+            self._send_control,
+            self._connected,
+            self._not_connected,
+        )
+        self.remote = Remote(rank, mesh, control, self._send_request, self._wake)
         self.unsent: set[int] = set()  # peers to whom messages wait for the connection
         self.wake, self.woken = socket.socketpair()  # to the thread that forwards, when there are
         self.wake.setblocking(False)
-        self.local_ends: dict[int, socket.socket] = {}
-        self.forwarding = {peer: threading.Lock() for peer in control}
+        self.forwarding = threading.Lock()  # of messages of the mesh, in their order
         self.hung_up = {peer: threading.Event() for peer in control}
         self.lanes = Lanes(lambda error: self.fail(error, rank))
         self.forwarder: threading.Thread | None = None
         self.closing = threading.Lock()
         self.closed = False
 
-    def sockets(self) -> dict[int, socket.socket]:
-        """A socket for each peer, for the world's mesh to own."""
-        of_mesh = {}
-        for peer in self.peers:
-            of_mesh[peer], self.local_ends[peer] = socket.socketpair(
-                socket.AF_UNIX, socket.SOCK_SEQPACKET
-            )
-        return of_mesh
-
     def start(
         self,
         executor: _native.Executor,
-        mesh: _native.Mesh,
         fail: Callable[[BaseException, int], object],
     ) -> None:
         """Begin to forward messages. `executor` notes the calls of peers; `fail` closes the world
@@ -90,12 +88,8 @@ class Relay:
         # All live until the world is closed, at the latest when the interpreter ends.
         self.executor = executor
         self.fail = fail
-        self.remote.serve(mesh)
-        ranks = max(self.rank, *self.peers) + 1
-        rows = [self.rows[peer].fileno() if peer in self.rows else -1 for peer in range(ranks)]
-        self.network = executor.connect(rows)
-        for connection in self.rows.values():
-            connection.detach()
+        self.links.pids = executor.pids
+        self.network = executor.connect(len(executor.pids))
         self.forwarder = started(lambda error: fail(error, self.rank), self._forward_control)
 
     def announce_refusal(self, call: int, times: int, why: str) -> None:
@@ -105,14 +99,13 @@ class Relay:
 
     def disown(self) -> None:
         """In a forked child: close its copies of the connections."""
-        for end in (*self.local_ends.values(), self.wake, self.woken):
-            end.close()
+        self.wake.close()
+        self.woken.close()
         for control in self.control.values():
             control.connection.close()
         if self.network is not None:
             self.network.disown()
-        for connection in self.rows.values():
-            connection.close()
+        self.links.close()
 
     def finish(self) -> None:
         """Return when this rank has received all rows that its calls expect and peers have received
@@ -139,10 +132,8 @@ class Relay:
         deadline = time.monotonic() + _LINGER
         if not first:
             return
-        for peer, control in self.control.items():
-            with contextlib.suppress(OSError):
-                while self._forward(peer):
-                    pass
+        self._forward()
+        for control in self.control.values():
             control.flush(deadline)
             shutdown(control.connection, socket.SHUT_WR)
         if self.forwarder is not None:  # else nothing has begun, and nobody would notice
@@ -161,8 +152,24 @@ class Relay:
     def _note_trouble(self) -> None:
         """Deal with what the network has noticed of peers, each on a thread that may wait."""
         assert self.network is not None
-        for trouble in self.network.troubles():
-            started(lambda error: self.fail(error, self.rank), self._resolve, *trouble)
+        for kind, peer, call, text in self.network.troubles():
+            if kind == _native.Trouble.unconnected:
+                self.links.need(peer)
+            else:
+                self._note(kind, peer, call, text)
+
+    def _note(self, kind: _native.Trouble, peer: int, call: int, text: str) -> None:
+        started(lambda error: self.fail(error, self.rank), self._resolve, kind, peer, call, text)
+
+    def _connected(self, peer: int, descriptor: int) -> None:
+        assert self.network is not None
+        self.network.connect(peer, descriptor)
+
+    def _not_connected(self, culprit: int, error: WeftError) -> None:
+        if culprit == self.rank:
+            self.fail(error, culprit)
+        else:
+            self._note(_native.Trouble.broken, culprit, 0, str(error))
 
     def _resolve(self, kind: _native.Trouble, peer: int, call: int, text: str) -> None:
         """Close the world for what is wrong with a peer, unless the peer has hung up: the mesh
@@ -185,15 +192,21 @@ class Relay:
 
     def _forward_control(self) -> None:
         """Forward control messages between the mesh and peers until all peers have hung up."""
-        of_mesh = {end.fileno(): peer for peer, end in self.local_ends.items()}
         of_peers = {control.connection.fileno(): peer for peer, control in self.control.items()}
         at = {peer: fd for fd, peer in of_peers.items()}
         assert self.network is not None
         trouble = self.network.trouble_descriptor
+        of_mesh = self.mesh.outgoing_descriptor
         poll = select.poll()
-        for fd in (*of_mesh, *of_peers, self.woken.fileno(), trouble):
+        for fd in (of_mesh, *of_peers, self.woken.fileno(), trouble):
             poll.register(fd, select.POLLIN)
+        linking: Ready = {}
         while of_peers:
+            for fd in linking:
+                poll.unregister(fd)
+            linking = self.links.ready()
+            for fd, (events, _) in linking.items():
+                poll.register(fd, events)
             for fd, event in poll.poll():
                 if fd in of_peers:
                     peer = of_peers[fd]
@@ -202,11 +215,12 @@ class Relay:
                     if event & ~select.POLLOUT and not self._receive_control(peer):
                         poll.unregister(fd)
                         self._end(of_peers.pop(fd))
-                elif fd in of_mesh:
-                    if not self._forward_of_mesh(of_mesh[fd]):
-                        poll.unregister(fd)
+                elif fd == of_mesh:
+                    self._forward()
                 elif fd == trouble:
                     self._note_trouble()
+                elif fd in linking:
+                    linking[fd][1]()
                 else:
                     self.woken.recv(4096)
             self.remote.report_dropped()
@@ -215,32 +229,17 @@ class Relay:
                 if fd in of_peers:
                     poll.modify(fd, select.POLLIN | select.POLLOUT)
 
-    def _forward_of_mesh(self, peer: int) -> bool:
-        """Forward a message of the mesh if there is one; whether there may be more."""
-        try:
-            if self._forward(peer):
-                return True
-        except OSError as error:
-            return isinstance(error, BlockingIOError)  # another thread was faster
-        if not (self.closed or self.hung_up[peer].is_set()):
-            # The world was destroyed without a farewell.
-            for hung_up in self.hung_up.values():
-                hung_up.set()
-            self.close()
-        return False
-
-    def _forward(self, peer: int) -> bool:
-        """Forward the next message of the mesh to a peer, without the files of notes, which cannot
-        leave this host; False at the end.
+    def _forward(self) -> None:
+        """Send peers the messages of the mesh, without the files of notes, which cannot leave this
+        host.
         """
-        with self.forwarding[peer]:
-            message = self.local_ends[peer].recv(LONGEST, socket.MSG_DONTWAIT)
-            if message:
-                self._send_control(peer, message)
-        return bool(message)
+        with self.forwarding:
+            for peer, message in self.mesh.outgoing():
+                for each in self.peers if peer == _native.Mesh.all else [peer]:
+                    self._send_control(each, message)
 
-    def _send_control(self, peer: int, *messages: bytes) -> None:
-        if not self.control[peer].send(*messages, urgent=True):
+    def _send_control(self, peer: int, message: bytes) -> None:
+        if not self.control[peer].send(message, urgent=True):
             self._send_later(peer)
 
     def _send_request(self, peer: int, message: bytes, payload: memoryview | None) -> None:
@@ -271,12 +270,11 @@ class Relay:
         """Forward a message of a peer to the mesh, or carry out its one-sided call; the place of
         the bytes that follow it. Raises `WeftError` for any other message.
         """
-        if _OF_MESH.match(message):
-            with contextlib.suppress(OSError):  # the world is closed
-                self.local_ends[peer].send(message)
-        elif message[:1] in KINDS:
+        if message[:1] in remote.KINDS:
             return self.remote.process(peer, message)
-        else:
+        if message[:1] in links.KINDS:
+            self.links.process(peer, message)
+        elif not self.mesh.deliver(peer, message):
             raise WeftError(f"unknown message {message[:20]!r}")
         return None
 
@@ -290,5 +288,5 @@ class Relay:
         self.remote.forget_peer(peer)
         if self.network is not None:
             self.network.hung_up(peer)
-        shutdown(self.local_ends[peer], socket.SHUT_RDWR)
+        self.mesh.disconnected(peer)
         shutdown(self.control[peer].connection, socket.SHUT_WR)

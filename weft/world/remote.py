@@ -95,15 +95,21 @@ class _Held:
 
 
 class Remote:
-    """The one-sided calls of `rank` to `peers`, ranks on other hosts, and theirs to it; `send`
-    sends a message to a peer and the bytes that follow it, `wake` lets the relay call
-    `report_dropped`.
+    """The one-sided calls of `rank` to `peers`, ranks on other hosts, and theirs to it, which
+    change counters as a rank of `mesh`. `send` sends a message to a peer and the bytes that follow
+    it, `wake` lets the relay call `report_dropped`.
     """
 
     def __init__(
-        self, rank: int, peers: Iterable[int], send: Send, wake: Callable[[], None]
+        self,
+        rank: int,
+        mesh: _native.Mesh,
+        peers: Iterable[int],
+        send: Send,
+        wake: Callable[[], None],
     ) -> None:
         self.rank = rank
+        self._mesh = mesh
         self.peers = frozenset(peers)
         self._send = send
         self._wake = wake
@@ -113,10 +119,6 @@ class Remote:
         self._outstanding: dict[int, _Outstanding] = {}
         self._landings: dict[int, Landing] = {}  # of these, the bytes that are arriving
         self._lock = threading.Lock()
-
-    def serve(self, mesh: _native.Mesh) -> None:
-        """Change counters as a rank of this mesh, from now on."""
-        self._mesh = mesh
 
     def hold(self, segment: _native.Segment, part: _native.Mapping) -> None:
         """Let peers use this rank's part of a segment, until they have no tensor in it."""
