@@ -3,6 +3,7 @@
 #include "execute/program.hpp"
 #include "execute/deferred_work.hpp"
 #include "hosts/tcp.hpp"
+#include "hosts/ucx.hpp"
 #include "python/bind.hpp"
 #include "python/execute.hpp"
 #include "python/tensor_view.hpp"
@@ -240,14 +241,18 @@ void bind_execute(nb::module_& m) {
       .def_prop_ro("within_host", &Executor::within_host)
       .def(
           "connect",
-          [](Executor& self, std::vector<int> fds) {
+          [](Executor& self, std::vector<int> fds, bool ucx) {
             std::vector<bool> connected;
             for (int fd : fds) connected.push_back(fd >= 0);
-            return self.connect(std::move(connected), [&](Transport::Receiver& receiver) {
-              return std::make_unique<TcpTransport>(std::move(fds), receiver);
-            });
+            return self.connect(std::move(connected),
+                                [&](Transport::Receiver& receiver) -> std::unique_ptr<Transport> {
+                                  if (!ucx)
+                                    return std::make_unique<TcpTransport>(std::move(fds), receiver);
+                                  return std::make_unique<UcxTransport>(std::move(fds), self.rank(),
+                                                                        receiver);
+                                });
           },
-          "descriptors"_a)
+          "descriptors"_a, "ucx"_a = false)
       .def_rw("pids", &Executor::pids)
       .def("eager_bases", &Executor::eager_bases)
       .def_prop_ro("calls", [](Executor& self) { return self.calls.latest(); })
@@ -310,6 +315,9 @@ void bind_execute(nb::module_& m) {
              self.link.set(bytes_per_second, latency_seconds);
            })
       .def("trace", [](Executor& self, bool on) { self.tracing = on; });
+
+  m.def("ucx_resources", &ucp::resources);
+  m.def("ucx_version", [] { return ucp::library().get_version_string(); });
 
   nb::enum_<Trouble::Kind>(m, "Trouble")
       .value("broken", Trouble::broken)

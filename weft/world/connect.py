@@ -13,6 +13,7 @@ from weft.world.door import Door, Handle
 from weft.world.listener import INTERFACE, Address
 from weft.world.relay import Relay
 from weft.world.rendezvous import GroupRendezvous, RankInfo, StoreRendezvous
+from weft.world.transports import agreed
 
 
 class Known:
@@ -87,11 +88,12 @@ def connections(
                 raise WeftError(
                     f"ranks {unreachable} have no address for other hosts: set {INTERFACE} there"
                 )
+            transport = agreed({peer: each.offer for peer, each in enumerate(addresses)})
             located = {peer: (pid, addresses[peer]) for peer, pid in remote.items()}
             links = outside.connect(rank, located, timeout)
             control = {peer: each for peer, (each, _) in links.items()}
             rows = {peer: each for peer, (_, each) in links.items()}
-            relay = Relay(rank, control, rows, timeout)
+            relay = Relay(rank, control, rows, timeout, transport)
             unless_made.callback(relay.close)
             ends |= {peer: stack.enter_context(end) for peer, end in relay.sockets().items()}
         mesh = _native.Mesh(

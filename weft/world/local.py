@@ -23,7 +23,7 @@ import weft._native as _native
 from weft.checks import check_ranks, integers, limited
 from weft.errors import PeerLost, WeftError
 from weft.schedules.device_options import DEFAULT, DeviceOptions
-from weft.world import hints
+from weft.world import hints, transports
 from weft.world.backend import Backend, backend_of
 from weft.world.listener import Address
 from weft.world.peer_memory import probe
@@ -96,7 +96,7 @@ class LocalWorld:
             ends = {peer: end.detach() for peer, end in sockets[rank].items()}
             relay = None
             if control[rank]:
-                relay = Relay(rank, control[rank], rows[rank], self._timeout)
+                relay = Relay(rank, control[rank], rows[rank], self._timeout, transports.told())
                 ends |= {peer: end.detach() for peer, end in relay.sockets().items()}
             mesh = _native.Mesh([ends.get(peer, -1) for peer in range(ranks)])
             world = World(rank, infos, mesh, self._timeout, self._backend, relay)

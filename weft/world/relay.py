@@ -27,6 +27,7 @@ from weft.errors import MismatchError, PeerLost, WeftError
 from weft.world.control import LONGEST, Control, Landing, shutdown
 from weft.world.lanes import Lanes, join, started
 from weft.world.remote import KINDS, Remote
+from weft.world.transports import TCP, UCX
 
 # Messages of the mesh: a note, a farewell, or a failure with the rank that caused it.
 _OF_MESH = re.compile(rb"n|f$|a[^\n]*\n\d{1,9}\n", re.DOTALL)
@@ -38,6 +39,7 @@ class Relay:
     """Connections of this rank to its `peers`, the ranks on other hosts.
 
     `control` and `rows` have a TCP connection to each of them, one-sided calls go by `remote`.
+    Rows go by `transport`: TCP, or UCX, which ranks introduce to each other by those connections.
     `timeout` is the seconds in which a peer must send the rest of its rows to a rank that leaves,
     `addresses` has those of the peers.
     """
@@ -48,8 +50,10 @@ class Relay:
         control: Mapping[int, socket.socket],
         rows: Mapping[int, socket.socket],
         timeout: float,
+        transport: str = TCP,
     ) -> None:
         self.rank = rank
+        self.transport = transport
         self.peers = list(control)
         self.timeout = timeout
         self.control = {peer: Control(connection) for peer, connection in control.items()}
@@ -93,7 +97,7 @@ class Relay:
         self.remote.serve(mesh)
         ranks = max(self.rank, *self.peers) + 1
         rows = [self.rows[peer].fileno() if peer in self.rows else -1 for peer in range(ranks)]
-        self.network = executor.connect(rows)
+        self.network = executor.connect(rows, ucx=self.transport == UCX)
         for connection in self.rows.values():
             connection.detach()
         self.forwarder = started(lambda error: fail(error, self.rank), self._forward_control)
