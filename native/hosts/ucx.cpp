@@ -271,16 +271,15 @@ void UcxTransport::recycle(Outgoing& outgoing) {
 bool UcxTransport::send(Outgoing& outgoing) {
   Peer& peer = *outgoing.peer;
   bool posted = false;
+  unsent_.fetch_add(1, std::memory_order_acq_rel);
   if (const std::unique_lock working(working_, std::try_to_lock); working) {
     send_queued();
     posted = peer.endpoint || peer.failed || !worker_;
     if (posted && post(outgoing)) {
       recycle(outgoing);
+      unsent_.fetch_sub(1, std::memory_order_acq_rel);
       return true;
     }
-    unsent_.fetch_add(1, std::memory_order_acq_rel);
-  } else {
-    unsent_.fetch_add(1, std::memory_order_acq_rel);
   }
   if (!posted) {
     const std::lock_guard lock(queueing_);
@@ -619,8 +618,8 @@ void UcxTransport::close_all() {
     ucp::RequestParams by_force{};
     by_force.mask = ucp::RequestParams::kFlags;
     by_force.flags = ucp::RequestParams::kCloseByForce;
-    for (const Peer* peer : connected_)
-      if (peer->endpoint) ucp_.ep_close_nbx(peer->endpoint, &by_force);
+    for (Peer* peer : connected_)
+      if (peer->endpoint) ucp_.ep_close_nbx(std::exchange(peer->endpoint, nullptr), &by_force);
     ucp_.worker_destroy(std::exchange(worker_, nullptr));
   }
   if (context_) ucp_.cleanup(std::exchange(context_, nullptr));

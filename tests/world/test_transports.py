@@ -82,5 +82,5 @@ def test_ranks_that_are_told_otherwise_are_named(other):
 
 
 def test_a_rank_without_ucx_is_named():
-    with pytest.raises(weft.WeftError, match="rank 1 cannot use UCX: no file; install UCX there"):
+    with pytest.raises(weft.WeftError, match="rank 1 cannot use UCX: no file; install a newer UCX"):
         agreed({0: "ucx", 1: "missing: no file"})

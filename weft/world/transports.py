@@ -48,8 +48,8 @@ def agreed(offers: Mapping[int, str]) -> str:
         if offer.startswith(_MISSING):
             raise WeftError(
                 f"{VARIABLE} is ucx, but rank {rank} cannot use UCX: "
-                f"{offer.removeprefix(_MISSING)}; install UCX there (libucx0 in Debian), or set "
-                f"{VARIABLE}=tcp on all ranks"
+                f"{offer.removeprefix(_MISSING)}; install a newer UCX there (as by pip install "
+                f"libucx-cu12), or set {VARIABLE}=tcp on all ranks"
             )
     without = [rank for rank, offer in offers.items() if offer not in (UCX, _EITHER)]
     told = [rank for rank, offer in offers.items() if offer == UCX]
