@@ -12,6 +12,7 @@ VALUES = {
     "WEFT_READ_PEERS": ("0", "1"),
     "WEFT_REPLACES_GLOO": ("0", "1"),
     "WEFT_STORES": ("adaptive", "cached", "streaming"),
+    "WEFT_TRANSPORT": ("tcp", "ucx"),
 }
 
 

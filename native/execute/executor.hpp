@@ -69,6 +69,7 @@ class Executor {
   // Interpret instructions of a lane from `at` on, up to a pause or the end. Returns the next
   // position, or -1 if a wait ended early.
   int run(Program& program, size_t lane, int at);
+  int rank() const { return rank_; }
   // Let ranks on other hosts be reached, of so many in all.
   std::shared_ptr<Network> connect(size_t ranks, const Network::Connect& connect);
   bool within_host() const { return !network_; }

@@ -3,6 +3,7 @@
 #include "execute/program.hpp"
 #include "execute/deferred_work.hpp"
 #include "hosts/tcp.hpp"
+#include "hosts/ucx.hpp"
 #include "python/bind.hpp"
 #include "python/execute.hpp"
 #include "python/tensor_view.hpp"
@@ -245,12 +246,14 @@ void bind_execute(nb::module_& m) {
       .def_prop_ro("within_host", &Executor::within_host)
       .def(
           "connect",
-          [](Executor& self, size_t ranks) {
-            return self.connect(ranks, [&](Transport::Receiver& receiver) {
-              return std::make_unique<TcpTransport>(ranks, receiver);
-            });
+          [](Executor& self, size_t ranks, bool ucx) {
+            return self.connect(
+                ranks, [&](Transport::Receiver& receiver) -> std::unique_ptr<Transport> {
+                  if (ucx) return std::make_unique<UcxTransport>(ranks, self.rank(), receiver);
+                  return std::make_unique<TcpTransport>(ranks, receiver);
+                });
           },
-          "ranks"_a)
+          "ranks"_a, "ucx"_a = false)
       .def_rw("pids", &Executor::pids)
       .def("eager_bases", &Executor::eager_bases)
       .def_prop_ro("calls", [](Executor& self) { return self.calls.latest(); })
@@ -313,6 +316,9 @@ void bind_execute(nb::module_& m) {
              self.link.set(bytes_per_second, latency_seconds);
            })
       .def("trace", [](Executor& self, bool on) { self.tracing = on; });
+
+  m.def("ucx_resources", &ucp::resources);
+  m.def("ucx_version", [] { return ucp::library().get_version_string(); });
 
   nb::enum_<Trouble::Kind>(m, "Trouble")
       .value("broken", Trouble::broken)

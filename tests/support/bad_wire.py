@@ -16,7 +16,7 @@ import select
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -105,10 +105,15 @@ class WiredHosts(Hosts):
 
 @contextlib.contextmanager
 def wired_hosts(
-    count: int, loss: float = 0.0, delay: float = 0.0, jitter: float = 0.0
+    count: int,
+    loss: float = 0.0,
+    delay: float = 0.0,
+    jitter: float = 0.0,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[WiredHosts]:
     """Hosts that exist until the end of the block."""
     made = WiredHosts.__new__(WiredHosts)
+    made.environment = environment or {}
     try:
         made.__init__(count, loss, delay, jitter)  # type: ignore[misc]
         yield made

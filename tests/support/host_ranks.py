@@ -15,15 +15,17 @@ import torch
 import torch.distributed as dist
 
 import weft
-from support.on_hosts.commands import benches, doctor
+from support.on_hosts.commands import benches, doctor, doctor_by_ucx
 from support.on_hosts.losses import (
     cut_off,
     gives_up,
     halfway,
+    has_a_child,
     killed,
     leaves,
     long_linger,
     mismatch,
+    transports_differ,
 )
 from support.on_hosts.onesided import dies_while_called, one_sided
 from support.on_hosts.results import calls_at_random, operators, refusals, sums_to_the_bit
@@ -39,8 +41,17 @@ IN_A_WORLD = (
     traces,
     one_sided,
     few_calls,
+    has_a_child,
 )
-WITHOUT_A_WORLD = (mismatch, gives_up, doctor, leaves, halfway)
+WITHOUT_A_WORLD = (
+    mismatch,
+    gives_up,
+    doctor,
+    doctor_by_ucx,
+    leaves,
+    halfway,
+    transports_differ,
+)
 WITH_A_FOLDER = (benches, cut_off, killed, dies_while_called, goes_on, cut_for_ever)
 CHECKS = {check.__name__: check for check in (*IN_A_WORLD, *WITHOUT_A_WORLD, *WITH_A_FOLDER)}
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -47,8 +47,10 @@ _numbers = itertools.count()  # several sets of hosts may exist at a time
 
 class Hosts:
     """`count` namespaces on one bridge, which has a namespace of its own; host i has the address
-    10.77.0.i+1.
+    10.77.0.i+1. Its processes have the variables `environment` besides.
     """
+
+    environment: Mapping[str, str] = {}
 
     def __init__(self, count: int, gbps: float | None = None) -> None:
         prefix = f"weft{os.getpid()}n{next(_numbers)}"
@@ -138,13 +140,15 @@ class Hosts:
             ]
             self._begin(words, os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"})
 
-    def start_forked(self, *arguments: object) -> None:
+    def start_forked(
+        self, *arguments: object, environment: Mapping[str, str] | None = None
+    ) -> None:
         """Start a rank of `host_ranks` on each host, forked by one process that has imported their
         modules.
         """
         self._begin(
             [sys.executable, "-m", "support.forked", *self.names, "--", *map(str, arguments)],
-            dict(os.environ),
+            os.environ | (environment or {}),
         )
 
     def start_by_mpi(self, mpiexec: str, folder: Path, script: Path, *arguments: object) -> None:
@@ -194,7 +198,12 @@ class Hosts:
     def _begin(self, words: Sequence[str], environment: dict[str, str]) -> None:
         out = tempfile.TemporaryFile("w+")  # noqa: SIM115
         agent = subprocess.Popen(
-            words, stdout=out, stderr=out, text=True, env=environment, start_new_session=True
+            words,
+            stdout=out,
+            stderr=out,
+            text=True,
+            env=environment | self.environment,
+            start_new_session=True,
         )
         self.running.append((agent, out))
 
@@ -229,9 +238,12 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def hosts(count: int, gbps: float | None = None) -> Iterator[Hosts]:
+def hosts(
+    count: int, gbps: float | None = None, environment: Mapping[str, str] | None = None
+) -> Iterator[Hosts]:
     """Hosts that exist until the end of the block."""
     made = Hosts.__new__(Hosts)
+    made.environment = environment or {}
     try:
         made.__init__(count, gbps)  # type: ignore[misc]
         yield made

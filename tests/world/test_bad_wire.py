@@ -7,6 +7,7 @@ import time
 
 import pytest
 from support.bad_wire import needs_wire, wired_hosts
+from support.ucx import transports
 
 pytestmark = needs_wire
 LIMIT = 60.0  # seconds
@@ -30,16 +31,18 @@ def results(folder, name, ranks):
         pytest.param(0.01, 0.020, 0.005, id="long", marks=pytest.mark.slow),
     ],
 )
-def test_packets_are_lost_late_and_in_another_order(tmp_path, loss, delay, jitter):
-    with wired_hosts(2, loss, delay, jitter) as net:
+@transports
+def test_packets_are_lost_late_and_in_another_order(tmp_path, loss, delay, jitter, environment):
+    with wired_hosts(2, loss, delay, jitter, environment) as net:
         net.start_forked("few_calls", tmp_path)
         [(code, text)] = net.finish()
     assert code == 0, text
 
 
 @pytest.mark.slow
-def test_a_wire_that_is_cut_for_three_seconds(tmp_path):
-    with wired_hosts(2, delay=0.0005) as net:
+@transports
+def test_a_wire_that_is_cut_for_three_seconds(tmp_path, environment):
+    with wired_hosts(2, delay=0.0005, environment=environment) as net:
         net.start_forked("goes_on", tmp_path)
         wait_for(net, tmp_path / "calling0", tmp_path / "calling1")
         net.cut_off(1)
@@ -53,9 +56,10 @@ def test_a_wire_that_is_cut_for_three_seconds(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_host_without_power_is_named(tmp_path):
+@transports
+def test_a_host_without_power_is_named(tmp_path, environment):
     """Its process ends while its wire is cut: neither end nor reset of a connection arrives."""
-    with wired_hosts(2, delay=0.0005) as net:
+    with wired_hosts(2, delay=0.0005, environment=environment) as net:
         net.start_forked("cut_for_ever", tmp_path)
         wait_for(net, tmp_path / "calling0", tmp_path / "calling1")
         net.cut_off(1)

@@ -96,6 +96,7 @@ def test_ranks_of_a_local_world_get_hints():
         ("WEFT_STORES", "fast", "adaptive, cached or streaming"),
         ("WEFT_LOG", "verbose", "debug, info, warning or error"),
         ("WEFT_BIND", "no", "0 or 1"),
+        ("WEFT_TRANSPORT", "rdma", "tcp or ucx"),
     ],
 )
 def test_a_wrong_variable_is_refused_by_the_command(name, given, values, monkeypatch):

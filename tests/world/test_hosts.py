@@ -14,6 +14,7 @@ import pytest
 from support import host_ranks
 from support.hosts import AHEAD, hosts, needs_hosts
 from support.on_hosts.losses import LIMIT
+from support.ucx import by_ucx, needs_ucx, transports
 
 SCRIPT = Path(host_ranks.__file__)
 SOON = 5.0  # seconds; survivors take milliseconds, and the machine may be busy
@@ -150,11 +151,12 @@ def test_a_host_that_is_cut_off_and_the_next_job(two_by_two, two_hosts, tmp_path
 
 
 @pytest.mark.slow
-def test_a_peer_that_is_lost_in_the_middle_of_a_message(two_hosts, tmp_path):
+@transports
+def test_a_peer_that_is_lost_in_the_middle_of_a_message(two_hosts, tmp_path, environment):
     """Half of one message has arrived, and half of another one is sent: the threads that wait for
     the rest end.
     """
-    two_hosts.start_forked("halfway", tmp_path)
+    two_hosts.start_forked("halfway", tmp_path, environment=environment)
     ended = two_hosts.finish()
     assert (tmp_path / "halfway0").exists(), ended
     [parts] = found(tmp_path, "halfway", 1)
@@ -181,9 +183,45 @@ def test_mpiexec_starts_ranks_on_two_hosts(two_hosts, tmp_path):
 
 
 @pytest.mark.data
-def test_three_hosts_and_one_that_leaves_and_one_that_dies(tmp_path):
-    with hosts(3, gbps=1) as net:
+@transports
+def test_three_hosts_and_one_that_leaves_and_one_that_dies(tmp_path, environment):
+    with hosts(3, gbps=1, environment=environment) as net:
         net.start_forked("operators,sums_to_the_bit,leaves,killed", tmp_path)
         ended = net.finish()
     assert (tmp_path / "death").exists(), ended
     assert_death_was_reported(tmp_path, 3)
+
+
+@pytest.mark.data
+@needs_ucx
+@pytest.mark.slow
+def test_two_hosts_of_two_ranks_by_ucx_and_one_that_dies(tmp_path):
+    with hosts(2, gbps=4, environment=by_ucx("eth0")) as net:
+        net.start(SCRIPT, 2, "operators,calls_at_random,sums_to_the_bit,one_sided,killed", tmp_path)
+        ended = net.finish()
+    assert (tmp_path / "death").exists(), ended
+    assert found(tmp_path, "sums_to_the_bit", 4) == [None] * 4
+    assert_death_was_reported(tmp_path, 4)
+
+
+@needs_ucx
+def test_two_hosts_by_ucx_that_make_other_calls_and_one_that_is_cut_off(tmp_path):
+    with hosts(2, gbps=10, environment=by_ucx("eth0")) as net:
+        net.start_forked(
+            "doctor_by_ucx,has_a_child,transports_differ,mismatch,refusals,cut_off", tmp_path
+        )
+        wait_for(net, *(tmp_path / f"running{rank}" for rank in range(2)))
+        net.cut_off(1)
+        wait_for(net, *(tmp_path / f"gave_up{rank}" for rank in range(2)))
+        net.reconnect(1)
+        (tmp_path / "reconnected").touch()
+        [(code, text)] = net.finish()
+    assert code == 0, text
+    for name, words in found(tmp_path, "transports_differ", 2):
+        assert name == "WeftError", words
+        assert "WEFT_TRANSPORT is ucx on ranks [0], but not on ranks [1]" in words
+    printed, _ = found(tmp_path, "doctor_by_ucx", 2)
+    assert re.search(r"Rows go to other hosts by UCX 1\.\d+\.\d+, which has tcp/eth0 \(", printed)
+    for name, words, seconds, _ in found(tmp_path, "cut_off", 2):
+        assert name == "PeerTimeout", words
+        assert seconds < LIMIT + SOON

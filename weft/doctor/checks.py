@@ -40,7 +40,7 @@ from weft.predict.machine import calibrated
 from weft.process_group import in_place_of_gloo
 from weft.schedules.levels import OVERSUBSCRIBED_SIGNAL_LATENCY, SIGNAL_LATENCY
 from weft.schedules.thresholds import Thresholds
-from weft.world import World, init, placement
+from weft.world import World, init, placement, transports
 from weft.world.listener import addresses, family_of, named_interface
 from weft.world.rendezvous import (
     StoreRendezvous,
@@ -133,6 +133,8 @@ def diagnose(console: Console) -> bool:
         if world.rank == 0:
             _print(everyone, links, console)
             console.print(_thresholds(everyone, world.thresholds, world.oversubscribed))
+            if world.relay is not None:
+                console.print(transports.description(world.relay.transport), soft_wrap=True)
             if world.ranks > 1 and not world.hosts.several:
                 why = next(filter(None, staged), "")
                 how = f"are staged, since {why}" if why else "can be read in place"

@@ -14,6 +14,7 @@ from weft.world.door import Door, Handle
 from weft.world.listener import INTERFACE, Address
 from weft.world.relay import Relay
 from weft.world.rendezvous import GroupRendezvous, RankInfo, StoreRendezvous
+from weft.world.transports import agreed
 
 
 class Known:
@@ -88,6 +89,7 @@ def connections(
                 raise WeftError(
                     f"ranks {unreachable} have no address for other hosts: set {INTERFACE} there"
                 )
+            transport = agreed({peer: each.offer for peer, each in enumerate(addresses)})
             located = {peer: (pid, addresses[peer]) for peer, pid in remote.items()}
             for peer, (unused, connection) in outside.connect(rank, located, timeout).items():
                 control[peer] = unless_made.enter_context(connection)
@@ -103,7 +105,7 @@ def connections(
             end.detach()
         relay = None
         if control:
-            relay = Relay(rank, mesh, control, timeout, surplus)
+            relay = Relay(rank, mesh, control, timeout, surplus, transport)
             unless_made.callback(relay.close)
         yield Connections(rank, infos, mesh, relay, handles)
         unless_made.pop_all()

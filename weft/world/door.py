@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from weft.errors import WeftError
-from weft.world import peer_memory, placement, topology
+from weft.world import peer_memory, placement, topology, transports
 from weft.world.backend import Backend
 from weft.world.listener import Address, Listener, listen_to_hosts
 from weft.world.rendezvous import RankInfo, host_identity
@@ -103,6 +103,8 @@ class Door:
         """Listen to other hosts, too. Raises as `listen_to_hosts`."""
         if self.outside is None:
             self.outside = listen_to_hosts(rank)
+            address = self.outside.address
+            self.outside.address = dataclasses.replace(address, offer=transports.offered())
         return self.outside
 
     def open_if_possible(self, rank: int) -> None:

@@ -38,12 +38,14 @@ _SIOCGIFADDR = 0x8915
 @dataclass(frozen=True)
 class Address:
     """The address at which a rank listens, and its secret: a host and a port, or the name of a Unix
-    socket and no port.
+    socket and no port. For other hosts it has what the rank offers for rows
+    (`weft.world.transports.offered`).
     """
 
     host: str
     port: int
     secret: bytes
+    offer: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:

@@ -23,7 +23,7 @@ import weft._native as _native
 from weft.checks import check_ranks, integers, limited
 from weft.errors import PeerLost, WeftError
 from weft.schedules.device_options import DEFAULT, DeviceOptions
-from weft.world import hints
+from weft.world import hints, transports
 from weft.world.backend import Backend, backend_of
 from weft.world.listener import Address
 from weft.world.peer_memory import probe
@@ -95,7 +95,7 @@ class LocalWorld:
             mesh = _native.Mesh([ends.get(peer, -1) for peer in range(ranks)])
             relay = None
             if control[rank]:
-                relay = Relay(rank, mesh, control[rank], self._timeout)
+                relay = Relay(rank, mesh, control[rank], self._timeout, transport=transports.told())
             world = World(rank, infos, mesh, self._timeout, self._backend, relay)
             world.device_options = self._options
             world.maker = LOCAL_MAKER

@@ -28,6 +28,7 @@ from weft.world.control import Control, Landing, shutdown
 from weft.world.lanes import Lanes, join, started
 from weft.world.links import Links, Ready
 from weft.world.remote import Remote
+from weft.world.transports import TCP, UCX
 
 _NOTICED = 0.5  # seconds until all threads have noticed that a peer hung up
 _LINGER = 0.5  # seconds that peers have to receive messages under way and to hang up
@@ -37,7 +38,8 @@ class Relay:
     """Connections of this rank to its `peers`, the ranks on other hosts.
 
     `control` has a TCP connection to each of them, one-sided calls go by `remote`, `links` makes
-    connections for rows; `mesh` is that of the world.
+    connections for rows, which go by `transport`: TCP, or UCX, whose ranks introduce themselves to
+    each other by those connections. `mesh` is that of the world.
     `surplus` connections are closed once their peers have done so.
     `timeout` is the seconds in which a peer must send the rest of its rows to a rank that leaves,
     `addresses` has those of the peers.
@@ -50,8 +52,10 @@ class Relay:
         control: Mapping[int, socket.socket],
         timeout: float,
         surplus: Mapping[int, socket.socket] | None = None,
+        transport: str = TCP,
     ) -> None:
         self.rank = rank
+        self.transport = transport
         self.mesh = mesh
         self.peers = list(control)
         self.timeout = timeout
@@ -89,7 +93,7 @@ class Relay:
         self.executor = executor
         self.fail = fail
         self.links.pids = executor.pids
-        self.network = executor.connect(len(executor.pids))
+        self.network = executor.connect(len(executor.pids), ucx=self.transport == UCX)
         self.forwarder = started(lambda error: fail(error, self.rank), self._forward_control)
 
     def announce_refusal(self, call: int, times: int, why: str) -> None:

@@ -59,6 +59,13 @@ def doctor():
     return found
 
 
+def doctor_by_ucx():
+    """The output of weft doctor."""
+    printed = io.StringIO()
+    diagnose(Console(file=printed, width=200))
+    return printed.getvalue()
+
+
 def benches(folder):
     """Benchmarks of every kind measure, or refuse to measure on several hosts."""
     few = ["--warmup", "1", "--iterations", "1", "--threads", "1"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import time
@@ -49,6 +50,13 @@ def mismatch():
         assert name == "MismatchError", text
         assert "all_gather_matmul(" in text, text
         assert "all_reduce(" in text, text
+
+
+def transports_differ():
+    """A rank is told to use UCX, and the other one is not: an error before anything is sent."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WEFT_TRANSPORT", "tcp" if dist.get_rank() else "ucx")
+        return error_of(lambda: weft.init(dist.new_group(backend="gloo"), timeout=20))[:2]
 
 
 def gives_up():
@@ -124,6 +132,17 @@ def halfway():
         worlds._default = world = None
         found.append(leaked(before))
     return found
+
+
+def has_a_child(world):
+    """A forked child ends as programs end, while and after its parent makes calls."""
+    child = os.fork()
+    if not child:
+        ctypes.pythonapi.Py_Exit(0)
+    for size in (1, 1 << 18):
+        assert torch.equal(weft.all_reduce(torch.ones(size)), torch.full((size,), 2.0))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert weft.all_reduce(torch.ones(1)).item() == 2
 
 
 def killed(folder):
