@@ -71,43 +71,33 @@ class Mixture:
         """A rank's tokens in this run."""
         return self.stream[rank, run : run + self.settings.tokens]
 
-    def counts(self) -> list[list[int]]:
-        """The rows of each rank for each expert."""
-        every = len(self.gate_up)
-        return [of.flatten().bincount(minlength=every).tolist() for of in self.chosen]
-
     def chosen_of_ranks(self) -> list[int]:
         """How often the experts of each rank are chosen, by tokens of all ranks, or of rank 0 if
         all ranks have these.
         """
-        counts = self.counts()[:1] if self.settings.replicated else self.counts()
-        chosen = torch.tensor(counts, device="cpu").sum(0)
-        return [int(of.sum()) for of in chosen.split(self.settings.experts)]
+        chosen = self.chosen[:1] if self.settings.replicated else self.chosen
+        counts = chosen.flatten().bincount(minlength=len(self.gate_up))
+        return [int(of.sum()) for of in counts.split(self.settings.experts)]
 
     def check(self, y: Tensor, rank: int, run: int, experts: slice = slice(None)) -> Check:
         """Compare what `experts`, by default all, contribute to the layer's result for a rank's
         tokens with the exact contribution.
         """
+        return self.compared(y, self.exact(rank, run, experts))
+
+    def exact(self, rank: int, run: int, experts: slice) -> Tensor:
+        """What `experts` contribute to the layer's result for a rank's tokens, in float64."""
         x, chosen = self.tokens(rank, run).double(), self.chosen[rank].flatten()
         scores = self.scores[rank].double().flatten()
         order = chosen.argsort(stable=True)
         ends = accumulate(chosen.bincount(minlength=len(self.gate_up)).tolist(), initial=0)
-        exact = torch.zeros_like(x)
+        sums = torch.zeros_like(x)
         for expert, (start, stop) in [*enumerate(pairwise(ends))][experts]:
             at = order[start:stop]
             token = at // self.settings.top
             result = self.expert(x[token], expert) * scores[at].unsqueeze(1)
-            exact.index_add_(0, token, result)
-        return self.compared(y, exact)
-
-    def check_products(self, results: Tensor, rows: Tensor, rank: int, sizes: list[int]) -> Check:
-        """Compare the results of a rank's experts for `rows`, of which each has so many."""
-        first = rank * self.settings.experts
-        exact = [
-            self.expert(own.double(), first + number)
-            for number, own in enumerate(rows.split(sizes))
-        ]
-        return self.compared(results, torch.cat(exact))
+            sums.index_add_(0, token, result)
+        return sums
 
     def expert(self, rows: Tensor, number: int) -> Tensor:
         """An expert's results in float64."""

@@ -1,41 +1,35 @@
 """The benchmark of a mixture of experts: its products and its exchange alone, one after the other,
 and overlapped; and the same exchange by torch's collectives.
 
-Tokens of each rank are dispatched to the experts that they choose, and the results combined at
-home; or all ranks have the same tokens, and sum what their experts contribute.
+Tokens of each rank visit the ranks whose experts they choose, and what these contribute is summed
+at home; or all ranks have the same tokens, and sum what their experts contribute.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
 from weft.engines import engine
 from weft.kernels.experts import pack_experts
-from weft.kernels.packed import pack
-from weft.kernels.products import multiply
 from weft.measure.timing import Stopwatch, session
+from weft.ops import visits
 from weft.ops.all_reduce import all_reduce
 from weft.ops.all_to_all import all_to_all
-from weft.ops.all_to_all_matmul import all_to_all_matmul
 from weft.ops.autotune import Class, Trial
 from weft.ops.expert_sums import expert_sums
-from weft.ops.matmul_all_to_all import matmul_all_to_all
 from weft.ops.moe import moe
 from weft.plan.trace import Trace
 from weft.predict import figures
-from weft.schedules.exchanges import dispatched
 from weft.schedules.operators import OPERATORS
 from weft.world import World
 from weft_bench import plots, tables
@@ -140,37 +134,23 @@ class Replicated(Layer):
         self.y.copy_(self.part)
 
 
-class Dispatched(Layer):
-    """Tokens of each rank, a row for each choice of which travels to the expert and back."""
+class OwnTokens(Layer):
+    """Tokens of each rank, of which a row travels to every rank whose experts they chose."""
 
     def __init__(self, settings: MoeSettings, world: World) -> None:
         super().__init__(settings, world, home=world.rank)
 
     def prepare(self) -> None:
-        mixture, world, own = self.mixture, self.world, self.own
-        experts = self.settings.experts
-        self.gate_up, self.down = (
-            [pack(weight.t()) for weight in weights[own]]
-            for weights in (mixture.gate_up, mixture.down)
-        )
-        counts = mixture.counts()
-        self.sent, self.received = counts[world.rank], dispatched(counts, experts)[world.rank]
-        self.here = _sums(self.received, world.ranks)
-        self.by_rank = _sums(self.sent, experts)
-        self.from_each = [
-            sum(self.received[source :: world.ranks]) for source in range(world.ranks)
-        ]
-        rows, inner, width = sum(self.received), self.settings.inner, self.settings.width
-        new = self.x.new_empty
-        self.arrived, self.results = new(rows, width), new(rows, width)
-        self.both = new(rows, 2 * inner)
-        self.back = new(sum(self.sent), width)
-        # rows of gloo arrive by rank, in each by expert, and are multiplied by expert
-        parts = torch.arange(rows, device="cpu").split(
-            [self.received[at] for at in _by_column(experts, world.ranks)]
-        )
-        self.by_expert = torch.cat([parts[at] for at in _by_column(world.ranks, experts)])
-        self.by_source = self.by_expert.argsort()
+        mixture, rank, own = self.mixture, self.world.rank, self.own
+        self.sizes = [self.settings.experts] * self.world.ranks
+        self.packed = pack_experts(mixture.gate_up[own], mixture.down[own], first=own.start)
+        self.weight = self.packed.routed(self.settings.top)
+        self.every = [visits.find(chosen, self.sizes) for chosen in mixture.chosen]
+        self.received = [each.counts[rank] for each in self.every]
+        rows, new = sum(self.received), self.x.new_empty
+        self.arrived = new(rows, self.weight.shape[0])
+        self.results = new(rows, self.settings.width)
+        self.back = new(sum(self.every[rank].counts), self.settings.width)
 
     def parts(self) -> dict[str, View]:
         return {
@@ -178,89 +158,72 @@ class Dispatched(Layer):
             "communicate": View(self._communicate, (self.back,), self._check_rows),
         }
 
-    def rows(self) -> tuple[Tensor, Tensor]:
-        """A row for each choice, in the order of the experts, and the place of each choice."""
-        order = self.chosen.flatten().argsort(stable=True)
-        return self.x[order // self.settings.top], order
-
-    def combine(self, back: Tensor, order: Tensor) -> None:
-        """Each token's weighted sum of its results, in the order of its choices."""
-        slots = torch.empty_like(back).index_copy_(0, order, back)
-        slots = slots.view(len(self.x), self.settings.top, -1)
-        self.y.copy_((slots * self.scores.unsqueeze(2)).sum(1))
-
-    def products(self, rows: Tensor) -> Tensor:
-        """The results of this rank's experts for rows in their order."""
-        ends = [*pairwise(accumulate(self.here, initial=0))]
-        for (start, stop), weight in zip(ends, self.gate_up, strict=True):
-            multiply(rows[start:stop], weight, self.both[start:stop])
-        between = self.activated(self.both)
-        for (start, stop), weight in zip(ends, self.down, strict=True):
-            multiply(between[start:stop], weight, self.results[start:stop])
-        return self.results
-
-    def activated(self, both: Tensor) -> Tensor:
-        """The activation of a gate, times up."""
-        gate, up = both.chunk(2, 1)
-        return F.silu(gate).mul_(up)
-
     def layer(self, algorithm: str) -> None:
-        rows, order = self.rows()
-        both, sizes = all_to_all_matmul(
-            rows,
-            self.gate_up,
-            input_split_sizes=self.sent,
-            return_split_sizes=True,
-            algorithm=algorithm,
-        )
-        back = matmul_all_to_all(
-            self.activated(both),
-            self.down,
-            input_split_sizes=sizes,
-            output_split_sizes=self.sent,
-            algorithm=algorithm,
-        )
-        self.combine(back, order)
+        operands = self.x, self.chosen, self.scores, self.packed
+        self.y.copy_(moe(*operands, experts_of_ranks=self.sizes, algorithm=algorithm))
 
     def by_gloo(self) -> None:
         """Ranks tell each other the sizes, then rows travel, are multiplied, and return."""
-        rows, order = self.rows()
-        sent = torch.tensor(self.by_rank, device="cpu")
+        rows, found = self._rows()
+        sent = torch.tensor(found.counts, device="cpu")
         dist.all_to_all_single(received := torch.empty_like(sent), sent)
         from_each = received.tolist()
-        dist.all_to_all_single(self.arrived, rows, from_each, self.by_rank)
-        results = self.products(self.arrived[self.by_expert])[self.by_source]
-        dist.all_to_all_single(self.back, results, self.by_rank, from_each)
-        self.combine(self.back, order)
+        dist.all_to_all_single(self.arrived, rows, from_each, found.counts)
+        self._multiply()
+        dist.all_to_all_single(self.back, self.results, found.counts, from_each)
+        self.y.copy_(visits.add_up(self.back, found))
+
+    def _rows(self) -> tuple[Tensor, visits.Visits]:
+        """The rows of this rank's tokens."""
+        found = visits.find(self.chosen, self.sizes)
+        return self.weight.rows(self.x, self.chosen, self.scores, found.tokens), found
+
+    def _multiply(self) -> None:
+        """What this rank's experts contribute to the tokens of the rows that have arrived."""
+        self.weight.multiply(self.arrived, self.results, None, len(self.arrived))
 
     def _compute(self) -> None:
-        rows, order = self.rows()
-        self.products(self.arrived)
-        self.combine(rows, order)
+        _, found = self._rows()
+        self._multiply()
+        visits.add_up(self.back, found)
 
     def _fill(self, run: int) -> None:
         """The rows that arrive in this run."""
-        mixture, experts = self.mixture, range(self.own.start, self.own.stop)
-        parts = [
-            mixture.tokens(source, run)[(of == expert).nonzero()[:, 0]]
-            for expert in experts
-            for source, of in enumerate(mixture.chosen)
-        ]
+        mixture, rank = self.mixture, self.world.rank
         self.renew(run)
+        parts = [
+            self.weight.rows(
+                mixture.tokens(source, run),
+                mixture.chosen[source],
+                mixture.scores[source],
+                found.tokens.split(found.counts)[rank],
+            )
+            for source, found in enumerate(self.every)
+        ]
         torch.cat(parts, out=self.arrived)
 
     def _check_products(self, run: int) -> Check:
-        return self.mixture.check_products(self.results, self.arrived, self.world.rank, self.here)
+        rank = self.world.rank
+        exact = [
+            self.mixture.exact(source, run, self.own)[found.tokens.split(found.counts)[rank][:, 0]]
+            for source, found in enumerate(self.every)
+        ]
+        return self.mixture.compared(self.results, torch.cat(exact))
 
     def _communicate(self) -> None:
-        rows, _ = self.rows()
-        there = all_to_all(rows, input_split_sizes=self.by_rank)
-        back = all_to_all(there, input_split_sizes=self.from_each, output_split_sizes=self.by_rank)
-        self.back.copy_(back)
+        rows, found = self._rows()
+        there = all_to_all(rows, input_split_sizes=found.counts)
+        contributions = there[:, : self.settings.width].contiguous()
+        all_to_all(
+            contributions,
+            out=self.back,
+            input_split_sizes=self.received,
+            output_split_sizes=found.counts,
+        )
 
     def _check_rows(self, run: int) -> Check:
-        rows, _ = self.rows()
-        return Check(int((self.back != rows).sum()))
+        tokens = self.every[self.world.rank].tokens[:, 0]
+        return Check(int((self.back != self.x[tokens]).sum()))
 
 
 class Measured(NamedTuple):
@@ -274,7 +237,7 @@ def measure(settings: MoeSettings) -> Measured:
     """Measure on this rank, collectively. Times are in milliseconds."""
     with session(settings.threads) as world, neighbours(world, settings.neighbours):
         stopwatch = Stopwatch(world)
-        layer = (Replicated if settings.replicated else Dispatched)(settings, world)
+        layer = (Replicated if settings.replicated else OwnTokens)(settings, world)
         if settings.link_gbps:
             _emulate(settings.link_gbps, world, layer, stopwatch)
         _settle(world, layer.views["overlapped"].call)
@@ -342,16 +305,6 @@ def _selected(world: World) -> Iterator[str]:
             yield f"{key.workload.operator} by {variant}{pieces}"
 
 
-def _sums(numbers: Sequence[int], size: int) -> list[int]:
-    """The sums of consecutive groups of `size` numbers."""
-    return [sum(numbers[at : at + size]) for at in range(0, len(numbers), size)]
-
-
-def _by_column(rows: int, columns: int) -> list[int]:
-    """The places of a matrix, column by column."""
-    return [column + columns * row for column in range(columns) for row in range(rows)]
-
-
 def title(result: dict[str, Any]) -> str:
     """The ranks, the sizes of the layer, the routing, the selection and the link, in one line."""
     link = f", EMULATED LINK of {result['link']['gbps']:.4g} Gbit/s" if result["link"] else ""
@@ -416,8 +369,9 @@ def _notes(result: dict[str, Any]) -> Iterator[str]:
         yield "communicate is the sum of the tokens over the ranks."
     else:
         yield (
-            "communicate: a row for each choice there and back. Sizes are those of the call "
-            "before; ranks tell each other in every call, for gloo by one of its own."
+            "communicate: a row of each token to every rank whose experts it chose, and back. "
+            "Sizes are those of the call before; ranks tell each other in every call, for gloo by "
+            "one of its own."
         )
 
 

@@ -186,7 +186,9 @@ def operators(world):
         )
         operands = x, mixture.chosen, scores, gate_up, down, 0, "silu"
         torch.library.opcheck(torch.ops.weft.expert_sums.default, operands)
-        torch.library.opcheck(torch.ops.weft.moe.default, (*operands, "auto", None, world.name))
+        torch.library.opcheck(
+            torch.ops.weft.moe.default, (*operands, None, "auto", None, world.name)
+        )
 
 
 def test_torch_accepts_the_operators():
