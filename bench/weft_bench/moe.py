@@ -21,7 +21,7 @@ from torch import Tensor
 
 from weft.engines import engine
 from weft.kernels.experts import pack_experts
-from weft.measure.timing import Stopwatch, session
+from weft.measure.timing import Stopwatch, largest, session
 from weft.ops import visits
 from weft.ops.all_reduce import all_reduce
 from weft.ops.all_to_all import all_to_all
@@ -46,7 +46,6 @@ _VIEWS = "compute", "communicate", "sequential", "overlapped"
 GLOO = "gloo"
 """The baseline: the same experts, and the collectives of gloo."""
 _SIZES = "replicated", "routing", "tokens", "experts", "top", "width", "inner", "dtype"
-_SLOW_LINK = 1.0  # Gbit/s, over which rows take far longer than anything else
 
 
 class Layer(Views):
@@ -87,6 +86,11 @@ class Layer(Views):
     def parts(self) -> dict[str, View]:
         """The views ``compute`` and ``communicate``."""
 
+    @property
+    @abstractmethod
+    def sent(self) -> int:
+        """The bytes that this rank sends to others in a call."""
+
     @abstractmethod
     def layer(self, algorithm: str) -> None:
         """The layer by weft, into `y`."""
@@ -114,6 +118,12 @@ class Replicated(Layer):
                 partial(all_reduce, self.x, out=self.sum), (self.sum,), self._check_sum
             ),
         }
+
+    @property
+    def sent(self) -> int:
+        """Each rank sums a part of the rows, and sends the sums."""
+        others = self.world.ranks - 1
+        return 2 * others * self.x.numel() * self.x.itemsize // self.world.ranks
 
     def contribute(self) -> None:
         """The contribution of this rank's experts, in `part`."""
@@ -157,6 +167,14 @@ class OwnTokens(Layer):
             "compute": View(self._compute, (self.results,), self._check_products, renew=self._fill),
             "communicate": View(self._communicate, (self.back,), self._check_rows),
         }
+
+    @property
+    def sent(self) -> int:
+        """Rows, and what this rank's experts contribute to rows of others."""
+        rank, counts = self.world.rank, self.every[self.world.rank].counts
+        rows, back = (sum(sizes) - sizes[rank] for sizes in (counts, self.received))
+        row, contribution = self.arrived.shape[1], self.results.shape[1]
+        return (rows * row + back * contribution) * self.x.itemsize
 
     def layer(self, algorithm: str) -> None:
         operands = self.x, self.chosen, self.scores, self.packed
@@ -269,15 +287,15 @@ def measure(settings: MoeSettings) -> Measured:
 
 
 def _emulate(gbps: str, world: World, layer: Layer, stopwatch: Stopwatch) -> None:
-    """Emulate a link of so many Gbit/s, or one over which rows take as long as the products."""
-    if gbps != "auto":
-        world.emulate_link(float(gbps))
-        return
-    world.emulate_link(_SLOW_LINK)
-    calls = {name: layer.views[name].call for name in _VIEWS[:2]}
-    layer.renew(0)
-    times = stopwatch.interleave(calls, 1, 3)
-    world.emulate_link(_SLOW_LINK * times["communicate"].median / times["compute"].median)
+    """Emulate a link of so many Gbit/s, or one over which the most bytes that a rank sends take as
+    long as the products.
+    """
+    if gbps == "auto":
+        layer.views["compute"].call()
+        alone = stopwatch.interleave({"compute": layer.views["compute"].call}, 1, 5)["compute"]
+        [most] = largest(world, [layer.sent])
+        gbps = f"{8e-6 * most / alone.median:.4g}"
+    world.emulate_link(float(gbps))
 
 
 def _settle(world: World, call: Callable[[], object]) -> None:
