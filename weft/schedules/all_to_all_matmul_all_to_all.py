@@ -1,13 +1,14 @@
 """All-to-all + matmul + all-to-all: rows visit the weights of other ranks, and their products
 return to the places of the rows: the dispatch of tokens to experts, the experts, and the way back.
 
-Rank 0 of two by a push, in two pieces, time to the right; a are own rows for the peer, p the peer's
-rows, q their products, ``!`` notifies the peer, ``?`` waits for it::
+Rank 0 of two by a push, in two pieces, time to the right; o are own rows that stay, a those for the
+peer, p the peer's rows, q their products, ``!`` notifies the peer, ``?`` waits for it::
 
-    compute  | own rows @ B |?| p0 @ B |?| p1 @ B |?| keep what has returned |
-    comm     | put a0 |!| put a1 |!|   put q0 |!|  put q1 |!|
+    compute  | o0 @ B |?| p0 @ B |?| p1 @ B | o1 @ B |?| keep what has returned |
+    comm     | put a0 |!| put a1 |!| put q0 |!| put q1 |!|
 
-So both ways are hidden, and nothing is waited for between them. ``sequential`` multiplies all rows
+So both ways are hidden, and nothing is waited for between them: were all own rows multiplied first,
+no product could return when the last row has left. ``sequential`` multiplies all rows
 for a weight at once, own ones included, between the two exchanges. Each row of the result is
 written by one rank, in its own place, so the result has the same bits in every run.
 """
@@ -44,6 +45,7 @@ def all_to_all_matmul_all_to_all(request: Request) -> Plan:
     of = Blocks.of(request._replace(pieces=pieces))
     weights = names("out", of.experts)
     cuts = [*halves(pieces)]
+    early = pieces if ranks == 1 else -(-pieces // 2)
 
     def put(rank: int, peer: int, expert: int, piece: int) -> list[Instruction]:
         """Put a piece of the rows for an expert of a peer there."""
@@ -75,8 +77,18 @@ def all_to_all_matmul_all_to_all(request: Request) -> Plan:
             lane.append(Copy(returned, returned._replace(buffer="out")))
         return [*lane, *leave(rank, ranks)]
 
+    def own_products(rank: int, start: int, stop: int) -> list[Instruction]:
+        """The products of pieces of own rows, which go nowhere."""
+        lane: list[Instruction] = []
+        for expert in range(of.experts):
+            own = of.targets_first(rank, "a", rank, expert, start, stop)
+            lane.append(Compute(MATMUL, (own,), own._replace(buffer="out"), weights[expert]))
+        return lane
+
     def push(rank: int) -> Lanes:
-        """Own rows first, then those of each source as they arrive; products return meanwhile."""
+        """Half of the own rows while the first rows of others arrive, those as they arrive, and the
+        other half while the last products return.
+        """
         moves = enter(rank, ranks)
         compute: list[Instruction] = []
         made, count = Signal("made", rank), 0
@@ -84,9 +96,7 @@ def all_to_all_matmul_all_to_all(request: Request) -> Plan:
             for expert in range(of.experts):
                 for piece in range(pieces):
                     moves += put(rank, peer, expert, piece)
-        for expert in range(of.experts):
-            own = of.targets_first(rank, "a", rank, expert)
-            compute.append(Compute(MATMUL, (own,), own._replace(buffer="out"), weights[expert]))
+        compute += own_products(rank, 0, early)
         for source in before(rank, ranks):
             for expert in range(of.experts):
                 for start, stop in cuts:
@@ -99,6 +109,8 @@ def all_to_all_matmul_all_to_all(request: Request) -> Plan:
                     ]
                     count += 1
                     moves += [Wait(made, count), *put_back(rank, source, expert, start, stop)]
+        if early < pieces:
+            compute += own_products(rank, early, pieces)
         end = keep(rank, of.experts * len(cuts))
         return concurrent([*compute, *end], [moves if ranks > 1 else []])
 
