@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from weft.ops.all_reduce import all_reduce, all_reduce_async
     from weft.ops.all_to_all import all_to_all, all_to_all_async
     from weft.ops.all_to_all_matmul import all_to_all_matmul
+    from weft.ops.all_to_all_matmul_all_to_all import all_to_all_matmul_all_to_all
     from weft.ops.barrier import barrier
     from weft.ops.broadcast import broadcast, broadcast_async
     from weft.ops.expert_sums import expert_sums

@@ -14,6 +14,7 @@ from rich.console import Console
 from weft.schedules.operators import OPERATORS
 from weft_bench.settings.copies import CopySettings
 from weft_bench.settings.fused import fused
+from weft_bench.settings.moe import MoeSettings
 from weft_bench.settings.overlap import OverlapSettings
 from weft_bench.settings.serving import ServingSettings
 from weft_bench.settings.sweeps import sweeps
@@ -68,6 +69,12 @@ def _serving() -> Shown:
     return Shown(serving.print_tables, serving.draw)
 
 
+def _moe() -> Shown:
+    from weft_bench import moe
+
+    return Shown(moe.print_tables, moe.draw)
+
+
 def _from_host() -> Shown:
     from weft_bench import plots
     from weft_bench.gpu import products
@@ -81,6 +88,7 @@ BENCHMARKS = {
         for name, operator in OPERATORS.items()
     },
     **{name.replace("_", "-"): Benchmark(kind, _sweep) for name, kind in sweeps().items()},
+    "moe": Benchmark(MoeSettings, _moe),
     "overlap": Benchmark(OverlapSettings, _overlap),
     "p2p": Benchmark(CopySettings, _p2p),
     "serving": Benchmark(ServingSettings, _serving),

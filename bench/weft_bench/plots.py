@@ -26,7 +26,17 @@ def over_sizes(axes: Axes, sizes: Sequence[int], label: str) -> None:
 
 def draw_times(result: dict[str, Any], path: Path) -> None:
     """Draw the times of a fused operator and its baselines, median and range, and the limit, as a
-    PNG or SVG file. Bars of scaled times are hatched, and end at the edge if they are longer.
+    PNG or SVG file.
+    """
+    size = f"{Shape(**result['shape'])} {result['dtype']}"
+    link = f", emulated link of {result['link']['gbps']:g} Gbit/s" if result["link"] else ""
+    title = f"{result['benchmark']}: {result['ranks']} ranks, {size}, {result['algorithm']}{link}"
+    draw_bars(result, path, title)
+
+
+def draw_bars(result: dict[str, Any], path: Path, title: str) -> None:
+    """Draw the times of a result that overlaps, as `draw_times`. Bars of scaled times are hatched,
+    and end at the edge if they are longer.
     """
     steps = list(result.get("ablation_ms", {}).items())[1:]  # the first is sequential
     times = (
@@ -37,9 +47,6 @@ def draw_times(result: dict[str, Any], path: Path) -> None:
         | result.get("slow_baselines_ms", {})
         | {f"step: {name}": time for name, time in steps}
     )
-    size = f"{Shape(**result['shape'])} {result['dtype']}"
-    link = f", emulated link of {result['link']['gbps']:g} Gbit/s" if result["link"] else ""
-    title = f"{result['benchmark']}: {result['ranks']} ranks, {size}, {result['algorithm']}{link}"
     scaled = {name for name in times if tables.is_scaled(result, name)}
     longest = max(time["max"] for name, time in times.items() if name not in scaled)
     height, about = 0.42 * len(times) + 1.8, tables.about(result)

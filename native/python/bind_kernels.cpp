@@ -10,6 +10,7 @@
 #include "python/bind.hpp"
 #include "python/packed_experts.hpp"
 #include "python/tensor_view.hpp"
+#include "python/visits.hpp"
 
 using namespace nanobind::literals;
 
@@ -113,7 +114,10 @@ void bind_kernels(nb::module_& m) {
       .def(nb::init<nb::handle, nb::handle, Dtype, half::Activation, int64_t>(), "gate_up"_a,
            "down"_a, "dtype"_a, "activation"_a, "first"_a)
       .def("sums", &PackedExperts::sums, "x"_a, "chosen"_a, "scores"_a, "out"_a, "out_dtype"_a)
-      .def_static("route", &PackedExperts::route, "x"_a, "chosen"_a, "scores"_a, "rows"_a);
+      .def_static("route", &PackedExperts::route, "x"_a, "chosen"_a, "scores"_a, "rows"_a,
+                  "token_of"_a = nb::none());
+  m.def("find_visits", &find_visits, "chosen"_a, "ends"_a, "places"_a, "token_of"_a);
+  m.def("add_up_visits", &add_up_visits, "rows"_a, "places"_a, "out"_a, "dtype"_a);
 
   m.def("set_team_size", &set_team_size);
   m.def("team_size", &team_size);

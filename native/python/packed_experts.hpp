@@ -6,28 +6,11 @@
 #include <stdexcept>
 
 #include "kernels/experts.hpp"
-#include "python/tensor_view.hpp"
+#include "python/row_view.hpp"
 
 namespace weft {
 
 class PackedExperts {
-  // A matrix in this process's memory with contiguous rows; throws for any other tensor.
-  struct Rows : View {
-    size_t stride;  // elements between rows
-
-    explicit Rows(nb::handle tensor) {
-      if (!read(tensor) || dimensions != 2 || (shape[1] > 1 && strides[1] != 1))
-        throw std::invalid_argument("rows of experts are those of a matrix on the CPU, contiguous");
-      stride = static_cast<size_t>(shape[0] > 1 ? strides[0] : shape[1]);
-    }
-    size_t rows() const { return static_cast<size_t>(shape[0]); }
-    size_t columns() const { return static_cast<size_t>(shape[1]); }
-    template <class T>
-    T* row(size_t number) const {
-      return reinterpret_cast<T*>(address + number * stride * item);
-    }
-  };
-
   // Matrices in this process's memory, one for each expert.
   struct Stack : View {
     explicit Stack(nb::handle tensor) {
@@ -66,19 +49,24 @@ class PackedExperts {
   // (tokens, top), out (tokens, width).
   void sums(nb::handle x, nb::handle chosen, nb::handle scores, nb::handle out,
             Dtype out_dtype) const {
-    const Rows choices(chosen), factors(scores);
+    const RowView choices(chosen), factors(scores);
     const experts::Routing routing{choices.row<const char>(0),  choices.stride, choices.item == 8,
                                    factors.row<const float>(0), factors.stride, choices.columns()};
-    multiply(Rows(x), routing, Rows(out), out_dtype);
+    multiply(RowView(x), routing, RowView(out), out_dtype);
   }
 
-  // Write tokens to `rows`, each followed by the experts that it chose as int32, and its scores.
-  static void route(nb::handle x, nb::handle chosen, nb::handle scores, nb::handle rows) {
-    const Rows from(x), choices(chosen), factors(scores), to(rows);
+  // Write tokens to `rows`, each followed by the experts that it chose as int32, and its scores:
+  // all tokens, or for each row that of `token_of` (rows, 1).
+  static void route(nb::handle x, nb::handle chosen, nb::handle scores, nb::handle rows,
+                    nb::handle token_of) {
+    const RowView from(x), choices(chosen), factors(scores), to(rows);
     const size_t bytes = from.columns() * from.item, at = (bytes + 3) / 4 * 4,
                  top = choices.columns();
-    for (size_t token = 0; token < from.rows(); ++token) {
-      char* const row = to.row<char>(token);
+    const int64_t* const tokens =
+        token_of.is_none() ? nullptr : RowView(token_of).row<const int64_t>(0);
+    for (size_t number = 0; number < to.rows(); ++number) {
+      char* const row = to.row<char>(number);
+      const size_t token = tokens ? static_cast<size_t>(tokens[number]) : number;
       std::memcpy(row, from.row<const char>(token), bytes);
       std::memset(row + bytes, 0, at - bytes);
       auto* const numbers = reinterpret_cast<int32_t*>(row + at);
@@ -105,7 +93,7 @@ class PackedExperts {
     return narrow == number ? narrow : INT32_MIN;
   }
 
-  void multiply(const Rows& x, const experts::Routing& routing, const Rows& out,
+  void multiply(const RowView& x, const experts::Routing& routing, const RowView& out,
                 Dtype out_dtype) const {
     experts::Product product = product_;
     product.routing = routing;

@@ -168,17 +168,32 @@ def _divided(_, folder, implementation):
 
 @pytest.mark.data
 @pytest.mark.parametrize("folder", EXPERTS[:1], indirect=True)
-def test_experts_whose_tokens_are_not_shared_remain_transformers(folder):
+def test_experts_whose_tokens_are_those_of_each_rank(folder):
+    """Data parallelism with experts that are divided: results and gradients are transformers'."""
     expected = logits(alone(folder))
-    for found, explained in on_ranks(_spread, 2, folder, context=group):
-        assert_near(found, expected)
-        assert "weft: moe" not in explained
-        assert "transformers: tp_size=1 and ep_size=2 of 2 ranks" in explained
+    for ours, theirs in on_ranks(_spread, 2, folder, context=group):
+        for found, grads, _ in (ours, theirs):
+            assert_near(found, expected)
+            assert grads.keys() == theirs[1].keys()
+            for name, gradient in grads.items():
+                assert_near(gradient, theirs[1][name], label=name)
+        of_layers = "weft: moe, 2 of 4 experts on this rank, tokens of its own"
+        assert ours[2].count(of_layers) == SIZES["num_hidden_layers"]
+        assert "ep_implementation='all_to_all' is asked for" in theirs[2]
 
 
-def _spread(_, folder):
-    model = sharded(folder, fsdp_size=2, ep_size=2, ep_implementation="weft")
-    return logits(model), weft.nn.explain(model)
+def _spread(group, folder):
+    found = []
+    for implementation in ("weft", "all_to_all"):
+        model = sharded(folder, fsdp_size=2, ep_size=2, ep_implementation=implementation)
+        result, explained = logits(model), weft.nn.explain(model)
+        model.train()
+        ids = IDS[:, : IDS.shape[1] - torch.distributed.get_rank()]  # other tokens on each rank
+        model(ids, labels=ids).loss.backward()
+        named = {name: each.grad for name, each in model.named_parameters()}
+        own = {name: each.to_local() for name, each in named.items() if isinstance(each, DTensor)}
+        found.append((result, {**named, **own}, explained))
+    return found
 
 
 @pytest.mark.data

@@ -159,3 +159,43 @@ def test_state_dicts_as_they_are(ranks):
 def test_top_is_checked():
     with weft.local_world(1) as local, pytest.raises(ValueError, match="top must be 1 to 5"):
         local.run(lambda: weft.nn.MoE(EXPERTS, WIDTH, INNER, 6))
+
+
+def own_tokens(world):
+    """A layer whose ranks have other tokens, also none, against the layer in one process."""
+    state = {name: tensor.double() for name, tensor in next(mixtral()).items()}
+    whole = Experts()
+    whole.load_state_dict({name: state[f"experts.{name}"] for name in whole.state_dict()})
+    layer = weft.nn.MoE(EXPERTS, WIDTH, INNER, TOP, own_tokens=True, dtype=torch.float64)
+    layer.load_state_dict(state)
+    gate = nn.Parameter(state["gate.weight"])
+    generator = torch.Generator().manual_seed(5)
+    every = [torch.randn(4 * r, WIDTH, generator=generator).double() for r in range(world.ranks)]
+
+    def expected(x):
+        likely = (x @ gate.t()).softmax(-1, dtype=torch.float32)
+        scores, chosen = likely.topk(TOP, dim=-1)
+        return whole(x, chosen, scores / scores.sum(-1, keepdim=True))
+
+    x, other = every[world.rank].clone().requires_grad_(), every[world.rank].requires_grad_()
+    y = layer(x)
+    y.sin().sum().backward()
+    sum(expected(each).sin().sum() for each in every).backward()
+    of_gate = weft.all_reduce(layer.gate.weight.grad)
+    first, own = layer.experts.first, len(layer.experts.gate_up_proj)
+    found = [y, x.grad, of_gate, *(each.grad for each in layer.experts.parameters())]
+    wanted = [expected(other), other.grad, gate.grad]
+    wanted += [each.grad[first : first + own] for each in whole.parameters()]
+    for one, two in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)  # scores are float32
+    with torch.no_grad():
+        weft.nn.freeze(layer.eval())
+        torch.testing.assert_close(layer(x), y, rtol=1e-6, atol=1e-6)
+    return weft.nn.explain(layer)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_with_tokens_of_their_own(ranks):
+    for text in on_ranks(own_tokens, ranks):
+        assert text.endswith("on this rank, tokens of its own; frozen")

@@ -110,3 +110,42 @@ def _layers(world):
         before = world.executor.calls
         weft.warmup(layers, 7)
         assert world.executor.calls > before
+
+
+class Sparse(nn.Module):
+    """A block as those of transformers, whose router says how many experts a token chooses."""
+
+    def __init__(self, own_tokens):
+        super().__init__()
+        self.router = nn.Linear(8, 5)
+        self.router.top_k = 3
+        self.experts = weft.nn.ParallelExperts(5, 8, 6, own_tokens=own_tokens)
+
+
+def _warmed_experts(world, own_tokens):
+    """Frozen experts are laid out, and calls of these tokens are repeated ones."""
+    sparse = Sparse(own_tokens).eval()
+    layer = weft.nn.MoE(5, 8, 6, top=3, own_tokens=own_tokens).eval()
+    model = nn.ModuleDict({"sparse": sparse, "moe": layer})
+    weft.nn.freeze(model)
+    with pytest.raises(ValueError, match="at least 1"):
+        weft.warmup(model, [4, 0])
+    weft.warmup(model, [4, 16])
+    packed = [each.frozen.packed for each in (sparse.experts, layer.experts)]
+    assert all(each._forms for each in packed)
+    forms = [{**each._forms} for each in packed]
+    tops = [[*each._routed] for each in packed]
+    assert tops == [[3], [3]]
+    with torch.no_grad():
+        layer(torch.randn(16, 8, generator=torch.Generator().manual_seed(0)))
+    assert [each.frozen.packed for each in (sparse.experts, layer.experts)] == packed
+    assert [each._forms for each in packed] == forms
+    weft.warmup(layer.experts, 4)  # by themselves
+    with pytest.raises(ValueError, match="training mode"):
+        weft.warmup(model.train(), 4)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("own_tokens", [False, True])
+def test_experts_are_warmed_up(own_tokens):
+    on_ranks(_warmed_experts, 2, own_tokens)

@@ -25,9 +25,14 @@ from weft.schedules.levels import flat, nested
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Request
 
-DISPATCH, RETURN = OPERATORS["all_to_all_matmul"], OPERATORS["matmul_all_to_all"]
+DISPATCH, RETURN, VISIT = (
+    OPERATORS[name]
+    for name in ("all_to_all_matmul", "matmul_all_to_all", "all_to_all_matmul_all_to_all")
+)
 EXCHANGES = [
-    (operator, algorithm) for operator in (DISPATCH, RETURN) for algorithm in operator.algorithms
+    (operator, algorithm)
+    for operator in (DISPATCH, RETURN, VISIT)
+    for algorithm in operator.algorithms
 ]
 exchanges = pytest.mark.parametrize(
     ("operator", "algorithm"), EXCHANGES, ids=[f"{o.name} {name}" for o, name in EXCHANGES]
@@ -171,11 +176,12 @@ def test_any_matrix(drawn, exchange, gathered):
         return torch.randint(-99, 99, shape, generator=made).double()
 
     inputs = [numbers(sum(row), 3) for row in matrix]
-    name = "out" if operator is DISPATCH else "partial"
+    name = "partial" if operator is RETURN else "out"
     weights = [[numbers(3, 3) for _ in range(experts)] for _ in range(ranks)]
     named = [{f"{name}{at or ''}": b for at, b in enumerate(own)} for own in weights]
     (results,) = run(Call(bound, [{"a": a} for a in inputs], named))
-    wanted = (dispatch if operator is DISPATCH else give_back)(inputs, matrix, weights)
+    definition = {DISPATCH.name: dispatch, RETURN.name: give_back, VISIT.name: visit}
+    wanted = definition[operator.name](inputs, matrix, weights)
     assert all(torch.equal(one["out"], rows) for one, rows in zip(results, wanted, strict=True))
     if gathered:
         eye = [[torch.eye(3).double()] * experts] * ranks
@@ -205,6 +211,15 @@ def give_back(inputs, matrix, weights):
             ]
         )
         for rank in ranks
+    ]
+
+
+def visit(inputs, matrix, weights):
+    """The rows of each rank, each times the weight for which it is."""
+    every = [b for own in weights for b in own]
+    return [
+        torch.cat([part @ b for part, b in zip(a.split(row), every, strict=True)])
+        for a, row in zip(inputs, matrix, strict=True)
     ]
 
 

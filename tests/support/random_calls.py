@@ -27,6 +27,7 @@ ALGORITHMS = {
     "matmul_all_reduce": ("auto", "two_shot", "ring", "sequential"),
     "all_to_all_matmul": ("auto", "push", "by_expert", "sequential"),
     "matmul_all_to_all": ("auto", "push", "by_expert", "sequential"),
+    "all_to_all_matmul_all_to_all": ("auto", "push", "sequential"),
 }
 """Algorithms that ranks of several hosts may choose, by operator."""
 
@@ -83,7 +84,9 @@ def calls(seed: int, rank: int, ranks: int) -> Iterator[RandomCall]:
             counts = [[draw.choice((0, 1, rows)) for _ in every] for _ in every]
             inputs = [_numbers(number, r, sum(counts[r]), columns) for r in every]
             received = [a.split(row)[rank] for a, row in zip(inputs, counts, strict=True)]
-            wanted, options["input_split_sizes"] = torch.cat(received), counts[rank]
+            returns = name.endswith("matmul_all_to_all") and name.startswith("all_to_all")
+            wanted = inputs[rank] if returns else torch.cat(received)
+            options["input_split_sizes"] = counts[rank]
         else:
             inputs = [_numbers(number, r, shards[r] * parts, columns) for r in every]
             wanted = _result(name, inputs, rank, source)

@@ -52,20 +52,20 @@ def install_forward(
     tp_mesh: DeviceMesh,
     ep_implementation: str = "auto",
 ) -> nn.Module:
-    """Make experts that a style of transformers has divided among ranks weft's, if all ranks have
-    the same tokens.
+    """Make experts that a style of transformers has divided among all ranks weft's, if all ranks
+    have the same tokens, or each has its own.
     """
     ranks = dist.get_world_size()
     reason = obstacle(module, ep_mesh)
     if ep_implementation not in ("auto", "weft"):
         reason = f"ep_implementation={ep_implementation!r} is asked for"
-    elif ep_mesh.size() != ranks or tp_mesh.size() != ranks:
+    elif ep_mesh.size() != ranks or tp_mesh.size() not in (1, ranks):
         reason = (
             f"tp_size={tp_mesh.size()} and ep_size={ep_mesh.size()} of {ranks} ranks, and weft's "
-            "experts need the same tokens on all"
+            "experts are divided among all, which have the same tokens, or each its own"
         )
     if reason is None:
-        return convert(module, ep_mesh)
+        return convert(module, ep_mesh, own_tokens=tp_mesh.size() < ranks)
     installed: nn.Module = style.install_forward(
         module, ep_mesh=ep_mesh, tp_mesh=tp_mesh, ep_implementation=ep_implementation
     )

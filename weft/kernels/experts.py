@@ -240,25 +240,32 @@ class RoutedExperts(PreparedWeight):
             experts.packed,
         )
 
-    def rows(self, x: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
-        """`x` (tokens, K), `chosen` and `scores` (tokens, top) as rows of this weight."""
+    def rows(
+        self, x: Tensor, chosen: Tensor, scores: Tensor, token_of: Tensor | None = None
+    ) -> Tensor:
+        """`x` (tokens, K), `chosen` and `scores` (tokens, top) as rows of this weight: all tokens,
+        or for each row that of `token_of` (rows, 1), int64.
+        """
         if x.dtype == torch.float64:
-            return torch.cat((x, chosen.to(x.dtype), scores), 1)
-        made = x.new_empty(len(x), self.shape[0])
-        if len(x):
-            _native.PackedExperts.route(x, chosen, scores, made)
+            made = torch.cat((x, chosen.to(x.dtype), scores), 1)
+            return made if token_of is None else made[token_of[:, 0]]
+        made = x.new_empty(len(x if token_of is None else token_of), self.shape[0])
+        if len(made):
+            _native.PackedExperts.route(x, chosen, scores, made, token_of)
         return made
 
-    def multiply(self, x: Tensor, out: Tensor, bias: Tensor | None, rows: int) -> None:
-        routing, tokens = x[:, self.routing_at :], x[:, : self.shape[1]]
-        if x.dtype == torch.float64:
+    def split(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The inverse of `rows`: tokens, what they chose, and their scores."""
+        routing, tokens = rows[:, self.routing_at :], rows[:, : self.shape[1]]
+        if rows.dtype == torch.float64:
             chosen, scores = routing.split(self.top, 1)
-            chosen = chosen.long()
-        else:
-            chosen, scores = routing.view(torch.int32).split(self.top, 1)
-            scores = scores.view(torch.float32)
+            return tokens, chosen.long(), scores
+        chosen, scores = routing.view(torch.int32).split(self.top, 1)
+        return tokens, chosen, scores.view(torch.float32)
+
+    def multiply(self, x: Tensor, out: Tensor, bias: Tensor | None, rows: int) -> None:
         if len(x):
-            self.experts.sums(tokens, chosen, scores, out, rows)
+            self.experts.sums(*self.split(x), out, rows)
         if bias is not None:
             out.add_(bias)
 

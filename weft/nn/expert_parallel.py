@@ -99,7 +99,7 @@ def activation(module: nn.Module) -> str | None:
     return _ACTIVATIONS.get(type(function).__name__)
 
 
-def convert(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def convert(module: nn.Module, mesh: DeviceMesh, own_tokens: bool = False) -> nn.Module:
     """Make a module of experts whose parameters are DTensors `ParallelExperts`: divided along the
     experts, or between the products of each. Collective, as `worlds.make`.
     """
@@ -113,7 +113,7 @@ def convert(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     count, first = gate_up.shape[0], 0
     if gate_up.placements[0] == Shard(0):
         first = sum(chunk_sizes(count, world.ranks)[: world.rank])
-    module._connect(world, first, found, count)
+    module._connect(world, first, found, count, own_tokens)
     return module
 
 

@@ -18,7 +18,8 @@ from weft.world import World, current
 
 
 class ParallelExperts(nn.Module):
-    """The experts of a mixture, of which each rank has some; tokens are on all ranks (`weft.moe`).
+    """The experts of a mixture, of which each rank has some (`weft.moe`). Tokens are on all ranks,
+    or each rank has its own.
 
     Parameters are those of Mixtral's and Qwen-MoE's experts in transformers, this rank's experts of
     them: ``gate_up_proj`` (experts, 2 I, K), the rows of the gate before those of up, and
@@ -35,6 +36,7 @@ class ParallelExperts(nn.Module):
         width: the features of a token, K.
         inner: the features between the products of an expert, I.
         activation: as of `weft.Experts`.
+        own_tokens: whether each rank has tokens of its own, which travel to the experts and back.
         world: by default the world made by ``weft.init()``.
 
     Every rank initializes its own experts, with the seed that it has.
@@ -42,6 +44,10 @@ class ParallelExperts(nn.Module):
 
     world: World
     first: int
+    number: int
+    """Of the experts of all ranks."""
+    sizes: list[int] | None
+    """The experts of all ranks, if each rank has tokens of its own."""
     activation: str
     frozen: FrozenExperts | None
 
@@ -52,6 +58,7 @@ class ParallelExperts(nn.Module):
         inner: int,
         *,
         activation: str = "silu",
+        own_tokens: bool = False,
         world: World | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -65,27 +72,40 @@ class ParallelExperts(nn.Module):
         )
         self.down_proj = nn.Parameter(torch.empty(own, width, inner, device=device, dtype=dtype))
         self.reset_parameters()
-        self._connect(world, sum(sizes[: world.rank]), activation, experts)
+        self._connect(world, sum(sizes[: world.rank]), activation, experts, own_tokens)
 
     def reset_parameters(self) -> None:
         """Initialize each matrix as `nn.Linear` does."""
         for parameter in (self.gate_up_proj, self.down_proj):
             nn.init.uniform_(parameter, *_bounds(parameter))
 
-    def _connect(self, world: World, first: int, activation: str, experts: int) -> None:
+    def _connect(
+        self, world: World, first: int, activation: str, experts: int, own_tokens: bool = False
+    ) -> None:
         """Set the world and the numbers of this rank's experts, of so many on all ranks."""
         self.world, self.first, self.activation, self.frozen = world, first, activation, None
+        self.number = experts
+        self.sizes = chunk_sizes(experts, world.ranks) if own_tokens else None
         own = len(local(self.gate_up_proj))
-        note(self, f"weft: moe, {own} of {experts} experts on this rank")
+        whose = ", tokens of its own" if own_tokens else ""
+        note(self, f"weft: moe, {own} of {experts} experts on this rank{whose}")
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Each token's weighted sum of its experts' results.
 
-        Tokens are (T, K), the chosen experts and their factors (T, top); all ranks pass the same.
+        Tokens are (T, K), the chosen experts and their factors (T, top); all ranks pass the same,
+        or each its own.
         """
         if torch.is_autocast_enabled("cpu"):
             hidden_states = hidden_states.to(torch.get_autocast_dtype("cpu"))
-        return moe(hidden_states, top_k_index, top_k_weights, self._experts(), world=self.world)
+        return moe(
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            self._experts(),
+            experts_of_ranks=self.sizes,
+            world=self.world,
+        )
 
     def _experts(self) -> Experts:
         """The weights in the dtype of the products, packed if they are frozen."""
@@ -180,7 +200,7 @@ def _bounds(parameter: Tensor) -> tuple[float, float]:
 
 class MoE(nn.Module):
     """A mixture of experts: a router, and experts of which each rank has some (`ParallelExperts`).
-    Tokens are on all ranks, and so is the result.
+    Tokens are on all ranks, and so is the result, or each rank has its own.
 
     The router takes the softmax of a linear layer without bias over all experts, in float32, and
     the `top` largest of it. Parameters are those of Mixtral's and Qwen-MoE's layers in
@@ -195,10 +215,13 @@ class MoE(nn.Module):
         normalize: whether a token's `top` factors are divided by their sum, as by Mixtral and, if
             its ``norm_topk_prob`` says so, Qwen-MoE.
         activation: as of `weft.Experts`.
+        own_tokens: whether each rank has tokens of its own, as in data parallelism: other numbers
+            of them, also none. The gradient of the router is then that of these tokens, to be
+            summed over the ranks like those of other layers; those of experts are complete.
         world: by default the world made by ``weft.init()``.
 
     All ranks must use the same seed, or load a state dict, as the router is on each. Input and
-    output: (…, width), the same on every rank.
+    output: (…, width), the same on every rank, or its own.
     """
 
     def __init__(
@@ -210,6 +233,7 @@ class MoE(nn.Module):
         *,
         normalize: bool = True,
         activation: str = "silu",
+        own_tokens: bool = False,
         world: World | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -224,6 +248,7 @@ class MoE(nn.Module):
             width,
             inner,
             activation=activation,
+            own_tokens=own_tokens,
             world=world,
             device=device,
             dtype=dtype,

@@ -473,14 +473,6 @@ def without_layer(module: nn.Module) -> str:
     return f"{type(module).__name__} has no layer of weft.nn; apply a style first"
 
 
-def sharded_layers(model: nn.Module) -> list[ShardedLinear]:
-    """The layers of `weft.nn` in a model. Raises `ValueError` if it has none."""
-    layers = [layer for layer in model.modules() if isinstance(layer, ShardedLinear)]
-    if not layers:
-        raise ValueError(without_layer(model))
-    return layers
-
-
 def note(module: nn.Module, text: str) -> nn.Module:
     """Attach the text that `explain` shows for a module."""
     module.__dict__["_weft"] = text

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
 from weft.checks import check_module
-from weft.nn.layers import ColumnParallelLinear, ShardedLinear, sharded_layers
+from weft.nn.experts import ParallelExperts
+from weft.nn.layers import ColumnParallelLinear, ShardedLinear, without_layer
 from weft.nn.layout import chunk_sizes, local, normal
 
 
@@ -19,9 +20,10 @@ def warmup(model: nn.Module, tokens: int | Sequence[int]) -> None:
     of the size of the largest call, and the forms of frozen weights (`weft.nn.freeze`, before).
 
     A layer gets zeros (1, tokens, features), this rank's part of them where its inputs are sharded;
-    a sharded sequence is rounded up to a multiple of the ranks. Results are dropped, hooks do not
-    run. Other layers and other collectives of the model are not called: the rest of a first request
-    is torch's. Variants that ``algorithm="auto"`` measures may still be tried in later calls.
+    a sharded sequence is rounded up to a multiple of the ranks. Experts get as many tokens, which
+    choose all of them in turn. Results are dropped, hooks do not run. Other layers and other
+    collectives of the model are not called: the rest of a first request is torch's. Variants that
+    ``algorithm="auto"`` measures may still be tried in later calls.
 
     Args:
         model: in eval mode, the same on all ranks.
@@ -45,8 +47,11 @@ def warmup(model: nn.Module, tokens: int | Sequence[int]) -> None:
     counts = [tokens] if isinstance(tokens, int) else [*tokens]
     if not counts or min(counts) < 1:
         raise ValueError(f"tokens must be one or more numbers, each at least 1; got {tokens}")
-    layers = sharded_layers(model)
-    if any(layer.training for layer in layers):
+    experts = dict(_experts(model))
+    layers = [layer for layer in model.modules() if isinstance(layer, ShardedLinear)]
+    if not (layers or experts):
+        raise ValueError(without_layer(model))
+    if any(layer.training for layer in (*layers, *experts)):
         raise ValueError("model is in training mode: call model.eval() first")
     with torch.no_grad():
         # the largest first: a workspace that grows lets the calls before be forgotten
@@ -58,6 +63,23 @@ def warmup(model: nn.Module, tokens: int | Sequence[int]) -> None:
                 if key not in inputs:
                     inputs[key] = weight.new_zeros(key[0])
                 layer.forward(inputs[key])
+            for each, top in experts.items():
+                weight = local(each.gate_up_proj)
+                chosen = torch.arange(count * top, device="cpu").view(count, top) % each.number
+                x = weight.new_zeros(count, weight.shape[2])
+                each.forward(x, chosen, torch.ones(count, top, device="cpu"))
+
+
+def _experts(model: nn.Module) -> Iterator[tuple[ParallelExperts, int]]:
+    """The layers of experts in a model, each with the number of experts that a token chooses, as
+    the module around it says, or a router beside it; 1 if none does.
+    """
+    for module in (nn.ModuleList([model]), *model.modules()):
+        beside = [module, *module.children()]
+        tops = [getattr(each, name, 0) for each in beside for name in ("top", "top_k")]
+        for child in beside[1:]:
+            if isinstance(child, ParallelExperts):
+                yield child, next(filter(None, tops), 1)
 
 
 def _shape(layer: ShardedLinear, tokens: int) -> tuple[int, ...]:

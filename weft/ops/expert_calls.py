@@ -45,9 +45,11 @@ def call(
     chunk_rows: int | None,
     world: World | None,
     timeout: float | None,
+    returns: bool = False,
 ) -> Any:
     """The result of a call of the public function, with the sizes of the parts that have arrived if
-    they are asked for. `receive` gives what each rank receives.
+    they are asked for. `receive` gives what each rank receives; `returns`: products return to the
+    places of their rows, so that no shape depends on what arrives.
     """
     several = isinstance(b, (list, tuple))  # no union: the compiler of torch 2.9 does not know them
     weights: list[Weight] = [*b] if several else [b]  # type: ignore[list-item, misc]
@@ -63,7 +65,7 @@ def call(
     world = current(world)
     given: Exchanged | None = None
     recorded = result is None and arguments.recorded([a, *weights, *biases, out])
-    if result is None and not even and (not recorded or expected is None):
+    if result is None and not even and not (recorded and (returns or expected is not None)):
         if torch.compiler.is_compiling():
             raise ValueError(
                 "the shapes of a compiled graph cannot depend on what arrives: give "
@@ -80,6 +82,7 @@ def call(
         keep = operator.schedule.exchanges == "a" and any(
             getattr(weight, "requires_grad", False) for weight in weights
         )
+        keep = keep and not returns
         options = Options(
             out_dtype=out_dtype,
             keep=recorded and keep,
@@ -127,9 +130,11 @@ def checked(
     given: Exchanged | None,
     operator: str,
     receive: Receive,
+    returns: bool = False,
 ) -> tuple[Operands, Exchanged, bool, Tensor]:
     """The checked operands of a call, its parts, whether they are equal, so that ranks need not
-    tell each other, and its result; collective if sizes are not `given`, but are options.
+    tell each other, and its result, which has the rows that arrive, or if products return those of
+    `a`; collective if sizes are not `given`, but are options.
     """
     a, weights, biases, (out, *_) = operands
     arguments.check_matrix(a, world)
@@ -164,7 +169,8 @@ def checked(
         given = Exchanged((part,) * world.ranks, part, True)
     elif given is None:
         given = exchange(operator, receive, a, experts, sent, expected, world, options.timeout)
-    shape, inputs = (sum(given.received), *columns), [a, *weights, *biases]
+    made = rows if returns else sum(given.received)
+    shape, inputs = (made, *columns), [a, *weights, *biases]
     return operands, given, even, arguments.result(out, shape, dtype, inputs, world)
 
 

@@ -159,23 +159,44 @@ def gradients(
     """The gradients of x and scores, in the dtype of sums, and of both weights."""
     experts = Experts(gate_up.detach(), down.detach(), first=first, activation=activation)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    for_x, for_scores = torch.zeros_like(x, dtype=wide), torch.zeros_like(scores, dtype=wide)
-    for_gate_up, for_down = torch.zeros_like(gate_up), torch.zeros_like(down)
-    of_scores, own = for_scores.view(-1), scores.to(wide).reshape(-1)
+    found = (
+        torch.zeros_like(x, dtype=wide),
+        torch.zeros_like(scores, dtype=wide),
+        torch.zeros_like(gate_up),
+        torch.zeros_like(down),
+    )
+    add_gradients(grad, x, chosen, scores.to(wide), experts, found)
+    return found
+
+
+def add_gradients(
+    grad: Tensor,
+    x: Tensor,
+    chosen: Tensor,
+    scores: Tensor,
+    experts: Experts,
+    into: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> None:
+    """Add the gradients of x and scores, in the dtype of sums, as `scores` are, and of both
+    weights.
+    """
+    for_x, for_scores, for_gate_up, for_down = into
+    top, wide = max(chosen.shape[1], 1), scores.dtype
     for number, tokens, at in routed(experts, chosen):
+        gate_up, down = experts.gate_up[number], experts.down[number]
+        choice = at % top
         rows, dy = x[tokens], grad[tokens]
-        gate, up = (rows @ gate_up[number].t()).chunk(2, 1)
-        active = ACTIVATIONS[activation](gate)
+        gate, up = (rows @ gate_up.t()).chunk(2, 1)
+        active = ACTIVATIONS[experts.activation](gate)
         between = active * up
-        of_scores[at] = (dy.to(wide) * (between @ down[number].t()).to(wide)).sum(1)
-        dy = (dy.to(wide) * own[at].unsqueeze(1)).to(x.dtype)
-        for_down[number] = dy.t() @ between
-        d_between = dy @ down[number]
-        d_gate = _BACKWARD[activation](d_between * up, gate)
+        for_scores[tokens, choice] += (dy.to(wide) * (between @ down.t()).to(wide)).sum(1)
+        dy = (dy.to(wide) * scores[tokens, choice].unsqueeze(1)).to(x.dtype)
+        for_down[number] += dy.t() @ between
+        d_between = dy @ down
+        d_gate = _BACKWARD[experts.activation](d_between * up, gate)
         both = torch.cat((d_gate, d_between * active), 1)
-        for_gate_up[number] = both.t() @ rows
-        for_x.index_add_(0, tokens, (both @ gate_up[number]).to(wide))
-    return for_x, for_scores, for_gate_up, for_down
+        for_gate_up[number] += both.t() @ rows
+        for_x.index_add_(0, tokens, (both @ gate_up).to(wide))
 
 
 def fake_gradients(

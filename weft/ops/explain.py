@@ -16,7 +16,9 @@ from weft.ops import float8
 from weft.ops.arguments import listed
 from weft.ops.autotune import expected
 from weft.ops.call import Call
+from weft.ops.expert_sums import check_routing, factors
 from weft.ops.fused import FusedCall
+from weft.ops.moe import moe
 from weft.ops.operator import EXCHANGED, SPLIT_SIZES, FusedOperator, find_any
 from weft.ops.options import Operands, Options
 from weft.schedules.operators import COLLECTIVES, OPERATORS
@@ -40,7 +42,9 @@ def explain(
 
     `operator` is the name of a fused operator, such as ``matmul_all_reduce``, or of a collective,
     such as ``all_gather``, which has no `b`; `options` are the operator's, without `out` and
-    `timeout`. Raises the `ValueError` or `TypeError` that the operator would raise.
+    `timeout`. Of ``moe`` a are the tokens and b the experts, and `chosen` and `scores` are options.
+    Calls whose sizes ranks tell each other, by split sizes or `experts_of_ranks`, are a
+    `ValueError`. Raises the `ValueError` or `TypeError` that the operator would raise.
 
     Examples:
         >>> a, b = torch.randn(64, 32), weft.pack(torch.randn(32, 16))
@@ -52,9 +56,13 @@ def explain(
         all_reduce over 2 ranks: eager, 1 piece per shard: the rule for its size and memory
     """
     world = current(world)
-    names = (*OPERATORS, *(name for name in COLLECTIVES if name != "barrier"))
+    names = ("moe", *OPERATORS, *(name for name in COLLECTIVES if name != "barrier"))
     if operator not in names:
         raise ValueError(f"there is no operator {operator!r}; choose one of {', '.join(names)}")
+    title = operator
+    if operator == "moe":
+        operator, title = "matmul_all_reduce", "moe, by matmul_all_reduce,"
+        a, b, options = _layer(a, b, options)
     found = find_any(operator)
     given = (a,) if b is None and operator in COLLECTIVES else (a, b)
     bound = inspect.signature(getattr(weft, operator)).bind(*given, **options, world=world)
@@ -71,11 +79,27 @@ def explain(
             call = found.call(world, a, bound.arguments)
         selection = expected(call)
     cut, details = call.cut(selection.variant), call.describe(selection.variant)
-    lines = [f"{operator} over {world.ranks} ranks: {cut}: {selection.reason}{details}{notes}"]
+    lines = [f"{title} over {world.ranks} ranks: {cut}: {selection.reason}{details}{notes}"]
     for kind, times in (("measured", selection.measured), ("predicted", predicted)):
         lines += [f"{kind}:"] if times else []
         lines += [f"  {ms:9.3f} ms  {call.cut(variant)}" for variant, ms in times]
     return "\n".join(lines)
+
+
+def _layer(x: Tensor, experts: Any, options: Mapping[str, Any]) -> tuple[Tensor, Weight, Any]:
+    """The rows and the weight of a layer of experts whose tokens are on all ranks, and the options
+    of their product.
+    """
+    bound = inspect.signature(moe).bind(x, experts=experts, **options)
+    chosen, scores = bound.arguments["chosen"], bound.arguments["scores"]
+    if options.get("experts_of_ranks") is not None:
+        raise ValueError(EXCHANGED)
+    check_routing(x, chosen, scores, experts)
+    weight = experts.routed(chosen.shape[1])
+    of_layer = ("chosen", "scores", "experts_of_ranks")
+    others = {name: value for name, value in options.items() if name not in of_layer}
+    with torch.no_grad():
+        return weight.rows(x, chosen, factors(scores, x.dtype)), weight, others
 
 
 def _operands(

@@ -1,5 +1,5 @@
-"""A layer of experts whose tokens are on every rank: each rank computes those for its own experts,
-and results are summed over the ranks.
+"""A layer of experts in one call. Where every rank has the same tokens each computes its own
+experts, and results are summed over the ranks; tokens that one rank has visit the experts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels.experts import Experts, RoutedExperts
-from weft.ops import autograd
+from weft.ops import autograd, visits
 from weft.ops.all_reduce import all_reduce
 from weft.ops.expert_sums import (
     OPERANDS,
@@ -32,41 +32,55 @@ def moe(
     scores: Tensor,
     experts: Experts,
     *,
+    experts_of_ranks: Sequence[int] | None = None,
     algorithm: str = "auto",
     chunk_rows: int | None = None,
     world: World | None = None,
     timeout: float | None = None,
 ) -> Tensor:
-    """The layer of a mixture of experts on tokens that every rank has, collectively: each token's
-    weighted sum of the results of the experts that it chose, on every rank, with equal bits.
+    """The layer of a mixture of experts, collectively: each token's weighted sum of the results of
+    the experts that it chose.
 
-    Each rank passes the same tokens, choices and scores, and its own `experts`: any number, also
-    none, with numbers of their own (`Experts.first`). A choice of an expert that no rank has
-    counts as none. Ranks may also have parts of the same experts, of which each has some of the
-    numbers between the products, as in tensor parallelism.
+    **Tokens that every rank has.** Each rank passes the same tokens, choices and scores, and its
+    own `experts`: any number, also none, with numbers of their own (`Experts.first`). A choice of
+    an expert that no rank has counts as none. Ranks may also have parts of the same experts, of
+    which each has some of the numbers between the products, as in tensor parallelism. The sum over
+    the ranks is that of `matmul_all_reduce`, in its algorithms: while some tokens are summed,
+    others are multiplied. All ranks get the same bits.
 
-    The sum over the ranks is that of `matmul_all_reduce`, in its algorithms: while some tokens are
-    summed, others are multiplied. ``auto`` measures which is fastest, as for products.
+    **Tokens that each rank has of its own**, with `experts_of_ranks`. A row of a token travels to
+    every rank that has experts which it chose, once, however many these are, and what they
+    contribute returns, by `all_to_all_matmul_all_to_all` in its algorithms: rows travel there and
+    back while others are multiplied. At home contributions are summed in the order of the ranks, so
+    a token has the same bits in every run. There is no capacity, and no token is left out. Any
+    division of the experts is right, and ranks may have different numbers of tokens, also none.
 
-    Gradients follow the convention of `matmul_all_reduce`: all ranks compute the same loss from the
-    result. Those of x and of scores are summed over the ranks, and so are, on every rank, those of
-    the layer in one process; those of an expert's weights need no communication. A call is recorded
-    on all ranks or on none. There are no second derivatives.
+    ``auto`` measures which algorithm is fastest, as for products.
+
+    Gradients of tokens that every rank has follow the convention of `matmul_all_reduce`: all ranks
+    compute the same loss from the result, and gradients of x and of scores are summed over the
+    ranks, and so are, on every rank, those of the layer in one process. Of tokens that each rank
+    has of its own they are those of the sum of all ranks' losses. Gradients of an expert's weights
+    are complete on its rank. A call is recorded on all ranks or on none. There are no second
+    derivatives.
 
     Args:
-        x: (T, K), the tokens, as in `expert_sums`; the same on all ranks.
-        chosen: (T, top), as in `expert_sums`; the same on all ranks.
-        scores: (T, top), as in `expert_sums`; the same on all ranks.
+        x: (T, K), the tokens, as in `expert_sums`.
+        chosen: (T, top), as in `expert_sums`; top is the same on all ranks.
+        scores: (T, top), as in `expert_sums`.
         experts: this rank's, from `pack_experts`.
-        algorithm: as in `matmul_all_reduce`.
-        chunk_rows: as in `matmul_all_reduce`.
+        experts_of_ranks: the number of experts of each rank, if each has tokens of its own; experts
+            are then numbered rank by rank. None if every rank has the same tokens.
+        algorithm: as in `matmul_all_reduce`, or `all_to_all_matmul_all_to_all`.
+        chunk_rows: as there.
         world: by default the world made by ``weft.init()``.
         timeout: seconds; a recorded call has no timeout but the world's.
 
     Returns:
         (T, K) of x's dtype.
 
-    Errors are those of `expert_sums` and `matmul_all_reduce`.
+    Errors are those of `expert_sums` and of these operators; `ValueError` if `experts_of_ranks`
+    does not give this rank its `experts`.
 
     Examples:
         >>> def layer():
@@ -81,12 +95,14 @@ def moe(
                 [72., 72., 72.]])
     """
     world = current(world)
+    sizes = experts_of_ranks
     if torch.compiler.is_compiling():
         check_routing(x, chosen, scores, experts)
     else:
         with world.tell_refusal:
             check_routing(x, chosen, scores, experts)
             experts.check_unchanged()
+            sizes = None if sizes is None else visits.check_sizes(sizes, experts, world)
     if recorded(x, scores, experts):
         result: Tensor = torch.ops.weft.moe(
             x,
@@ -96,19 +112,19 @@ def moe(
             experts.down,
             experts.first,
             experts.activation,
+            sizes,
             algorithm,
             chunk_rows,
             world.name,
         )
         return result
+    if sizes is not None:
+        return visits.sums(x, chosen, scores, experts, sizes, algorithm, chunk_rows, world, timeout)
     weight = experts.routed(chosen.shape[1])
     rows = weight.rows(x, chosen, factors(scores, x.dtype))
     return matmul_all_reduce(
         rows, weight, algorithm=algorithm, chunk_rows=chunk_rows, world=world, timeout=timeout
     )
-
-
-_OPERANDS = OPERANDS + ", {}SymInt[] world"
 
 
 def _run(
@@ -119,20 +135,22 @@ def _run(
     down: Tensor,
     first: int,
     activation: str,
+    sizes: Sequence[int] | None,
     algorithm: str,
     chunk_rows: int | None,
     world: Sequence[int],
 ) -> Tensor:
     with torch.no_grad():
         experts = Experts(gate_up.detach(), down.detach(), first=first, activation=activation)
+        options = algorithm, chunk_rows, autograd.recorded_world(world)
+        x, scores = x.detach(), scores.detach()
+        if sizes is not None:
+            visits.check_sizes(sizes, experts, options[2])
+            return visits.sums(x, chosen, scores, experts, sizes, *options)
         weight = RoutedExperts(experts, chosen.shape[1])
-        rows = weight.rows(x.detach(), chosen, factors(scores.detach(), x.dtype))
+        rows = weight.rows(x, chosen, factors(scores, x.dtype))
         return matmul_all_reduce(
-            rows,
-            weight,
-            algorithm=algorithm,
-            chunk_rows=chunk_rows,
-            world=autograd.recorded_world(world),
+            rows, weight, algorithm=algorithm, chunk_rows=chunk_rows, world=options[2]
         )
 
 
@@ -145,18 +163,25 @@ def _gradients(
     down: Tensor,
     first: int,
     activation: str,
+    sizes: Sequence[int] | None,
+    algorithm: str,
+    chunk_rows: int | None,
     of_tokens: bool,
     world: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x and scores summed over the ranks, if they are wanted, and those of this
-    rank's weights.
+    """The gradients of x and scores, of tokens that every rank has summed over the ranks if they
+    are wanted; and those of this rank's weights.
     """
+    own = autograd.recorded_world(world)
+    if sizes is not None:
+        experts = Experts(gate_up.detach(), down.detach(), first=first, activation=activation)
+        return visits.gradients(grad, x, chosen, scores, experts, sizes, algorithm, chunk_rows, own)
     for_x, for_scores, *for_weights = gradients(
         grad, x, chosen, scores, gate_up, down, first, activation
     )
     if of_tokens:
         sums = torch.cat((for_x.view(-1), for_scores.view(-1)))
-        all_reduce(sums, out=sums, world=autograd.recorded_world(world))
+        all_reduce(sums, out=sums, world=own)
         for_x, for_scores = (
             part.view(like.shape).clone()  # one operator's results share no memory
             for part, like in zip(
@@ -168,7 +193,8 @@ def _gradients(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *operands, _, _, ctx.world = inputs
+    *operands, sizes, algorithm, chunk_rows, ctx.world = inputs
+    ctx.exchange = sizes, algorithm, chunk_rows
     save(ctx, tuple(operands), output)
 
 
@@ -176,17 +202,27 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, chosen, scores, gate_up, down = ctx.saved_tensors
     of_tokens = ctx.needs_input_grad[0] or ctx.needs_input_grad[2]
     for_x, for_scores, for_gate_up, for_down = torch.ops.weft.moe_gradients(
-        grad, x, chosen, scores, gate_up, down, *ctx.options, of_tokens, ctx.world
+        grad,
+        x,
+        chosen,
+        scores,
+        gate_up,
+        down,
+        *ctx.options,
+        *ctx.exchange,
+        of_tokens,
+        ctx.world,
     )
-    of_options = [None] * 5
+    of_options = [None] * 6
     return for_x.to(x.dtype), None, for_scores.to(scores.dtype), for_gate_up, for_down, *of_options
 
 
+_OPERANDS = OPERANDS + ", SymInt[]? experts_of_ranks, str algorithm, SymInt? chunk_rows, "
 _made = torch.library.custom_op(
     "weft::moe",
     _run,
     mutates_args=(),
-    schema=f"({_OPERANDS.format('str algorithm, SymInt? chunk_rows, ')}) -> Tensor",
+    schema=f"({_OPERANDS}SymInt[] world) -> Tensor",
 )
 _made.register_fake(lambda x, *_: x.new_empty(x.shape))
 _made.register_autograd(_backward, setup_context=_save)
@@ -195,6 +231,7 @@ torch.library.custom_op(
     _gradients,
     mutates_args=(),
     schema=(
-        f"(Tensor grad, {_OPERANDS.format('bool of_tokens, ')}) -> (Tensor, Tensor, Tensor, Tensor)"
+        f"(Tensor grad, {_OPERANDS}bool of_tokens, SymInt[] world) -> "
+        "(Tensor, Tensor, Tensor, Tensor)"
     ),
 ).register_fake(fake_gradients)

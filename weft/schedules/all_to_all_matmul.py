@@ -20,7 +20,15 @@ from weft.kernels.matmul import MATMUL
 from weft.plan import Buffer, Compute, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
 from weft.plan.lazy import Deferred
 from weft.schedules.exchanges import Blocks, names
-from weft.schedules.lanes import Lanes, by_rank, concurrent, enter, leave, wait_all
+from weft.schedules.lanes import (
+    Lanes,
+    by_rank,
+    concurrent,
+    enter,
+    leave,
+    moves_alone,
+    wait_all,
+)
 from weft.schedules.peers import after, before
 from weft.schedules.workload import Operator, Request, Rows, Workload
 
@@ -151,15 +159,8 @@ def halves(pieces: int) -> Iterator[tuple[int, int]]:
 def _communicate(request: Request) -> Plan:
     """The rows alone, which stay where they arrive."""
     plan = all_to_all_matmul(request)
-
-    def without(lanes: Lanes) -> dict[str, tuple[Instruction, ...]]:
-        return {
-            name: tuple(i for i in lane if not isinstance(i, Compute))
-            for name, lane in lanes.items()
-        }
-
     buffers = {name: buffer for name, buffer in plan.buffers.items() if name != "out"}
-    return plan.with_lanes(without, buffers=buffers, result={})
+    return moves_alone(plan, buffers)
 
 
 def _buffers(workload: Workload) -> dict[str, Rows]:

@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from weft.plan import (
+    Buffer,
     Compute,
     Copy,
     Instruction,
@@ -144,6 +145,18 @@ def without_products(plan: Plan) -> Plan:
             name: tuple(each for i in lane for each in without(i)) for name, lane in lanes.items()
         },
         buffers=buffers | {"partial": replace(buffers["partial"], role="input")},
+        result={},
+    )
+
+
+def moves_alone(plan: Plan, buffers: Mapping[str, Buffer]) -> Plan:
+    """A plan without its Computes and without a result, whose buffers are `buffers`."""
+    return plan.with_lanes(
+        lambda lanes: {
+            name: tuple(i for i in lane if not isinstance(i, Compute))
+            for name, lane in lanes.items()
+        },
+        buffers=buffers,
         result={},
     )
 

@@ -18,12 +18,14 @@ from weft_bench.benchmarks import BENCHMARKS
 from weft_bench.cli import running
 from weft_bench.settings.copies import CopySettings
 from weft_bench.settings.fused import FusedSettings
+from weft_bench.settings.moe import MoeSettings
 from weft_bench.settings.overlap import WAYS, OverlapSettings
 from weft_bench.settings.serving import ServingSettings
 from weft_bench.settings.sweeps import SweepSettings
 
 if TYPE_CHECKING:
     from weft_bench.fused import Result
+    from weft_bench.moe import Measured
 
 app = typer.Typer(
     help="Measure operators, their limits, and the same work by other systems.\n\n"
@@ -139,6 +141,31 @@ def _check_gathers(settings: OverlapSettings) -> None:
                 refuse("--plain-out", f"{way} gathers into memory of its own: omit one of them")
 
 
+def _moe(settings: MoeSettings) -> None:
+    from weft_bench import moe
+
+    _, ranks = options.world_size(settings.ranks)
+    chosen = -(-ranks * settings.experts // (2 if settings.routing == "empty" else 1))
+    if settings.top > chosen:
+        few = f"tokens choose among {chosen} experts, all of them different ones"
+        refuse("--top", f"{few}: use at most {chosen}, or more --experts")
+    running.check_baselines(settings, (moe.GLOO,))
+    running.run_benchmark(
+        settings,
+        moe.measure,
+        lambda measured: measured.result,
+        more=partial(_write_layer_traces, settings),
+        alone=options.SINGLE_RANK,
+    )
+
+
+def _write_layer_traces(settings: MoeSettings, measured: Measured) -> None:
+    from weft_bench import moe, tables
+
+    result = measured.result
+    options.write_traces(settings, measured.traces, moe.title(result), tables.about(result))
+
+
 def _p2p(settings: CopySettings) -> None:
     from weft_bench import p2p
 
@@ -190,6 +217,7 @@ def _serving(settings: ServingSettings) -> None:
 _COMMANDS: dict[type[Any], Any] = {
     FusedSettings: _fused,
     SweepSettings: _sweep,
+    MoeSettings: _moe,
     OverlapSettings: _overlap,
     CopySettings: _p2p,
     ServingSettings: _serving,

@@ -1,0 +1,161 @@
+"""All-to-all + matmul + all-to-all as an operator: rows that visit the weights of other ranks, and
+return as products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.kernels.weights import Weight
+from weft.ops import expert_calls
+from weft.ops.expert_calls import ExpertCall
+from weft.ops.fused import FusedCall
+from weft.ops.operator import FusedOperator, Gradient, Gradients, Recorded
+from weft.ops.options import Operands, Options
+from weft.ops.split_sizes import Exchanged
+from weft.schedules import all_to_all_matmul_all_to_all as schedule
+from weft.schedules.exchanges import dispatched
+from weft.schedules.workload import Workload
+from weft.world import World
+
+
+def all_to_all_matmul_all_to_all(
+    a: Tensor,
+    b: Weight | Sequence[Weight],
+    *,
+    input_split_sizes: Sequence[int] | None = None,
+    bias: Tensor | Sequence[Tensor | None] | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    algorithm: str = "auto",
+    chunk_rows: int | None = None,
+    world: World | None = None,
+    timeout: float | None = None,
+) -> Tensor:
+    """Multiply each row of `a` by the weight of the rank to which it is given, where that weight
+    is, and bring the product back, collectively: dispatch, experts and combine in one call.
+
+    The result is that of `all_to_all_matmul` followed by `all_to_all` on the way back. Rows travel
+    and products return while others are multiplied, and no rank waits between them. A weight may be
+    any function of rows (`weft.weight`), such as a whole expert. Ranks tell each other the sizes of
+    the parts in the call itself, so they may be others in each call; no row is left out. Each row
+    of the result is written by one rank, so it has the same bits in every run.
+
+    A gradient flows to a, by the same operator. Weights and biases that require one are refused:
+    `all_to_all_matmul` with `matmul_all_to_all`, and `moe`, have gradients of weights.
+
+    Arguments and errors are those of `all_to_all_matmul`, except:
+
+    Args:
+        b: (K, N), or a list of as many on each rank, with equal N.
+        out: contiguous (rows, N) for the rows of a, not overlapping an input.
+        algorithm: ``push`` (rows and products are put in pieces, while others are multiplied),
+            ``sequential`` (all rows, the products, all products) or ``auto``.
+
+    Returns:
+        (rows, N) of `out_dtype`: for each row of a its product, in the same place.
+
+    Examples:
+        >>> def multiplied_by_the_ranks_in_turn():
+        ...     rank = weft.init().rank
+        ...     return weft.all_to_all_matmul_all_to_all(
+        ...         torch.ones(3, 1), (1.0 + rank) * torch.eye(1), input_split_sizes=[1, 2]
+        ...     )
+        >>> with weft.local_world(2) as local:
+        ...     [y.flatten().tolist() for y in local.run(multiplied_by_the_ranks_in_turn)]
+        [[1.0, 2.0, 2.0], [1.0, 2.0, 2.0]]
+    """
+    result: Tensor = expert_calls.call(
+        OPERATOR,
+        check,
+        dispatched,
+        a,
+        b,
+        input_split_sizes=input_split_sizes,
+        output_split_sizes=None,
+        return_split_sizes=False,
+        bias=bias,
+        out=out,
+        out_dtype=out_dtype,
+        algorithm=algorithm,
+        chunk_rows=chunk_rows,
+        world=world,
+        timeout=timeout,
+        returns=True,
+    )
+    return result
+
+
+def check(
+    world: World, operands: Operands, options: Options, given: Exchanged | None = None
+) -> FusedCall:
+    """A checked call: errors are raised here, before any row is sent."""
+    name = schedule.OPERATOR.name
+    checked = expert_calls.checked(world, operands, options, given, name, dispatched, returns=True)
+    return _VisitCall(world, options, name, checked)
+
+
+class _VisitCall(ExpertCall):
+    @property
+    def shared(self) -> Workload:
+        return self.workload._replace(packed=True)
+
+    def overlapped(self) -> tuple[str, str]:
+        return "push", "rows and products are put to other ranks while others are multiplied"
+
+
+def reference(
+    inputs: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[int]
+) -> list[Tensor]:
+    """The result of each rank, which has `kept` rows, by definition: parts of its rows, as equal as
+    possible, each times the weight of a rank.
+    """
+    return [
+        torch.cat([part @ b for part, b in zip(a.tensor_split(len(inputs)), weights, strict=True)])
+        for a in inputs
+    ]
+
+
+def _fake(call: Recorded) -> list[Tensor]:
+    a, (b, *_), _, options, _ = call
+    return [a.new_empty(a.shape[0], b.shape[1], dtype=options.out_dtype or a.dtype)]
+
+
+def _save(ctx: Any, call: Recorded, results: Sequence[Tensor]) -> None:
+    a, weights, biases, options, world = call
+    if any(each.requires_grad for each in (*weights, *biases)):
+        raise ValueError(
+            "there is no gradient of weights that rows visit: use all_to_all_matmul and "
+            "matmul_all_to_all, or weft.moe, or pass b.detach()"
+        )
+    ctx.back = Options(input_split_sizes=options.input_split_sizes, timeout=options.timeout)
+    ctx.world, ctx.weights, ctx.biases, ctx.dtype = world, len(weights), len(biases), a.dtype
+    ctx.save_for_backward(*weights)
+
+
+def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Gradients:
+    """da = the rows of dy, which visit b^T."""
+    dy = grads[0]
+    assert dy is not None
+    (for_a,) = torch.ops.weft.all_to_all_matmul_all_to_all(
+        dy.to(ctx.dtype),
+        [b.t() for b in ctx.saved_tensors],
+        [],
+        *ctx.back.values(),
+        ctx.world,
+    )
+    return for_a, [None] * ctx.weights, [None] * ctx.biases
+
+
+OPERATOR = FusedOperator(
+    schedule.OPERATOR,
+    check,
+    reference,
+    fake=_fake,
+    gradient=Gradient(_save, _backward),
+    subject="Exchanged",
+)
