@@ -47,6 +47,7 @@ def check_operators(world):
     )
 
 
+@pytest.mark.slow
 def test_torch_accepts_the_operators():
     on_ranks(check_operators, 2, limit=110)
 

@@ -5,6 +5,7 @@ ranks' data.
 from __future__ import annotations
 
 import functools
+import time
 import warnings
 
 import pytest
@@ -490,3 +491,25 @@ def refuses(world):
 
 def test_wrong_arguments_leave_the_group_usable():
     on_ranks(refuses, 2, context=group)
+
+
+def requires_a_gradient_meanwhile(world):
+    """As a result of an autograd function does, while its work is under way."""
+    store, own = world.get_group_store(), operations_of(world).world
+    out, rank = torch.zeros(4), dist.get_rank()
+    if rank:
+        store.wait(["requires a gradient"])
+        dist.all_to_all_single(out, torch.ones(4), [1, 3], [1, 3])
+        return
+    before = own.executor.calls
+    work = dist.all_to_all_single(out, torch.ones(4), [3, 1], [3, 1], async_op=True)
+    while own.executor.calls == before:  # until it waits for the sizes of rank 1
+        time.sleep(0)
+    out.requires_grad_()
+    store.set("requires a gradient", "")
+    work.wait()
+    assert out.tolist() == [1.0] * 4
+
+
+def test_a_result_that_requires_a_gradient_before_it_is_there():
+    on_ranks(requires_a_gradient_meanwhile, 2, context=group)

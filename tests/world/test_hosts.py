@@ -204,6 +204,7 @@ def test_two_hosts_of_two_ranks_by_ucx_and_one_that_dies(tmp_path):
     assert_death_was_reported(tmp_path, 4)
 
 
+@pytest.mark.slow
 @needs_ucx
 def test_two_hosts_by_ucx_that_make_other_calls_and_one_that_is_cut_off(tmp_path):
     with hosts(2, gbps=10, environment=by_ucx("eth0")) as net:

@@ -410,7 +410,8 @@ class WorkQueue(Progress):
         work, self.running, args = self.issued.popleft()
         self.deferred.begin()
         try:
-            self.running(*args)
+            with torch.no_grad():  # autograd may make results require a gradient meanwhile
+                self.running(*args)
         except BaseException as error:
             work.end(error)
             if not isinstance(error, _ERRORS_OF_CALLS):
