@@ -54,7 +54,7 @@ def fork(rank: int, host: str, ranks: int, core: int) -> int:
             "LOCAL_WORLD_SIZE": "1",
         }
         os.environ |= {
-            "MASTER_ADDR": FIRST,
+            "MASTER_ADDR": os.environ.get("FIRST_HOST", FIRST),
             "MASTER_PORT": str(PORT),
             "GLOO_SOCKET_IFNAME": "eth0",
             "OMP_NUM_THREADS": "1",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support import host_ranks
-from support.hosts import AHEAD, hosts, needs_hosts
+from support.hosts import AHEAD, hosts, ip, needs_hosts
 from support.on_hosts.losses import LIMIT
 from support.ucx import by_ucx, needs_ucx, transports
 
@@ -190,6 +190,21 @@ def test_three_hosts_and_one_that_leaves_and_one_that_dies(tmp_path, environment
         ended = net.finish()
     assert (tmp_path / "death").exists(), ended
     assert_death_was_reported(tmp_path, 3)
+
+
+@pytest.mark.data
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="the kernel has no IPv6")
+def test_two_hosts_with_ipv6_alone_and_the_smallest_packets(tmp_path):
+    with hosts(2, environment={"FIRST_HOST": "fd77::1"}) as net:
+        for host, name in enumerate(net.names):
+            ip("-n", name, "-4", "address", "flush", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "mtu", "1280")  # the least that IPv6 allows
+            ip("-n", name, "address", "add", f"fd77::{host + 1}/64", "dev", "eth0", "nodad")
+        net.start_forked("operators,sums_to_the_bit,killed", tmp_path)
+        ended = net.finish()
+    assert (tmp_path / "death").exists(), ended
+    assert found(tmp_path, "sums_to_the_bit", 2) == [None] * 2
+    assert_death_was_reported(tmp_path, 2)
 
 
 @pytest.mark.data
