@@ -108,7 +108,7 @@ void TcpTransport::take_connections() {
     const std::lock_guard lock(resuming_);
     taken.swap(new_);
   }
-  for (const auto [peer, fd] : taken) {
+  for (const auto& [peer, fd] : taken) {
     peer->ahead.reset(new char[kAhead]);
     epoll_event event{};
     event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;

@@ -19,10 +19,10 @@ namespace weft {
 namespace {
 
 constexpr unsigned kMessage = 0;  // UCX's number of weft's active messages
-constexpr size_t kLongestText = 512, kLongestTexts = 16 << 20;
+constexpr size_t kTextLimit = 512, kMostTexts = 16 << 20;
 constexpr size_t kLongestAddress = 1 << 20;
-constexpr uint64_t kAhead = 1 << 16;  // messages that may overtake one
-constexpr unsigned kSweep = 16;       // polls of which one looks for all events
+constexpr uint64_t kOvertaking = 1 << 16;  // messages that may overtake one
+constexpr unsigned kLooks = 16;            // polls of which one looks for all events
 // of epoll, beside the numbers of peers
 constexpr uint64_t kWoken = ~uint64_t{0}, kArrived = kWoken - 1;
 // what an abort may take to send the ends of what was sent
@@ -248,7 +248,7 @@ void UcxTransport::send_end(Peer& peer) {
 }
 
 std::string UcxTransport::message(const Label& label, std::string_view text) const {
-  size_t length = std::min(text.size(), kLongestText);
+  size_t length = std::min(text.size(), kTextLimit);
   // no part of a UTF-8 character
   while (length < text.size() && length && (text[length] & 0xc0) == 0x80) --length;
   const TextHeader header{label.kind, {}, label.call, label.digest, length};
@@ -384,7 +384,7 @@ void UcxTransport::on_sent(void* request, ucp::Status, void* user_data) {
 }
 
 bool UcxTransport::poll() {
-  if (strangers_.load(std::memory_order_acquire) || ++polls_ % kSweep == 0) return progress(0);
+  if (strangers_.load(std::memory_order_acquire) || ++polls_ % kLooks == 0) return progress(0);
   return step();
 }
 
@@ -477,7 +477,7 @@ ucp::Status UcxTransport::on_message(void* transport, const void* header, size_t
   if (peer.over || self.aborted_.load(std::memory_order_acquire)) return ucp::kOk;
   self.list(peer);
   const uint64_t ahead = arrival.header.number - peer.received;
-  if (ahead >= kAhead || (ahead < peer.inbox.size() && peer.inbox[ahead].state)) {
+  if (ahead >= kOvertaking || (ahead < peer.inbox.size() && peer.inbox[ahead].state)) {
     self.garbled(peer, "a message of an unexpected number");
     return ucp::kOk;
   }
@@ -525,7 +525,7 @@ bool UcxTransport::receive(Peer& peer, Arrival& arrival) {
       peer.later = arrival.place.state == Place::later;
       peer.over = peer.ended = arrival.place.state == Place::invalid;
       if (arrival.place.state != Place::here) return arrival.place.state == Place::nowhere;
-    } else if (arrival.length > kLongestTexts) {
+    } else if (arrival.length > kMostTexts) {
       garbled(peer, "texts of " + std::to_string(arrival.length) + " bytes");
       return false;
     }
@@ -591,7 +591,7 @@ void UcxTransport::told(Peer& peer, const char* texts, size_t size) {
     if (header.kind != Kind::call && header.kind != Kind::refusal)
       return garbled(peer,
                      "a message of unknown kind " + std::to_string(static_cast<int>(header.kind)));
-    if (header.size > kLongestText || header.size > static_cast<size_t>(end - texts))
+    if (header.size > kTextLimit || header.size > static_cast<size_t>(end - texts))
       return garbled(peer, "a text of " + std::to_string(header.size) + " bytes");
     receiver_.told(peer.number, {header.kind, 0, header.call, header.digest}, {texts, header.size});
     texts += header.size;

@@ -12,12 +12,12 @@ namespace weft {
 
 namespace {
 
-constexpr size_t kBlock = 32;
+constexpr size_t kShare = 32;
 // The largest number of a block has the exponent of the block, and its integer has 7 bits.
 constexpr int kDigits = 6;
 // Exponents as float32 has them: of blocks whose step is the smallest normal number, and of blocks
 // that are NaN.
-constexpr uint32_t kLeast = kDigits + 1, kNaN = 255;
+constexpr uint32_t kLeastExponent = kDigits + 1, kNaNs = 255;
 
 float power_of_two(uint32_t exponent) { return bits_as<float>(exponent << 23); }
 
@@ -36,21 +36,21 @@ WEFT_INLINE inline T rounded(float x) {
 WEFT_INLINE inline uint8_t pack_block(const float* numbers, int8_t* integers) {
   // the bits of numbers without their signs are ordered as the numbers are
   uint32_t largest = 0;
-  for (size_t i = 0; i < kBlock; ++i)
+  for (size_t i = 0; i < kShare; ++i)
     largest = std::max(largest, bits_as<uint32_t>(numbers[i]) & 0x7fffffff);
-  uint32_t exponent = std::max(largest >> 23, kLeast);
-  const float per_step = exponent == kNaN ? 0 : power_of_two(2 * 127 + kDigits - exponent);
+  uint32_t exponent = std::max(largest >> 23, kLeastExponent);
+  const float per_step = exponent == kNaNs ? 0 : power_of_two(2 * 127 + kDigits - exponent);
   // Adding and subtracting it rounds a small number to an integer, ties to even.
   constexpr float kRounds = 0x1.8p23f;
-  for (size_t i = 0; i < kBlock; ++i) {
-    const float steps = exponent == kNaN ? 0 : numbers[i] * per_step;
+  for (size_t i = 0; i < kShare; ++i) {
+    const float steps = exponent == kNaNs ? 0 : numbers[i] * per_step;
     const float integer = (steps + kRounds) - kRounds;
     integers[i] = static_cast<int8_t>(std::clamp(integer, -127.0f, 127.0f));
   }
   return static_cast<uint8_t>(exponent);
 }
 
-size_t blocks_of(size_t columns) { return (columns + kBlock - 1) / kBlock; }
+size_t blocks_of(size_t columns) { return (columns + kShare - 1) / kShare; }
 
 template <class T>
 void pack(const char* rows, size_t stride, size_t count, size_t columns, char* packed) {
@@ -61,15 +61,15 @@ void pack(const char* rows, size_t stride, size_t count, size_t columns, char* p
           const T* source = reinterpret_cast<const T*>(rows + row * stride);
           auto* exponents = reinterpret_cast<uint8_t*>(packed);
           auto* integers = reinterpret_cast<int8_t*>(packed + blocks);
-          for (size_t at = 0; at < columns; at += kBlock) {
-            const size_t numbers = std::min(kBlock, columns - at);
-            float of_block[kBlock] = {};
-            int8_t made[kBlock];
-            if (numbers == kBlock)
-              for (size_t i = 0; i < kBlock; ++i) of_block[i] = wide(source[at + i]);
+          for (size_t at = 0; at < columns; at += kShare) {
+            const size_t numbers = std::min(kShare, columns - at);
+            float of_block[kShare] = {};
+            int8_t made[kShare];
+            if (numbers == kShare)
+              for (size_t i = 0; i < kShare; ++i) of_block[i] = wide(source[at + i]);
             else
               for (size_t i = 0; i < numbers; ++i) of_block[i] = wide(source[at + i]);
-            exponents[at / kBlock] = pack_block(of_block, made);
+            exponents[at / kShare] = pack_block(of_block, made);
             std::copy_n(made, numbers, integers + at);
           }
         }
@@ -86,13 +86,13 @@ void unpack(const char* packed, char* rows, size_t stride, size_t count, size_t 
           T* target = reinterpret_cast<T*>(rows + row * stride);
           const auto* exponents = reinterpret_cast<const uint8_t*>(packed);
           const auto* integers = reinterpret_cast<const int8_t*>(packed + blocks);
-          for (size_t at = 0; at < columns; at += kBlock) {
-            const uint32_t exponent = std::max(uint32_t{exponents[at / kBlock]}, kLeast);
+          for (size_t at = 0; at < columns; at += kShare) {
+            const uint32_t exponent = std::max(uint32_t{exponents[at / kShare]}, kLeastExponent);
             const float step =
-                exponent == kNaN ? bits_as<float>(0x7fc00000u) : power_of_two(exponent - kDigits);
-            const size_t numbers = std::min(kBlock, columns - at);
-            if (numbers == kBlock)
-              for (size_t i = 0; i < kBlock; ++i)
+                exponent == kNaNs ? bits_as<float>(0x7fc00000u) : power_of_two(exponent - kDigits);
+            const size_t numbers = std::min(kShare, columns - at);
+            if (numbers == kShare)
+              for (size_t i = 0; i < kShare; ++i)
                 target[at + i] = rounded<T>(static_cast<float>(integers[at + i]) * step);
             else
               for (size_t i = 0; i < numbers; ++i)
