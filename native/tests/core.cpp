@@ -611,6 +611,7 @@ void test_network(int ranks, int calls, int n) {
           auto channel = std::make_shared<Network::Channel>();
           channel->sender = p, channel->lane = lane, channel->gate = {r};
           channel->raised = {{}, {&executor.counter(r, arrived(p))}};
+          channel->packed.resize(channel->raised.size());
           const uint32_t from = static_cast<uint32_t>(2 * p + lane);
           program.arrivals.push_back({channel, {{true, {1, from, from + 1}, {}}, {}}});
         }
