@@ -340,15 +340,17 @@ void Network::abort() {
   announce();
   aborted_.store(true, std::memory_order_release);
   transport_->abort();
-  const std::lock_guard last(driving_);  // R5
+  const std::lock_guard last(driving_);  // R4
 }
 
 void Network::ring() { signal(bell_); }
 
 void Network::nudge() {
-  if (nudged_.exchange(true, std::memory_order_seq_cst)) return;
+  const bool again = nudged_.exchange(true, std::memory_order_seq_cst);
   const int state = state_.load(std::memory_order_seq_cst);
-  if (state == parked || (state == watching && (transport_->waiting() || transport_->resumes())))
+  // a thread that watches sleeps on after a nudge that found nothing to do
+  if (state == watching ? transport_->waiting() || transport_->resumes()
+                        : state == parked && !again)
     ring();
 }
 

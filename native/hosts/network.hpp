@@ -11,8 +11,9 @@
 //     network. Without a nudge it takes over after kTick.
 // R4  After `abort` nothing is received any more: no row may arrive in memory that is the caller's
 //     again.
-// R5  Peers are connected when a call first has messages between them and this rank, by somebody
-//     else: rows for them wait meanwhile. First of all a peer is told of this rank's latest calls.
+// R5  Peers are connected on demand: `need` reports that a call has messages between a peer and
+//     this rank, the relay makes the connection, and `connect` takes it; rows wait for it
+//     meanwhile. A peer is first told of this rank's latest calls.
 #pragma once
 
 #include <atomic>

@@ -326,7 +326,6 @@ void bind_execute(nb::module_& m) {
       .value("mismatch", Trouble::mismatch)
       .value("unconnected", Trouble::unconnected);
   nb::class_<Network>(m, "Network")
-      .def("need", &Network::need, "peer"_a)
       .def("connect", &Network::connect, "peer"_a, "descriptor"_a, Unlocked())
       .def("announce_refusal", &Network::announce_refusal, "call"_a, "times"_a, "why"_a)
       .def("finish", &Network::finish, "seconds"_a, "linger"_a, Unlocked())

@@ -1,5 +1,6 @@
 // Tests of the native core, with threads in place of processes so that a sanitizer sees all ranks:
 // copies, sums, waits, lanes, lost peers.
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -666,6 +667,86 @@ void test_network(int ranks, int calls, int n) {
   }
 }
 
+// A wire with one message, which arrives when it is told to, and of which only the thread that
+// drives hears.
+class Wire : public Transport {
+ public:
+  Wire(int peer, Receiver& receiver)
+      : peer_(peer), receiver_(receiver), bell_(eventfd(0, EFD_CLOEXEC)) {}
+  ~Wire() override { disown(); }
+
+  void arrive() { arrived_.store(true); }
+  void connect(int, int, std::shared_ptr<const std::string>) override {}
+  bool put(int, const Label&, const std::vector<Strided>&, size_t, std::function<void()>) override {
+    return true;
+  }
+  void announce(int, std::shared_ptr<const std::string>) override {}
+  std::string message(const Label&, std::string_view) const override { return {}; }
+  bool poll() override { return progress(0); }
+  bool progress(int) override {
+    if (!arrived_.load()) return false;
+    const Place place = receiver_.place(peer_, {Kind::rows, 0, 1, 7}, 0);
+    waiting_.store(place.state == Place::later);
+    if (waiting()) return false;
+    arrived_.store(false);
+    receiver_.raise(peer_);
+    return true;
+  }
+  int descriptor() const override { return bell_; }
+  bool waiting() const override { return waiting_.load(); }
+  bool resumes() const override { return false; }
+  bool unsent() const override { return false; }
+  void wake() override {}
+  void end(int) override {}
+  void abort() override {}
+  void disown() override {
+    if (bell_ >= 0) close(std::exchange(bell_, -1));
+  }
+
+ private:
+  const int peer_;
+  Receiver& receiver_;
+  int bell_;
+  std::atomic<bool> arrived_{false}, waiting_{false};
+};
+
+// Rows that must wait for another rank of this host are received once it has begun the call, also
+// if a caller found them after the thread of the network had gone to sleep in spite of a nudge.
+void test_rows_that_wait_for_a_rank_of_this_host() {
+  Host host(3, 64);
+  const Calls calls(host.controls[0]);
+  Wire* wire = nullptr;
+  Network network(0, 3, calls, host.meshes[0], [&](Transport::Receiver& receiver) {
+    auto made = std::make_unique<Wire>(2, receiver);
+    wire = made.get();
+    return made;
+  });
+  Counter counter{};
+  auto channel = std::make_shared<Network::Channel>();
+  channel->sender = 2, channel->lane = 0, channel->gate = {0, 1};
+  channel->raised = {{&counter}};
+  channel->packed.resize(1);
+  auto expected = network.blank(1);
+  expected.front().channel = channel;
+  expected.front().call = 1, expected.front().digest = 7;
+  expected.front().places = {{}};
+  const auto some_time = [] { std::this_thread::sleep_for(std::chrono::milliseconds(50)); };
+  add(calls.under_way(0), 1);
+  network.begin(1, CallText("test"), std::move(expected));
+  some_time();  // the thread of the network finds nothing
+  network.hand_over();
+  wire->arrive();
+  std::thread waits([&] {
+    const auto never = [] { return false; };
+    Deadline deadline(kTimeout);
+    CHECK(network.wait_until(counter, 1, true, {0, 0}, kNoYield, deadline, never, never));
+  });
+  some_time();  // the waiting thread finds the rows
+  add(calls.under_way(1), 1);
+  waits.join();
+  network.abort();
+}
+
 void test_a_wait_ends_early() {
   Host host(2, 64);
   Executor& executor = *host.executors[0];
@@ -966,6 +1047,7 @@ int main() {
   test_network(2, 300, 2);
   test_network(3, 20, 300'000);
   test_kinds_of_stores();
+  test_rows_that_wait_for_a_rank_of_this_host();
   test_a_wait_ends_early();
   test_lanes_end_together();
   test_increments_before_leaving_count();

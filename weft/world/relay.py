@@ -94,8 +94,6 @@ class Relay:
         self.fail = fail
         self.links.pids = executor.pids
         self.network = executor.connect(len(executor.pids), ucx=self.transport == UCX)
-        for peer in self.peers:  # while a call is under way a connection may come too late
-            self.network.need(peer)
         self.forwarder = started(lambda error: fail(error, self.rank), self._forward_control)
 
     def announce_refusal(self, call: int, times: int, why: str) -> None:
