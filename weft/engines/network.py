@@ -136,11 +136,7 @@ class NetworkProgram(HostProgram):
         if not copy.compress:
             return None
         dtype, _ = self.kinds[copy.src.buffer]
-        if dtype not in compression.DTYPES:
-            raise ValueError(
-                f"{copy}: rows of float16, bfloat16 and float32 are compressed; these are "
-                f"{dtype_name(dtype)}"
-            )
+        compression.check_dtype(dtype)
         found: _native.Dtype = getattr(_native.Dtype, dtype_name(dtype))
         return found
 

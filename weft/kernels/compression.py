@@ -5,10 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from weft.checks import name
 from weft.plan.compression import BLOCK
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """The dtypes of rows that may travel compressed."""
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raise `TypeError` unless rows of this dtype may travel compressed."""
+    if dtype not in DTYPES:
+        raise TypeError(
+            f"rows of {', '.join(map(name, DTYPES))} can be compressed; these are {name(dtype)}: "
+            "omit compress"
+        )
+
 
 _DIGITS = 6  # a step is 2^-6 of the power of two that is next below the largest number of a block
 _LEAST = -126  # the exponent of the smallest step

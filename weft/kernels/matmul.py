@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from weft.plan import Compute, Instruction, Kernel, Plan, Region, Term, Value
 from weft.plan.kernel import Load, Rates, Run
-from weft.plan.language import Lanes
 from weft.plan.lazy import Deferred
 from weft.plan.values import Applied, Symbol, Weight, Whole
 
@@ -65,9 +64,6 @@ def with_kernel(plan: Plan, kernel: Kernel) -> Plan:
             return replace(one, kernel=kernel)
         return one
 
-    def changed(lanes: Lanes) -> Lanes:
-        return {name: tuple(map(instruction, lane)) for name, lane in lanes.items()}
-
     def value(terms: Value) -> Value:
         return tuple(map(symbol, terms))
 
@@ -83,8 +79,8 @@ def with_kernel(plan: Plan, kernel: Kernel) -> Plan:
             return one
         return kernel.value(((one._replace(weights=None),),), one.weights)[0]
 
-    return plan.with_lanes(
-        changed,
+    return plan.with_instructions(
+        instruction,
         f"{plan.request} by {kernel.name}",
         result=Deferred(lambda: {region: value(terms) for region, terms in plan.result.items()}),
     )

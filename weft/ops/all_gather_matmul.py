@@ -89,9 +89,9 @@ def all_gather_matmul(
         order: of a push, which needs ``algorithm="push"``: ``peer`` (default), all rows to one peer
             after the other, or ``interleaved``, the first piece to every peer, then the second ….
         compress: ``int8``: rows travel between hosts as blocks of 8-bit numbers with a common power
-            of two (MXINT8), in 33/64 of the bytes of bfloat16. Each number of a that comes
-            from another host differs by at most 1/128 of the largest of the 32 in its block. Ranks
-            of one host exchange rows as they are. For float16, bfloat16 and float32.
+            of two (MXINT8), in 33/64 of the bytes of bfloat16. Each number of a that comes from
+            another host differs by at most 1/128 of the largest of the 32 in its block. Ranks of
+            one host exchange rows as they are. For float16, bfloat16 and float32.
         world: by default the world made by ``weft.init()``.
         timeout: seconds any wait may take; by default the world's.
 

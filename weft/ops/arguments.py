@@ -175,11 +175,7 @@ def check_compress(compress: str | None, dtype: str) -> None:
         return
     if compress not in COMPRESSIONS:
         raise ValueError(f"there is no compression {compress!r}; choose {', '.join(COMPRESSIONS)}")
-    if dtype not in map(name, compression.DTYPES):
-        raise TypeError(
-            f"rows of float16, bfloat16 and float32 can be compressed; these are {dtype}: omit "
-            "compress"
-        )
+    compression.check_dtype(getattr(torch, dtype))
 
 
 def check_algorithm(algorithm: str, operator: Operator | Collective, world: World) -> None:

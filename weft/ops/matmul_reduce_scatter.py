@@ -94,10 +94,9 @@ def matmul_reduce_scatter(
             peer after the other, or ``interleaved``, the first piece of every peer, then the second
             ….
         compress: ``int8``: rows travel between hosts as blocks of 8-bit numbers with a common power
-            of two (MXINT8), in 33/64 of the bytes of bfloat16. Each time that a host's
-            sums go to another host, each number changes by at most 1/128 of the largest of the 32
-            in its block. Ranks
-            of one host exchange rows as they are. For float16, bfloat16 and float32.
+            of two (MXINT8), in 33/64 of the bytes of bfloat16. Each time that a host's sums go to
+            another host, each number changes by at most 1/128 of the largest of the 32 in its
+            block. Ranks of one host exchange rows as they are. For float16, bfloat16 and float32.
         world: by default the world made by ``weft.init()``.
         timeout: seconds any wait may take; by default the world's.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from weft.plan.language import Copy, Instruction, Lanes, Plan
+from weft.plan.language import Copy, Instruction, Plan
 
 BLOCK = 32
 """The consecutive numbers of a row that share a power of two."""
@@ -33,7 +33,4 @@ def compressed(plan: Plan, hosts: Sequence[int], compress: str) -> Plan:
             return replace(one, compress=compress)
         return one
 
-    def changed(lanes: Lanes) -> Lanes:
-        return {name: tuple(map(instruction, lane)) for name, lane in lanes.items()}
-
-    return plan.with_lanes(changed, f"{plan.request} as {compress}")
+    return plan.with_instructions(instruction, f"{plan.request} as {compress}")

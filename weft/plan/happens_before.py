@@ -1,74 +1,24 @@
 """One greedy run of plans, with a vector clock per lane and symbols in place of numbers.
 
-A plan obeys the rules of `weft.plan`, so one run stands for all interleavings: accesses that the
-vector clocks do not order could happen in either order, and are a race. Rows carry symbols (an
-input row, times the weight of a rank), so a run also shows the terms of every output row. The
-clocks were invented by Mattern and Fidge; the race check is the happens-before test of Lamport's
-"Time, Clocks, and the Ordering of Events".
+A plan obeys the rules of `weft.plan`, so one run stands for all interleavings: a race is a pair of
+accesses that the clocks do not order (`weft.plan.access_order`). Rows carry symbols (an input row,
+times the weight of a rank), so a run also shows the terms of every output row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from itertools import permutations
-from typing import NamedTuple
 
-from weft.plan import (
-    Compute,
-    Copy,
-    Instruction,
-    Notify,
-    Plan,
-    Reduce,
-    Region,
-    Signal,
-    Term,
-    Wait,
-    reads,
-    writes,
-)
-from weft.plan.language import ANY_BLOCK, accumulates, aligned, is_port
-from weft.plan.messages import at_the_end, ending, is_channel
-from weft.plan.symbols import Cell, Pieces, Read, RowsOfValue, every, joined
+from weft.plan import Compute, Copy, Instruction, Notify, Plan, Reduce, Signal, Wait
+from weft.plan.access_order import Accesses, Clock, Knowledge, Where
+from weft.plan.language import accumulates, is_port
+from weft.plan.messages import at_the_end, ending
+from weft.plan.symbols import every, joined
 from weft.plan.values import ordered, reduced, shifted, text
 
-Clock = list[int]
 
-
-Place = tuple[int, str, int, int]
-"""A region as a plain tuple, which costs less: a proof makes millions of them."""
-
-Where = Callable[[int, str, int], str]
-"""Names an instruction, by its rank, its lane and its position there, as users know it."""
-
-
-class Knowledge(NamedTuple):
-    """What a lane knows of: all up to a clock, and single reads; their `shift` is the row."""
-
-    clock: Clock
-    reads: set[Read]
-
-
-def known(reads: Collection[Read], lane: int, time: int, region: Place) -> bool:
-    """Whether a lane's read of a region at a time is among those that are known."""
-    rank, buffer, start, stop = region
-    return bool(reads) and all(
-        Read(lane, time, rank, buffer, row) in reads for row in range(start, stop)
-    )
-
-
-@dataclass
-class Use:
-    """A lane's use of a rank's workspace in one execution: its clock at the first access and its
-    time at the last.
-    """
-
-    first: Clock
-    last: int
-
-
-class Run:
+class Run(Accesses):
     """One greedy run of a sequence of well-formed plans, in which each rank proceeds by itself."""
 
     def __init__(
@@ -80,51 +30,16 @@ class Run:
         """`ended` is called when a rank ends a plan; `where` names instructions in problems, by
         default by their lanes.
         """
-        self.plans, self.ended, self.where = plans, ended, where
-        self.found: dict[str, bool] = {}  # in order, and whether it has been reported
-        ranks = range(plans[0].ranks)
-        self.lanes: list[list[str]] = [
-            sorted({name for plan in plans for name in plan.lanes[r]} | {"compute"}) for r in ranks
-        ]
-        every = [(r, name) for r in ranks for name in self.lanes[r]]
-        every += [(r, ending(name)) for r, name in every if is_channel(name)]
-        # the number of each lane
-        self.index: dict[tuple[int, str], int] = {lane: i for i, lane in enumerate(every)}
+        super().__init__(plans, where)
+        self.ended = ended
         self.endings = {
             i: self.index[r, ending(name)]
             for (r, name), i in self.index.items()
             if (r, ending(name)) in self.index
         }
-        self.rank_of = [r for r, _ in every]
-        self.names = [f"rank {r} {name}" for r, name in every]
-        self.lane_names = [name for _, name in every]
-        # of each lane the position of its instruction, and those of earlier accesses by their time
-        self.position = [0] * len(every)
-        self.accessed: list[dict[int, int]] = [{} for _ in every]
-        self.clocks: list[Clock] = [[0] * len(every) for _ in every]
-        self.rows: dict[tuple[int, int, int, str], RowsOfValue] = {}
-        self.turns = [
-            sum(earlier is plan for earlier in plans[:number]) for number, plan in enumerate(plans)
-        ]
-        self.flagged = [
-            {name for name, buffer in plan.buffers.items() if buffer.flagged} for plan in plans
-        ]
-        # what is known of a rank that has begun an execution
-        self.begun: dict[tuple[int, int], Knowledge] = {}
-        # the reads that a lane knows of besides those that its clock orders
-        self.known: list[set[Read]] = [set() for _ in every]
-        # what the flags of rows have told a rank in its execution, which its lanes know afterwards
-        self.told: list[Knowledge] = [Knowledge([0] * len(every), set()) for _ in ranks]
-        # the numbers of the blocks in the slots of a buffer, by slot
-        self.held: dict[tuple[int, int, str], dict[int, int]] = {}
-        self.slots = [
-            {name for name, b in plan.buffers.items() if any(ANY_BLOCK in n for n in b.blocks)}
-            for plan in plans
-        ]
-        self.uses: dict[tuple[int, int], dict[int, Use]] = {}
         self.raised: dict[tuple[int, Signal], list[Knowledge]] = {}
         self.writers: dict[tuple[int, int, Signal], int] = {}
-        self.base: list[dict[Signal, int]] = [{} for _ in ranks]
+        self.base: list[dict[Signal, int]] = [{} for _ in self.lanes]
         self.starts: dict[tuple[int, int], list[tuple[int, int]]] = {}
         self.ends: dict[tuple[int, int], tuple[Clock, dict[Signal, int]]] = {}
         self.promised = [plan.notified for plan in plans]
@@ -155,16 +70,6 @@ class Run:
             self.check_leaving()
             self.check_synchronizing()
         yield from self.reported()
-
-    def complain(self, problem: str) -> None:
-        self.found.setdefault(problem, False)
-
-    def reported(self) -> Iterator[str]:
-        """The problems that are not yet reported."""
-        for problem, before in self.found.items():
-            if not before:
-                self.found[problem] = True
-                yield problem
 
     def run_rank(self, rank: int) -> Iterator[tuple[bool, list[str]]]:
         moved = False
@@ -221,25 +126,6 @@ class Run:
         raised = len(self.raised.get((rank, wait.signal), ())) - self.base[rank].get(wait.signal, 0)
         return f"{self.place(lane)} waits for {wait.count} of {wait.signal}, {raised} arrive"
 
-    def place(self, lane: int, time: int | None = None) -> str:
-        """Where a lane is, or was at the time of an access."""
-        at = self.position[lane] if time is None else self.accessed[lane].get(time)
-        if self.where is None or at is None:
-            return self.names[lane]
-        return self.where(self.rank_of[lane], self.lane_names[lane], at)
-
-    def missing(self, execution: int, instruction: Instruction) -> tuple[Region | None, bool]:
-        """Rows with flags that an instruction reads and this execution has not written, if there
-        are some, and whether a later one has.
-        """
-        for src in reads(instruction):
-            if src.buffer in self.flagged[execution]:
-                rows = self.buffer(execution, src.rank, src.buffer)
-                for a, b, cell in rows.over(src.start, src.stop):
-                    if cell.execution != execution:
-                        return src._replace(start=a, stop=b), cell.execution > execution
-        return None, False
-
     def join(self, rank: int) -> None:
         """Order all lanes of a rank after the previous execution, but for what its ports have still
         to do: their clocks become the maximum.
@@ -259,32 +145,6 @@ class Run:
         for name in self.lanes[rank]:
             i = self.index[rank, name]
             self.clocks[i][i] += 1
-
-    def use_by_caller(self, execution: int, rank: int) -> None:
-        """Access all inputs and outputs as the caller does before and after an execution: it may
-        write to them.
-        """
-        lane = self.index[rank, "compute"]
-        for name, buffer in self.plans[execution].buffers.items():
-            if not buffer.given:
-                continue
-            for start, stop, cell in self.buffer(execution, rank, name).over(0, buffer.rows[rank]):
-                self.order(
-                    execution, lane, "the caller's use", (rank, name, start, stop), cell, write=True
-                )
-                cell.value = (Term(rank, name, 0),) if buffer.role != "output" else None
-                cell.execution = execution
-
-    def buffer(self, execution: int, rank: int, name: str) -> RowsOfValue:
-        plan = self.plans[execution]
-        buffer = plan.buffers[name]
-        if buffer.role == "private":
-            key = id(plan), self.turns[execution] % buffer.copies, rank, name
-        else:
-            key = execution, 0, rank, name
-        if key not in self.rows:
-            self.rows[key] = RowsOfValue(buffer.rows[rank])
-        return self.rows[key]
 
     def step(self, execution: int, lane: int, instruction: Instruction) -> bool:
         """Execute one instruction of a lane; False if it must wait."""
@@ -377,140 +237,6 @@ class Run:
                         f"{self.place(lane)}: {instruction}: {dst} is written twice, with one flag"
                     )
                 cell.value, cell.writes = moved, cell.writes + (not again)
-
-    def made_of(
-        self, execution: int, lane: int, instruction: Instruction, start: int, stop: int
-    ) -> frozenset[Read]:
-        """The reads that rows of the destination follow from, each of the same row: those of this
-        instruction, and those that the rows which it reads follow from.
-        """
-        (dst,), time = writes(instruction), self.clocks[lane][lane]
-        found = set[Read]()
-        for src in reads(instruction):
-            by = src.start - dst.start
-            found.add(Read(lane, time, src.rank, src.buffer, by))
-            for _, _, cell in self.buffer(execution, src.rank, src.buffer).over(
-                start + by, stop + by
-            ):
-                found |= {each._replace(shift=each.shift + by) for each in cell.made_of}
-        return frozenset(found)
-
-    def forget(self, execution: int, cell: Cell, region: Place) -> None:
-        """Forget the earlier accesses of rows that are about to be written with a value which
-        follows from them: from what they have read here, or from reads of ranks that had begun this
-        execution, and all that these then knew.
-        """
-        followed = {
-            (each.lane, each.time)
-            for each in cell.made_of
-            if (each.rank, each.buffer, each.shift) == (*region[:2], 0)
-        }
-        begun = [self.begun[execution, r] for r in {self.rank_of[e.lane] for e in cell.made_of}]
-
-        def follows(access: tuple[int, int]) -> bool:
-            lane, time = access
-            return access in followed or any(
-                each.clock[lane] >= time or known(each.reads, lane, time, region) for each in begun
-            )
-
-        # who has read the rows has done so after they were written
-        if cell.writer and (follows(cell.writer) or followed & cell.readers.items()):
-            cell.writer = None
-        cell.readers = {
-            other: time for other, time in cell.readers.items() if not follows((other, time))
-        }
-
-    def check_slots(self, execution: int, lane: int, instruction: Copy | Compute | Reduce) -> None:
-        """Complain about slots that are read as other blocks than they hold, which may have another
-        number of rows, and note the blocks that slots are written with.
-        """
-        plan, slots = self.plans[execution], self.slots[execution]
-        numbers = plan.numbers(plan.sizing_region(instruction))
-        dst, *sources = aligned(instruction)
-        for src in sources:
-            held = self.held.get((execution, src.rank, src.buffer), {})
-            if src.buffer in slots and any(
-                held.get(at, number) != number for at, number in enumerate(numbers, src.start)
-            ):
-                self.complain(f"{self.place(lane)}: {instruction}: {src} holds other blocks")
-        if dst.buffer in slots:
-            held = self.held.setdefault((execution, dst.rank, dst.buffer), {})
-            held.update(enumerate(numbers, dst.start))
-
-    def read(self, execution: int, lane: int, instruction: Instruction, src: Region) -> Pieces:
-        """The values of a region's rows, in pieces counted from its start."""
-        pieces = []
-        for a, b, cell in self.buffer(execution, src.rank, src.buffer).over(src.start, src.stop):
-            region = src.rank, src.buffer, a, b
-            if cell.value is None or cell.execution != execution:
-                self.complain(
-                    f"{self.place(lane)}: {instruction}: {Region(*region)} was not written in this "
-                    "execution"
-                )
-            self.touch(execution, lane, instruction, region, cell, write=False)
-            pieces.append((a - src.start, b - src.start, shifted(cell.value or (), src.start)))
-        return pieces
-
-    def touch(
-        self,
-        execution: int,
-        lane: int,
-        instruction: Instruction,
-        region: Place,
-        cell: Cell,
-        write: bool,
-    ) -> None:
-        rank, buffer, *_ = region
-        if self.plans[execution].buffers[buffer].role == "workspace":
-            users = self.uses.setdefault((rank, execution), {})
-            if lane not in users:
-                users[lane] = Use([*self.clocks[lane]], 0)
-            users[lane].last = self.clocks[lane][lane]
-        self.order(execution, lane, instruction, region, cell, write)
-
-    def order(
-        self, execution: int, lane: int, access: object, region: Place, cell: Cell, write: bool
-    ) -> None:
-        """Complain unless this access happens after the last write and, if it writes, after all
-        reads since. A read of rows with flags does, and learns that their writer has begun.
-        """
-        clock = self.clocks[lane]
-        if self.where is not None:
-            self.accessed[lane][clock[lane]] = self.position[lane]
-        flagged = region[1] in self.flagged[execution]
-        earlier = [cell.writer] if cell.writer else []
-        if flagged and not write and cell.writer:  # the flag has come with the rows
-            self.tell(execution, lane, region, cell)
-            earlier = []
-        if write:
-            earlier += cell.readers.items()
-        for other, time in earlier:
-            if clock[other] < time and not known(self.known[lane], other, time, region):
-                after = self.place(other, time)
-                self.complain(
-                    f"race on {Region(*region)}: {self.place(lane)} ({access}) is not ordered "
-                    "after "
-                    f"{after}"
-                )
-        if write:
-            cell.writer, cell.readers = (lane, clock[lane]), {}
-        else:
-            cell.readers[lane] = clock[lane]
-
-    def tell(self, execution: int, lane: int, region: Place, cell: Cell) -> None:
-        """Let the flags of rows tell their reader's rank that their writer has begun, and all reads
-        that the rows follow from. Other threads of the lane may not know it in this execution.
-        """
-        assert cell.writer is not None
-        told, (_, _, start, stop) = self.told[self.rank_of[lane]], region
-        begun = self.begun[execution, self.rank_of[cell.writer[0]]]
-        told.clock[:] = map(max, told.clock, begun.clock)
-        told.reads.update(begun.reads)
-        told.reads.update(
-            each._replace(shift=row + each.shift)
-            for each in cell.made_of
-            for row in range(start, stop)
-        )
 
     def check_result(self, execution: int, rank: int) -> None:
         for region, value in self.plans[execution].result.items():

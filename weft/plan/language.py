@@ -354,6 +354,16 @@ class Plan:
         named = self.request and (self.request if request is None else request)
         return replace(self, lanes=lanes.changed(change, named), **fields)
 
+    def with_instructions(
+        self, change: Callable[[Instruction], Instruction], request: str, **fields: Any
+    ) -> Plan:
+        """The plan with each instruction changed, as `with_lanes`."""
+
+        def changed(lanes: Lanes) -> Lanes:
+            return {name: tuple(map(change, lane)) for name, lane in lanes.items()}
+
+        return self.with_lanes(changed, request, **fields)
+
     @property
     def ranks(self) -> int:
         return len(self.lanes)

@@ -37,7 +37,8 @@ from weft.plan import (
     accesses,
     reads,
 )
-from weft.plan.happens_before import Run, Where
+from weft.plan.access_order import Where
+from weft.plan.happens_before import Run
 from weft.plan.language import ANY_BLOCK, aligned, is_lane, whole_sources
 from weft.plan.messages import lower_to_messages, origin
 from weft.plan.values import REDUCTIONS, terms, wholes
