@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 _here = Path(__file__).parent
 _folders = [_here, *sorted({path.parent for path in _here.rglob("test_*.py")} - {_here})]
@@ -20,6 +21,9 @@ if "WEFT_CACHE" not in os.environ:
     _compiled = _here.parent / "build" / "torch"
     _compiled.mkdir(parents=True, exist_ok=True)
     Path(_cache.name, "torch").symlink_to(_compiled)
+
+settings.register_profile("untimed", deadline=None)  # the machine may be busy
+settings.load_profile("untimed")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -38,7 +38,7 @@ def assert_near(found, expected, dtype):
 
 
 @pytest.mark.parametrize("method", METHODS_HERE)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     tokens=st.integers(0, 40),
     width=st.integers(1, 140),

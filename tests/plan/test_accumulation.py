@@ -250,7 +250,7 @@ def test_all_rows_have_one_value_however_they_are_cut(parts, start):
     assert whole([((), value)]) == (Whole(()),)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.sampled_from([gathered, in_turn]), st.integers(2, 3), st.integers(1, 3), st.data())
 def test_plans_that_accumulate_are_right_for_every_size(plan, ranks, pieces, data):
     blocks = plan(ranks, pieces)

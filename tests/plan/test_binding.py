@@ -36,7 +36,7 @@ def bound_plans(draw: st.DrawFn) -> Plan:
     return bind(replace(plan, rows_multiple=draw(st.integers(1, 4))), rows)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(bound_plans())
 def test_every_bound_plan_is_proved(plan):
     verify(plan)

@@ -36,7 +36,7 @@ FRUGAL = [
 ] + ["broadcast ring"]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(groupings(), st.sampled_from([*FUSED, *PLAIN]), st.integers(1, 3))
 def test_every_plan_is_proved_and_so_are_its_messages(hosts, name, pieces):
     plan = (FUSED | PLAIN)[name](hosts, pieces)
@@ -44,7 +44,7 @@ def test_every_plan_is_proved_and_so_are_its_messages(hosts, name, pieces):
     verify(lower_to_messages(plan, hosts))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.data(),
     groupings(),
@@ -210,7 +210,7 @@ def crossings(plan, hosts):
     return rows
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data(), groupings(), st.sampled_from(FRUGAL), st.integers(1, 3))
 def test_rows_cross_to_each_host_once(data, hosts, name, pieces):
     """The least number of rows: gathered rows go once to each other host, and the sums of a host's

@@ -82,7 +82,7 @@ def check(plan, again, hosts, ranks):
         assert agreed(again.common(examples(hosts)), near) == agreed(plan, near)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(groupings(9, 5), st.sampled_from([*PLANNERS]), st.integers(1, 3))
 def test_the_part_of_each_rank_is_that_of_the_whole_plan(hosts, name, pieces):
     check(*(PLANNERS[name](hosts, pieces) for _ in range(2)), hosts, range(len(hosts)))

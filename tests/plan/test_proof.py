@@ -70,7 +70,7 @@ def test_accepted_mutants_differ_in_no_run(mutation, ranks, pieces):
         assert not [(plan.operator, plan.algorithm, accepted[at].change) for at in differing]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.data(), st.integers(1, 4), st.integers(0, 2**32 - 1))
 def test_accepted_plans_are_right(data, ranks, seed):
     """Plans of any origin, with any plans before and after them."""

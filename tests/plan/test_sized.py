@@ -151,7 +151,7 @@ def matrices(draw):
 
 
 @given(matrices(), st.sampled_from(EXCHANGES), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_matrix(drawn, exchange, gathered):
     """Blocks are side by side at prefix sums, and the results are those of products and copies."""
     (experts, pieces, matrix), (operator, algorithm) = drawn, exchange

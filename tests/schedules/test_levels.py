@@ -29,7 +29,7 @@ def grouped(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
     return (*found, *flat(ranks))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(grouped())
 def test_a_barrier_is_proved_for_any_groups(levels):
     verify(barrier(levels))
@@ -83,7 +83,7 @@ def test_a_lone_rank_notifies_all_of_a_larger_group():
     verify(barrier(levels))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(grouped(), st.integers(0, 13))
 def test_a_broadcast_of_a_few_rows_is_proved_for_any_groups(levels, number):
     verify(broadcast(number % len(levels[-1]), levels))

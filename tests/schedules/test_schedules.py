@@ -26,13 +26,13 @@ from weft_bench.ablation import own_rows_last, split_arrivals
 seeds = st.integers(0, 2**32 - 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(plans.any_plan())
 def test_is_proved(plan):
     verify(plan)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(plans.bound_plan(), seeds)
 def test_computes_its_operator_in_any_interleaving(plan, seed):
     calls = [plans.call(plan, seed + i) for i in range(3)]
@@ -65,13 +65,13 @@ def successions(
     return [draw(make(ranks)) for _ in range(length)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(successions(plans.any_plan, 3))
 def test_any_three_may_follow_one_another(three):
     verify(*three)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(successions(plans.bound_plan, 5), seeds)
 def test_any_five_compute_their_operators_in_one_workspace(five, seed):
     calls = [plans.call(plan, seed + i) for i, plan in enumerate(five)]
@@ -87,7 +87,7 @@ def test_any_two_may_follow_each_other(ranks):
         verify(other, one)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(plans.any_plan())
 def test_no_redundant_instructions(plan):
     """No region without blocks, and no repeated wait of a lane for the same count."""

@@ -48,7 +48,7 @@ def whole_numbers(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randint(-2, 3, shape, generator=generator).float()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_all_ranks_parts_add_up_to_the_layer(dtype: torch.dtype, data: st.DataObject) -> None:

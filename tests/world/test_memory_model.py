@@ -227,7 +227,6 @@ def test_memory_equals_the_model():
         chosen = settings(
             max_examples=50,
             stateful_step_count=30,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         )
         try:
