@@ -12,6 +12,7 @@ import itertools
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -85,6 +86,13 @@ class Hosts:
             name,
         )
         ip("-n", self.hub, "link", "set", f"port{host}", "master", "hub", "up")
+
+    def name_itself(self, host: str, address: str | None) -> None:
+        """Give the name of this machine an address on a host, or none."""
+        files = Path("/etc/netns") / host  # `ip netns exec` puts them into /etc
+        files.mkdir(parents=True, exist_ok=True)
+        entry = f"{address} {socket.gethostname()}\n" if address else ""
+        (files / "hosts").write_text(f"127.0.0.1 localhost\n{entry}")
 
     def shape(self, gbps: float) -> None:
         """Limit the bandwidth of every host, in both directions, to `gbps`."""
@@ -235,6 +243,7 @@ class Hosts:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
             ip("netns", "delete", name, check=False)
+            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
 
 
 @contextlib.contextmanager

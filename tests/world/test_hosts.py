@@ -207,6 +207,19 @@ def test_two_hosts_with_ipv6_alone_and_the_smallest_packets(tmp_path):
     assert_death_was_reported(tmp_path, 2)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("address", ["127.0.1.1", "10.99.0.1", None])
+def test_two_hosts_whose_name_has_no_address_that_others_reach(tmp_path, address):
+    """A loopback address, as Debian gives it, one of no host, or none."""
+    with hosts(2, environment={"GLOO_SOCKET_IFNAME": ""}) as net:
+        for name in net.names:
+            net.name_itself(name, address)
+        net.start(SCRIPT, 1, "sums_to_the_bit", tmp_path)
+        ended = net.finish()
+    assert [code for code, _ in ended] == [0, 0]
+    assert found(tmp_path, "sums_to_the_bit", 2) == [None] * 2
+
+
 @pytest.mark.data
 @needs_ucx
 @pytest.mark.slow

@@ -330,7 +330,7 @@ def listen_to_hosts(rank: int) -> Listener:
     tried = []
     for host in [here[interface]] if interface in here else [] if interface else _candidates(here):
         try:
-            if not ipaddress.ip_address(host).is_loopback:
+            if not _loopback(host):
                 return Listener(host)
         except OSError as error:
             tried.append(f"{host}: {error.strerror}")
@@ -348,18 +348,8 @@ def listen_to_hosts(rank: int) -> Listener:
 
 def _candidates(here: Mapping[str, str]) -> Iterator[str]:
     """Addresses at which this host may be reachable, the likeliest first."""
-    with contextlib.suppress(OSError):
-        yield from (
-            str(found[4][0])
-            for found in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-        )
-    for outside in ("192.0.2.1", "2001:db8::1"):  # nothing is sent there
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(family_of(outside), socket.SOCK_DGRAM) as probe,
-        ):
-            probe.connect((outside, 9))
-            yield probe.getsockname()[0]
+    yield from _of_name(socket.gethostname())
+    yield from filter(None, map(_source, ("192.0.2.1", "2001:db8::1")))
     yield from here.values()
 
 
@@ -368,6 +358,43 @@ def named_interface() -> str:
     not set.
     """
     return os.environ.get(INTERFACE, "").split(",")[0]
+
+
+def choose_interface(master: str) -> None:
+    """Name the interface by which this host reaches `master`, the address of rank 0's, in
+    GLOO_SOCKET_IFNAME, if no other host can reach the address that gloo would take: the first of
+    this host's name at which it can listen. Many systems give the name a loopback address.
+    """
+    own = {address: name for name, address in addresses().items()}
+    of_name = (host for host in _of_name(socket.gethostname()) if host in own or _loopback(host))
+    if named_interface() or not _loopback(next(of_name, "127.0.0.1")):
+        return
+    for host in _of_name(master):
+        if (source := _source(host)) in own and not _loopback(source):
+            os.environ[INTERFACE] = own[source]
+            return
+
+
+def _of_name(name: str) -> Iterator[str]:
+    """The addresses of a name; none if it has none."""
+    with contextlib.suppress(OSError, UnicodeError):
+        for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
+            yield str(found[4][0])
+
+
+def _source(host: str) -> str:
+    """The address of this host in packets to another; nothing is sent. Empty without a route."""
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(family_of(host), socket.SOCK_DGRAM) as probe,
+    ):
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
+    return ""
+
+
+def _loopback(host: str) -> bool:
+    return ipaddress.ip_address(host).is_loopback
 
 
 def family_of(host: str) -> socket.AddressFamily:

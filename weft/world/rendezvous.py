@@ -28,7 +28,7 @@ from weft.errors import PeerLost, PeerTimeout, WeftError
 from weft.schedules.thresholds import Thresholds
 from weft.version import __version__
 from weft.world.forked import keep_in_children
-from weft.world.listener import INTERFACE, Address
+from weft.world.listener import INTERFACE, Address, choose_interface
 from weft.world.peer_memory import Probe
 from weft.world.wire import convert, decode, encode
 
@@ -101,7 +101,9 @@ def launched(timeout: float) -> tuple[Store, int, int]:
     rank, ranks, address, port = (
         os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     )
-    return _store(int(rank), int(ranks), address, int(port), timeout), int(rank), int(ranks)
+    store = _store(int(rank), int(ranks), address, int(port), timeout)
+    choose_interface(address)
+    return store, int(rank), int(ranks)
 
 
 def _store(rank: int, ranks: int, address: str, port: int, timeout: float) -> Store:
