@@ -300,17 +300,17 @@ std::vector<Trouble> Network::troubles() {
   return std::exchange(troubles_, {});
 }
 
-void Network::hung_up(int peer) {
-  peers_[peer].gone.store(true, std::memory_order_release);
-  transport_->wake();
+// Whether nothing more arrives from a peer: it has ended what it sends, or left.
+bool Network::gone(size_t peer) const {
+  const int number = static_cast<int>(peer);
+  return ended(number) || mesh_->left(number);
 }
 
 bool Network::expects_more() {
   const std::lock_guard lock(mutex_);
-  return std::any_of(peers_.begin(), peers_.end(), [](const Peer& peer) {
-    return !peer.expected.empty() && !peer.over.load(std::memory_order_acquire) &&
-           !peer.gone.load(std::memory_order_acquire);
-  });
+  for (size_t peer = 0; peer < peers_.size(); ++peer)
+    if (!peers_[peer].expected.empty() && !gone(peer)) return true;
+  return false;
 }
 
 void Network::finish(double seconds, double linger) {
@@ -329,10 +329,9 @@ void Network::finish(double seconds, double linger) {
   announce();
   for (size_t peer = 0; peer < peers_.size(); ++peer) transport_->end(static_cast<int>(peer));
   drive_until(linger, [&] {
-    return std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) {
-      return !peer.needed.load(std::memory_order_acquire) ||
-             peer.over.load(std::memory_order_acquire) || peer.gone.load(std::memory_order_acquire);
-    });
+    for (size_t peer = 0; peer < peers_.size(); ++peer)
+      if (peers_[peer].needed.load(std::memory_order_acquire) && !gone(peer)) return false;
+    return true;
   });
 }
 

@@ -102,8 +102,6 @@ class Network : private Transport::Receiver {
   // Return when this rank has received all rows that its calls expect, or after `seconds`; then end
   // what it sends, and wait up to `linger` seconds for all peers to do so.
   void finish(double seconds, double linger);
-  // A peer has hung up: nothing is expected of it.
-  void hung_up(int peer);
   // Whether a peer has ended what it sends.
   bool ended(int peer) const { return peers_[peer].over.load(std::memory_order_acquire); }
   void abort();
@@ -130,7 +128,7 @@ class Network : private Transport::Receiver {
   static constexpr uint8_t kForget = 1;
 
   struct Peer {
-    std::atomic<bool> needed{false}, over{false}, gone{false};
+    std::atomic<bool> needed{false}, over{false};
     bool connected = false;  // of `announcing_`
     bool troubled = false;   // of `mutex_`
     std::list<Expected> expected;
@@ -178,6 +176,7 @@ class Network : private Transport::Receiver {
   void ring();
   void work();
   bool drive(Gate& closed);
+  bool gone(size_t peer) const;
   bool expects_more();
 
   const int rank_;

@@ -1,5 +1,6 @@
 #include "memory/mesh.hpp"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -25,23 +26,38 @@ namespace {
 #define SYS_pidfd_open 434
 #endif
 
-enum Type : char { kNote = 'n', kAbort = 'a', kFarewell = 'f' };
+enum Type : char {
+  kNote = 'n',
+  kAbort = 'a',
+  kFarewell = 'f',
+  // between ranks of one host only
+  kLetter = 'l',
+  kAcknowledged = 'k',
+  kConnection = 'c'
+};
 constexpr size_t kLongest = 16384;
+// of a letter, with the ranks, or of a connection, with what was read of its next message
+constexpr size_t kLongestBetweenRanks = 3 * kLongest;
 
-bool transmit(int socket, const std::string& message, const File* file, int flags) {
-  iovec data{const_cast<char*>(message.data()), std::min(message.size(), kLongest)};
+std::string abort_message(const Failure& failure) {
+  return std::string(1, kAbort) + failure.kind + "\n" + std::to_string(failure.culprit) + "\n" +
+         failure.text;
+}
+
+bool transmit(int socket, const std::string& message, int fd, int flags) {
+  iovec data{const_cast<char*>(message.data()), message.size()};
   msghdr header{};
   header.msg_iov = &data;
   header.msg_iovlen = 1;
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  if (file) {
+  if (fd >= 0) {
     header.msg_control = control;
     header.msg_controllen = sizeof control;
     cmsghdr* c = CMSG_FIRSTHDR(&header);
     c->cmsg_level = SOL_SOCKET;
     c->cmsg_type = SCM_RIGHTS;
     c->cmsg_len = CMSG_LEN(sizeof(int));
-    std::memcpy(CMSG_DATA(c), &file->fd, sizeof(int));
+    std::memcpy(CMSG_DATA(c), &fd, sizeof(int));
   }
   return sendmsg(socket, &header, flags | MSG_NOSIGNAL) >= 0;
 }
@@ -66,26 +82,26 @@ void close_if_open(int& fd) {
 
 Mesh::Mesh(std::vector<int> fds)
     : rank_(static_cast<int>(std::find(fds.begin(), fds.end(), -1) - fds.begin())),
-      stop_(eventfd(0, EFD_CLOEXEC)),
+      wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       peers_(fds.begin(), fds.end()) {
   const bool elsewhere = std::find(fds.begin(), fds.end(), kElsewhere) != fds.end();
-  if (stop_ >= 0 && elsewhere) outgoing_ready_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  if (wake_ >= 0 && elsewhere) relay_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   try {
-    if (stop_ < 0 || (elsewhere && outgoing_ready_ < 0))
+    if (wake_ < 0 || (elsewhere && relay_ < 0))
       throw std::system_error(errno, std::generic_category(), "eventfd");
     for (auto& peer : peers_) peer.process = open_process(peer.fd);
     thread_ = std::thread(&Mesh::watch, this);
   } catch (...) {
-    close_if_open(stop_);
-    close_if_open(outgoing_ready_);
+    close_if_open(wake_);
+    close_if_open(relay_);
     for (auto& peer : peers_) close_if_open(peer.process);
     throw;
   }
 }
 
 Mesh::~Mesh() {
-  uint64_t one = 1;
-  [[maybe_unused]] ssize_t written = ::write(stop_, &one, sizeof one);
+  stopping_.store(true, std::memory_order_release);
+  wake(wake_);
   thread_.join();
   disown();
 }
@@ -95,8 +111,8 @@ void Mesh::disown() {
     close_if_open(peer.fd);
     close_if_open(peer.process);
   }
-  close_if_open(stop_);
-  close_if_open(outgoing_ready_);
+  close_if_open(wake_);
+  close_if_open(relay_);
 }
 
 void Mesh::watch() {
@@ -115,21 +131,32 @@ void Mesh::watch_peers() {
     polled.push_back({peer.fd, POLLIN, 0});
     polled.push_back({peer.process, POLLIN, 0});
   }
-  polled.push_back({stop_, POLLIN, 0});
+  polled.push_back({wake_, POLLIN, 0});
   while (true) {
+    {
+      const std::lock_guard lock(pushing_);
+      for (size_t i = 0; i < peers_.size(); ++i)
+        polled[2 * i].events = peers_[i].unsent.empty() ? POLLIN : POLLIN | POLLOUT;
+    }
     if (poll(polled.data(), polled.size(), -1) < 0) {
       if (errno == EINTR) continue;
       throw std::system_error(errno, std::generic_category(), "watching peers");
     }
-    if (polled.back().revents) return;
+    if (stopping_.load(std::memory_order_acquire)) return;
+    if (polled.back().revents) {
+      uint64_t times;
+      [[maybe_unused]] const ssize_t n = ::read(wake_, &times, sizeof times);
+    }
     for (size_t i = 0; i < peers_.size(); ++i) {
       pollfd& connection = polled[2 * i];
       pollfd& process = polled[2 * i + 1];
       const int peer = static_cast<int>(i);
-      const bool closed = connection.revents && !read(peer);
+      if (connection.revents & POLLOUT) push_rest(peer);
+      const bool closed = (connection.revents & ~POLLOUT) && !read(peer);
       const bool dead = !closed && process.revents;
       if (dead) ended(peer);
       if (closed || dead) {
+        acknowledge(peer);
         connection.fd = -1;
         process.fd = -1;
       }
@@ -147,7 +174,7 @@ void Mesh::ended(int peer) {
 
 // Read one message of a peer; false if the connection has ended.
 bool Mesh::read(int peer) {
-  char text[kLongest];
+  char text[kLongestBetweenRanks];
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))];
   iovec data{text, sizeof text};
   msghdr header{};
@@ -168,13 +195,21 @@ bool Mesh::read(int peer) {
     std::memcpy(&fd, CMSG_DATA(c), sizeof fd);
     file = std::make_shared<File>(fd);
   }
-  if (!handle(peer, {text, static_cast<size_t>(n)}, std::move(file)))
+  if (!handle(peer, {text, static_cast<size_t>(n)}, std::move(file), true))
     fail({"WeftError", peer, "it sent a message that cannot be read"});
   return true;
 }
 
-// Handle a message of a peer, and the file that came with it; false if it is not valid.
-bool Mesh::handle(int peer, const std::string& message, std::shared_ptr<File> file) {
+// Note that a peer of this host has acknowledged this rank's farewell, or has ended.
+void Mesh::acknowledge(int peer) {
+  const std::lock_guard lock(mutex_);
+  peers_[peer].acknowledged = true;
+  changed_.notify_all();
+}
+
+// Handle a message of a peer, which came from it directly if it is `here`, on this host, and the
+// file that came with it; false if it is not valid.
+bool Mesh::handle(int peer, const std::string& message, std::shared_ptr<File> file, bool here) {
   if (message.empty()) return false;
   std::string body = message.substr(1);
   if (message[0] == kNote) {
@@ -190,46 +225,151 @@ bool Mesh::handle(int peer, const std::string& message, std::shared_ptr<File> fi
     if (error != std::errc() || rest != end || culprit < 0 ||
         culprit >= static_cast<int>(peers_.size()))
       return false;
+    // later ones are consequences, which their own hosts know of (M1)
+    if (here && !failed()) post({peer, kAll, message});
     fail({body.substr(0, first), culprit, body.substr(second + 1)});
   } else if (message[0] == kFarewell && body.empty()) {
-    peers_[peer].left.store(true, std::memory_order_release);  // M4
-    const std::lock_guard lock(mutex_);
-    changed_.notify_all();
-    Sleeper::wake_all();
+    leaves(peer, here);
+  } else if (!here) {
+    const std::lock_guard lock(posting_);
+    arrived_.emplace_back(peer, message);
+    wake_relay();
+  } else if (message[0] == kLetter) {
+    return handle_letter(body);
+  } else if (message[0] == kAcknowledged) {
+    acknowledge(peer);
+  } else if (message[0] == kConnection && file) {
+    const std::lock_guard lock(posting_);
+    handed_over_.emplace_back(std::move(body), std::move(file));
+    wake_relay();
   } else {
     return false;
   }
   return true;
 }
 
-bool Mesh::deliver(int peer, const std::string& message) { return handle(peer, message, nullptr); }
+// Handle a letter that a peer of this host passes on: for this rank, or for another host.
+bool Mesh::handle_letter(const std::string& body) {
+  Letter letter;
+  constexpr size_t size = sizeof letter.origin + sizeof letter.target;
+  if (body.size() < size) return false;
+  std::memcpy(&letter.origin, body.data(), sizeof letter.origin);
+  std::memcpy(&letter.target, body.data() + sizeof letter.origin, sizeof letter.target);
+  letter.text = body.substr(size);
+  const int ranks = static_cast<int>(peers_.size());
+  if (letter.origin < 0 || letter.origin >= ranks || letter.target < kAll || letter.target >= ranks)
+    return false;
+  if (letter.target == kAll || letter.target == rank_)
+    return handle(letter.origin, letter.text, nullptr, false);
+  post(std::move(letter));
+  return true;
+}
+
+// Note that a peer has left.
+void Mesh::leaves(int peer, bool here) {
+  if (here) post({peer, kAll, std::string(1, kFarewell)});
+  {
+    const std::lock_guard lock(mutex_);
+    peers_[peer].left.store(true, std::memory_order_release);  // M4
+    changed_.notify_all();
+    Sleeper::wake_all();
+  }
+  if (relay_ < 0) return;
+  if (here) return push(peer, std::string(1, kAcknowledged));
+  const std::lock_guard lock(posting_);
+  arrived_.emplace_back(peer, std::string(1, kFarewell));
+  wake_relay();
+}
+
+bool Mesh::deliver(int peer, const std::string& message) {
+  return handle(peer, message, nullptr, false);
+}
 
 void Mesh::disconnected(int peer) {
-  if (!left(peer)) fail({"PeerLost", peer, ""});  // M3
+  if (left(peer)) return;  // M3
+  const Failure failure{"PeerLost", peer, ""};
+  const Letter letter{peer, kAll, abort_message(failure)};
+  if (failed())
+    return;
+  else if (peers_[peer].fd == kElsewhere)
+    pass_on(kAll, letter);
+  else
+    post(letter);
+  fail(failure);
 }
 
-void Mesh::post(int peer, std::string message) {
-  if (outgoing_ready_ < 0) return;
-  const std::lock_guard lock(posting_);
-  outgoing_.emplace_back(peer, std::move(message));
+void Mesh::wake(int descriptor) {
   const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = ::write(outgoing_ready_, &one, sizeof one);
+  [[maybe_unused]] const ssize_t written = ::write(descriptor, &one, sizeof one);
 }
 
-std::vector<std::pair<int, std::string>> Mesh::outgoing() {
+void Mesh::wake_relay() { wake(relay_); }
+
+void Mesh::post(Letter letter) {
+  if (relay_ < 0) return;
+  const std::lock_guard lock(posting_);
+  outgoing_.push_back(std::move(letter));
+  wake_relay();
+}
+
+std::vector<Letter> Mesh::outgoing() {
   const std::lock_guard lock(posting_);
   uint64_t times;
-  [[maybe_unused]] const ssize_t n = ::read(outgoing_ready_, &times, sizeof times);
+  [[maybe_unused]] const ssize_t n = ::read(relay_, &times, sizeof times);
   return std::exchange(outgoing_, {});
 }
 
-void Mesh::fail(const Failure& failure) {
+std::vector<std::pair<int, std::string>> Mesh::arrived() {
+  const std::lock_guard lock(posting_);
+  return std::exchange(arrived_, {});
+}
+
+std::vector<Note> Mesh::handed_over() {
+  const std::lock_guard lock(posting_);
+  return std::exchange(handed_over_, {});
+}
+
+void Mesh::pass_on(int to, const Letter& letter) {
+  std::string message(1, kLetter);
+  message.append(reinterpret_cast<const char*>(&letter.origin), sizeof letter.origin);
+  message.append(reinterpret_cast<const char*>(&letter.target), sizeof letter.target);
+  message += letter.text;
+  if (to != kAll) return push(to, std::move(message));
+  send_to_all(message);
+}
+
+bool Mesh::hand_over(const std::vector<int>& heirs, const std::string& text, int fd) {
+  const int copy = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+  if (copy < 0) return false;
+  const auto file = std::make_shared<File>(copy);
+  // a peer that leaves has its farewell acknowledged after all connections that it is sent (M6)
+  const std::lock_guard lock(mutex_);
+  const auto heir = std::find_if(heirs.begin(), heirs.end(),
+                                 [&](int each) { return !left(each) && peers_[each].fd >= 0; });
+  if (heir == heirs.end()) return false;
+  push(*heir, std::string(1, kConnection) + text, file);
+  return true;
+}
+
+bool Mesh::acknowledged(double seconds) {
+  std::unique_lock lock(mutex_);
+  const auto all = [&] {
+    return failed() || std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) {
+             return peer.fd < 0 || peer.acknowledged;
+           });
+  };
+  return changed_.wait_for(lock, std::chrono::duration<double>(seconds), all) && !failed();
+}
+
+// Note a failure; false if it is not the first (M1).
+bool Mesh::fail(const Failure& failure) {
   std::lock_guard lock(mutex_);
-  if (failed()) return;  // M1
+  if (failed()) return false;
   failure_ = failure;
   failed_.store(true, std::memory_order_release);  // M4
   changed_.notify_all();
   Sleeper::wake_all();
+  return true;
 }
 
 Failure Mesh::failure() const {
@@ -240,24 +380,51 @@ Failure Mesh::failure() const {
 void Mesh::abort(const Failure& failure) {
   closing();
   fail(failure);
-  send_to_all(std::string(1, kAbort) + failure.kind + "\n" + std::to_string(failure.culprit) +
-              "\n" + failure.text);
+  const std::string message = abort_message(failure).substr(0, kLongest);
+  send_to_all(message);
+  post({rank_, kAll, message});
 }
 
 void Mesh::abort(const std::exception& error) { abort(Failure{"WeftError", rank_, error.what()}); }
 
-void Mesh::leave() { send_to_all(std::string(1, kFarewell)); }
+void Mesh::leave() {
+  const std::string message(1, kFarewell);
+  send_to_all(message);
+  post({rank_, kAll, message});
+}
 
 void Mesh::send_to_all(const std::string& message) {
-  for (auto& peer : peers_)
-    if (peer.fd >= 0) transmit(peer.fd, message, nullptr, MSG_DONTWAIT);
-  post(kAll, message);
+  for (size_t peer = 0; peer < peers_.size(); ++peer)
+    if (peers_[peer].fd >= 0) push(static_cast<int>(peer), message);
+}
+
+// Send a message to a peer of this host; the watch sends what its socket does not take now.
+void Mesh::push(int peer, std::string message, std::shared_ptr<File> file) {
+  {
+    const std::lock_guard lock(pushing_);
+    peers_[peer].unsent.emplace_back(std::move(message), std::move(file));
+  }
+  if (!push_rest(peer)) wake(wake_);
+}
+
+// Send what is unsent as far as that does not wait; whether that is all.
+bool Mesh::push_rest(int peer) {
+  const std::lock_guard lock(pushing_);
+  auto& unsent = peers_[peer].unsent;
+  while (!unsent.empty()) {
+    const auto& [message, file] = unsent.front();
+    if (!transmit(peers_[peer].fd, message, file ? file->fd : -1, MSG_DONTWAIT) &&
+        (errno == EAGAIN || errno == EWOULDBLOCK))
+      return false;
+    unsent.pop_front();  // sent, or the peer is gone
+  }
+  return true;
 }
 
 void Mesh::send(int peer, const std::string& text, const File* file) {
-  if (peers_[peer].fd == kElsewhere)
-    return post(peer, (std::string(1, kNote) + text).substr(0, kLongest));
-  if (transmit(peers_[peer].fd, std::string(1, kNote) + text, file, 0) || errno == EPIPE ||
+  const std::string message = (std::string(1, kNote) + text).substr(0, kLongest);
+  if (peers_[peer].fd == kElsewhere) return post({rank_, peer, message});
+  if (transmit(peers_[peer].fd, message, file ? file->fd : -1, 0) || errno == EPIPE ||
       errno == ECONNRESET)
     return;
   throw std::system_error(errno, std::generic_category(),

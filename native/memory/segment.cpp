@@ -55,7 +55,9 @@ Registry& registry() {
 }
 }  // namespace
 
-File::~File() { close(fd); }
+File::~File() {
+  if (fd >= 0) close(fd);
+}
 
 std::pair<std::shared_ptr<Mapping>, std::shared_ptr<File>> Mapping::create(size_t bytes) {
   const int fd = memfd_create("weft", MFD_CLOEXEC);

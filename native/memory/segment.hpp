@@ -20,6 +20,8 @@ struct File {
   explicit File(int descriptor) : fd(descriptor) {}
   ~File();
   File(const File&) = delete;
+  // Leave the descriptor to the caller.
+  int release() { return std::exchange(fd, -1); }
   int fd;
 };
 

@@ -329,7 +329,6 @@ void bind_execute(nb::module_& m) {
       .def("connect", &Network::connect, "peer"_a, "descriptor"_a, Unlocked())
       .def("announce_refusal", &Network::announce_refusal, "call"_a, "times"_a, "why"_a)
       .def("finish", &Network::finish, "seconds"_a, "linger"_a, Unlocked())
-      .def("hung_up", &Network::hung_up, "peer"_a)
       .def(
           "ended", [](Network& self, int peer) { return self.ended(peer); }, "peer"_a)
       .def("abort", &Network::abort, Unlocked())

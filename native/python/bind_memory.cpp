@@ -57,12 +57,39 @@ void bind_memory(nb::module_& m) {
       .def("left", &Mesh::left)
       .def("outgoing",
            [](Mesh& self) {
+             std::vector<std::tuple<int, int, nb::bytes>> found;
+             for (const auto& [origin, target, text] : self.outgoing())
+               found.emplace_back(origin, target, nb::bytes(text.data(), text.size()));
+             return found;
+           })
+      .def("arrived",
+           [](Mesh& self) {
              std::vector<std::pair<int, nb::bytes>> found;
-             for (const auto& [peer, message] : self.outgoing())
+             for (const auto& [peer, message] : self.arrived())
                found.emplace_back(peer, nb::bytes(message.data(), message.size()));
              return found;
            })
-      .def_prop_ro("outgoing_descriptor", &Mesh::outgoing_descriptor)
+      .def("handed_over",
+           [](Mesh& self) {
+             std::vector<std::pair<nb::bytes, int>> found;
+             for (const auto& [text, file] : self.handed_over())
+               found.emplace_back(nb::bytes(text.data(), text.size()), file->release());
+             return found;
+           })
+      .def_prop_ro("relay_descriptor", &Mesh::relay_descriptor)
+      .def(
+          "pass_on",
+          [](Mesh& self, int to, int origin, int target, nb::bytes text) {
+            self.pass_on(to, {origin, target, {text.c_str(), text.size()}});
+          },
+          "to"_a, "origin"_a, "target"_a, "text"_a)
+      .def(
+          "hand_over",
+          [](Mesh& self, const std::vector<int>& heirs, nb::bytes text, int fd) {
+            return self.hand_over(heirs, {text.c_str(), text.size()}, fd);
+          },
+          "heirs"_a, "text"_a, "fd"_a)
+      .def("acknowledged", &Mesh::acknowledged, "seconds"_a, Unlocked())
       .def(
           "deliver",
           [](Mesh& self, int peer, nb::bytes message) {

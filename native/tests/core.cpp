@@ -769,6 +769,54 @@ void test_a_wait_ends_early() {
   killer.join();
 }
 
+// Of two hosts, with ranks 0 to 2 and rank 3: letters for other hosts reach relays in the order in
+// which they were sent, and a rank that leaves gets all of them before it is told that its farewell
+// is known.
+void test_letters() {
+  constexpr int kHere = 3;
+  std::vector<std::vector<int>> fds(kHere, std::vector<int>(kHere + 1, -1));
+  for (int i = 0; i < kHere; ++i) {
+    fds[i][kHere] = Mesh::kElsewhere;
+    for (int j = 0; j < i; ++j) {
+      int pair[2];
+      CHECK(!socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair));
+      fds[i][j] = pair[0], fds[j][i] = pair[1];
+    }
+  }
+  std::deque<Mesh> meshes;
+  for (const auto& each : fds) meshes.emplace_back(each);
+  // far more than a socket holds, by two threads
+  constexpr int kLetters = 3000;
+  std::thread sender([&] {
+    for (int i = 0; i < kLetters; ++i) meshes[1].pass_on(0, {1, kHere, std::to_string(i)});
+  });
+  for (int i = 0; i < kLetters; ++i) meshes[2].pass_on(0, {2, kHere, std::to_string(i)});
+  sender.join();
+  meshes[1].pass_on(0, {3, 0, "w"});  // for the relay of rank 0
+  int pipe[2];
+  CHECK(!::pipe(pipe));
+  CHECK(meshes[1].hand_over({0, 2}, "line", pipe[0]));
+  meshes[0].leave();
+  CHECK(meshes[0].acknowledged(20));
+  int next[kHere] = {};
+  for (const Letter& letter : meshes[0].outgoing())
+    if (letter.target == kHere) CHECK(letter.text == std::to_string(next[letter.origin]++));
+  CHECK(next[1] == kLetters && next[2] == kLetters);
+  const auto arrived = meshes[0].arrived();
+  CHECK(arrived.size() == 1 && arrived[0].first == 3 && arrived[0].second == "w");
+  const auto handed = meshes[0].handed_over();
+  CHECK(handed.size() == 1 && handed[0].first == "line" && handed[0].second);
+  // nothing is handed to a rank that has left
+  CHECK(meshes[1].hand_over({0, 2}, "line", pipe[0]) && !meshes[1].hand_over({0}, "", pipe[0]));
+  CHECK(meshes[0].handed_over().empty());
+  // what one rank learns of another host all learn, and of its own host other hosts
+  meshes[2].disconnected(kHere);
+  while (!meshes[1].failed()) weft::pause();
+  CHECK(meshes[1].failure().kind == "PeerLost" && meshes[1].failure().culprit == kHere);
+  CHECK(!meshes[2].acknowledged(0));
+  for (int fd : pipe) close(fd);
+}
+
 // A lane that ends early ends all waits of its rank's other lanes.
 void test_lanes_end_together() {
   // lane 0 waits for its own rank's lane 1, or for a peer that has not left
@@ -1049,6 +1097,7 @@ int main() {
   test_kinds_of_stores();
   test_rows_that_wait_for_a_rank_of_this_host();
   test_a_wait_ends_early();
+  test_letters();
   test_lanes_end_together();
   test_increments_before_leaving_count();
   test_strided_copies();

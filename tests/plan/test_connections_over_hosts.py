@@ -6,6 +6,8 @@ import pytest
 from support.over_hosts import FUSED, PLAIN
 
 from weft.plan.messages import incoming, is_channel, lower_to_messages, target
+from weft.schedules.barrier import barrier
+from weft.schedules.levels import nested
 
 OF_ALL_PAIRS = {"all_to_all", "all_to_all of few", "all_reduce of few"}
 NOT_FOR_HOSTS = {"all_reduce of adjacent ranks"}
@@ -34,3 +36,13 @@ def test_rows_for_each_rank_need_a_connection_to_each(name):
     hosts = (0, 0, 1, 1, 2, 2)
     for rank, peers in enumerate(connected(name, hosts)):
         assert peers == {peer for peer, host in enumerate(hosts) if host != hosts[rank]}
+
+
+def test_a_barrier_of_a_thousand_ranks_needs_no_other_connections():
+    """Only ranks of the same place are connected: so to at most one of each other host."""
+    hosts = tuple(host for host in range(64) for _ in range(16))
+    plan = barrier(nested(len(hosts), (hosts, (0,) * len(hosts))))
+    for rank, lanes in enumerate(lower_to_messages(plan, hosts).lanes):
+        peers = {target(lane)[1] for lane in filter(is_channel, lanes)}
+        assert {peer % 16 for peer in peers} <= {rank % 16}
+        assert len(peers) <= 63

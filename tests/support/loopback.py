@@ -54,7 +54,7 @@ def _world(rank: int, control: socket.socket) -> World:
         for each in range(RANKS)
     ]
     mesh = _native.Mesh([-1 if each == rank else _native.Mesh.elsewhere for each in range(RANKS)])
-    relay = Relay(rank, mesh, {peer: control}, LIMIT)
+    relay = Relay(rank, range(RANKS), mesh, {peer: control}, ["127.0.0.1"] * RANKS, LIMIT)
     return World(rank, infos, mesh, LIMIT, Backend(), relay)
 
 

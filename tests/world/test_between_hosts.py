@@ -110,7 +110,9 @@ def test_a_peer_that_dies_during_a_call_is_named(worlds, name):
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(CALLS[name], memory[0], flags[0])
         assert name == "wait" or asked.wait(LIMIT)
-        shutdown(worlds[1].relay.control[0].connection, socket.SHUT_RDWR)
+        relay = worlds[1].relay
+        for each in (*relay.lines.connections.values(), *relay.control.values()):
+            shutdown(each.connection, socket.SHUT_RDWR)
         with pytest.raises(weft.PeerLost, match=r"rank 1 \(pid \d+\) died while rank 0 waited"):
             call.result(LIMIT)
     over.set()
@@ -123,8 +125,8 @@ def test_a_peer_that_has_closed_its_world_is_named(worlds, name):
     memory, flags = both(worlds, lambda w: w.empty(1 << 20)), both(worlds, lambda w: w.signals(4))
     with ThreadPoolExecutor(1) as pool:
         leaving = pool.submit(worlds[1].close)
-        while not worlds[0].relay.hung_up[1].is_set():
-            worlds[0].relay.hung_up[1].wait(0.01)
+        while not worlds[0].relay.gone(1):
+            threading.Event().wait(0.001)
         with pytest.raises(weft.PeerLost, match=r"rank 1 .* closed its world while rank 0 waited"):
             CALLS[name](memory[0], flags[0])
         leaving.result(LIMIT)

@@ -16,12 +16,17 @@ import weft
 from weft.errors import PeerLost
 from weft.world.control import LONGEST
 
+ROUTE = struct.Struct("<ii")  # of a letter: the rank that sends it, and the one for which it is
 HEADER = struct.Struct("<BB6xQQQ")  # of a message of rows: kind, lane, call, digest and bytes
 ROWS, CALL = 1, 2
 
 
 def framed(message):
     return len(message).to_bytes(4, "little") + message
+
+
+def letter(text, origin=1, target=0):
+    return framed(ROUTE.pack(origin, target) + text)
 
 
 def error_of(world, call):
@@ -100,10 +105,28 @@ def test_closing_ends_the_wait_for_a_peer_that_receives_nothing():
         (b"\xff\xff\xff\xff", "a message of 4294967295 bytes"),
         ((LONGEST + 1).to_bytes(4, "little"), f"a message of {LONGEST + 1} bytes"),
         (framed(b""), "a message of 0 bytes"),
-        (framed(b"?"), "unknown message b'?'"),
-        (framed(b"aKeyError\nrank 1\nbad news"), "unknown message b'aKeyError\\nrank 1\\nbad"),
+        (framed(b"f"), "a letter of 1 bytes"),
+        (letter(b"f", origin=0), "a letter from rank 0 to rank 0"),
+        (letter(b"f", origin=2), "a letter from rank 2 to rank 0"),
+        (letter(b"f", target=1), "a letter from rank 1 to rank 1"),
+        (letter(b"f", target=-2), "a letter from rank 1 to rank -2"),
+        (letter(b""), "unknown message b''"),
+        (letter(b"?"), "unknown message b'?'"),
+        (letter(b"aKeyError\nrank 1\nbad news"), "unknown message b'aKeyError\\nrank 1\\nbad"),
     ],
-    ids=["endless", "long", "empty", "unknown", "error without a rank"],
+    ids=[
+        "endless",
+        "long",
+        "empty",
+        "without ranks",
+        "of this rank",
+        "of no rank",
+        "for its sender",
+        "for no rank",
+        "without a text",
+        "unknown",
+        "error without a rank",
+    ],
 )
 def test_a_malformed_message_names_its_sender(frame, problem):
     with one_world() as (world, theirs, _):
@@ -159,7 +182,8 @@ def test_a_peer_that_is_gone_in_the_middle_of_a_message(how):
         kind, lane, call, digest, size = header_of_rows(rows)
         rows.sendall(HEADER.pack(kind, lane, call, digest, size) + bytes(size // 2))
         if how != "death":
-            control.sendall(framed(b"f" if how == "farewell" else b"aKeyError\n1\nhalfway"))
+            text = b"f" if how == "farewell" else b"aKeyError\n1\nhalfway"
+            control.sendall(letter(text, target=-1))
         control.close()
         rows.close()
         with pytest.raises(PeerLost) as error:

@@ -150,7 +150,7 @@ class _Call:
     def _check(self) -> None:
         """Raise the error for a world that has failed or is closed, or a peer that is gone."""
         world, peer = self._world, self._peer
-        hung_up = self._relay.hung_up[peer].is_set()
+        hung_up = self._relay.gone(peer)
         deadline = time.monotonic() + _NOTICED
         while hung_up and not (_failed(world) or world.mesh.left(peer)):
             if time.monotonic() > deadline:

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 import weft._native as _native
 from weft.errors import WeftError
+from weft.schedules.levels import numbered
 from weft.world.backend import Backend
 from weft.world.door import Door, Handle
+from weft.world.lines import first_carried
 from weft.world.listener import INTERFACE, Address
 from weft.world.relay import Relay
 from weft.world.rendezvous import GroupRendezvous, RankInfo, StoreRendezvous
@@ -66,7 +68,7 @@ def connections(
             for peer, info in others.items()
             if info.host == door.info.host
         }
-        remote = {peer: info.pid for peer, info in others.items() if peer not in local}
+        remote = [peer for peer in others if peer not in local]
         if remote and backend.stream_ordered:
             raise WeftError("ranks with GPUs must be on one host in this version of weft")
         try:
@@ -80,7 +82,8 @@ def connections(
         for peer, (unused, connection) in connected.items():
             unused.close()
             ends[peer] = stack.enter_context(connection)
-        control, surplus = dict[int, socket.socket](), dict[int, socket.socket]()
+        hosts = numbered(info.host for info in infos)
+        lines, surplus = dict[int, socket.socket](), list[socket.socket]()
         handles = [Handle(info) for info in infos]
         if outside is not None:
             addresses = stack.enter_context(rendezvous.exchange(outside.address, timeout))
@@ -90,13 +93,16 @@ def connections(
                     f"ranks {unreachable} have no address for other hosts: set {INTERFACE} there"
                 )
             transport = agreed({peer: each.offer for peer, each in enumerate(addresses)})
-            located = {peer: (pid, addresses[peer]) for peer, pid in remote.items()}
+            located = {
+                peer: (infos[peer].pid, addresses[peer])
+                for peer in first_carried(hosts, rank).values()
+            }
             for peer, (unused, connection) in outside.connect(rank, located, timeout).items():
-                control[peer] = unless_made.enter_context(connection)
+                lines[hosts[peer]] = unless_made.enter_context(connection)
                 if rank < peer:  # it has opened it, and the peer need not have noticed
                     unused.close()
                 else:
-                    surplus[peer] = unless_made.enter_context(unused)
+                    surplus.append(unless_made.enter_context(unused))
         fds = dict.fromkeys(remote, _native.Mesh.elsewhere) | {
             peer: end.fileno() for peer, end in ends.items()
         }
@@ -104,8 +110,9 @@ def connections(
         for end in ends.values():
             end.detach()
         relay = None
-        if control:
-            relay = Relay(rank, mesh, control, timeout, surplus, transport)
+        if outside is not None:
+            at = [each.host for each in addresses]
+            relay = Relay(rank, hosts, mesh, lines, at, timeout, surplus, transport)
             unless_made.callback(relay.close)
         yield Connections(rank, infos, mesh, relay, handles)
         unless_made.pop_all()

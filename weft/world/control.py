@@ -22,7 +22,7 @@ from typing import Any
 from weft.errors import WeftError
 
 Buffer = bytes | memoryview
-LONGEST = 16385  # bytes of a message, without those that follow it
+LONGEST = 16392  # bytes of a message, without those that follow it: a letter with its two ranks
 _LENGTH = struct.Struct("<I")  # of a message, in front of it
 _AT_ONCE = 1 << 14  # bytes received, and copied, before it is known where they belong: a message
 
@@ -62,10 +62,11 @@ class Landing:
 class Control:
     """Both directions of a connection, which it makes non-blocking; any thread may send, one
     receives. `process` gets every message, and returns the place of the bytes that follow it, if
-    there are any.
+    there are any. `received` is what has arrived of the next message, `ended` is set once the peer
+    has hung up.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, received: bytes = b"") -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection = connection
@@ -73,7 +74,8 @@ class Control:
         self._urgent: deque[list[Buffer]] = deque()
         self._messages: deque[list[Buffer]] = deque()
         self._begun: list[Buffer] = []  # the rest of the message that is being sent
-        self._received = bytearray()
+        self._received = bytearray(received)
+        self.ended = threading.Event()
         self._landing: Landing | None = None
 
     def send(self, *messages: bytes, payload: memoryview | None = None, urgent: bool) -> bool:
@@ -93,6 +95,15 @@ class Control:
         """Send as much as the connection takes; whether that is all."""
         with self._lock:
             return self._advance()
+
+    @property
+    def received(self) -> bytes:
+        return bytes(self._received)
+
+    @property
+    def unsent(self) -> bool:
+        """Whether there is something to send."""
+        return bool(self._begun or self._urgent or self._messages)
 
     def flush(self, deadline: float) -> None:
         """Send the message that has begun and urgent ones, until a deadline; drop the others."""

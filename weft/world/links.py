@@ -1,7 +1,8 @@
-"""Connections for rows to ranks on other hosts, made when a call first has messages between them.
+"""Connections to ranks on other hosts, for rows or for one-sided calls, made when a call first has
+messages between them.
 
 Of two ranks the higher one invites the lower, which connects: it listens at an address of its own,
-tells it by control, and closes it once all that it has invited are connected. A lower rank that is
+tells it by a letter, and closes it once all that it has invited are connected. A lower rank that is
 the first to need a connection asks for an invitation. Nothing here waits: the relay's thread calls
 what is ready, and calls that need the connection wait with their own time limit.
 """
@@ -9,47 +10,44 @@ what is ready, and calls that need the connection wait with their own time limit
 from __future__ import annotations
 
 import contextlib
-import select
-import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from weft.errors import SymmetricMemoryError, WeftError
 from weft.world.listener import Address, Inbound, Listener, Outbound
 from weft.world.wire import decode, encode
 
-_WISH = b"w"  # for an invitation
-_INVITATION = b"i"  # and the address
-Ready = dict[int, tuple[int, Callable[[], None]]]
-"""For each descriptor that is to be polled the events, and what to call then."""
-KINDS = frozenset((_WISH, _INVITATION))
+ROWS, CONTROL = b"wi", b"WI"
+"""Kinds of connections, by the first bytes of their messages: of the wish for an invitation, and of
+an invitation, which the address follows.
+"""
+Ready = dict[int, tuple[int, Callable[[int], object]]]
+"""For each descriptor that is to be polled the events, and what to call with those that occur."""
 
 
 class Links:
-    """The connections that `rank` is making to peers, ranks on other hosts. `here` has the address
-    of this host for each of them, `send` sends a message to one, `made` takes the descriptor of its
-    connection, `failed` the error if there is none, and the rank that caused it. `surplus`
-    connections are closed once their peers have done so: a peer that has not accepted all yet would
-    take this rank for lost.
+    """The connections of one `kind` that `rank` is making to peers, ranks on other hosts. `here` is
+    the address of this host, `send` sends a message to one, `made` takes the descriptor of its
+    connection, `failed` the error if there is none, and the rank that caused it.
     """
 
     def __init__(
         self,
+        kind: bytes,
         rank: int,
-        here: Mapping[int, str],
-        surplus: dict[int, socket.socket],
+        here: str,
         send: Callable[[int, bytes], None],
         made: Callable[[int, int], None],
         failed: Callable[[int, WeftError], None],
     ) -> None:
+        self._wish, self._invitation = kind[:1], kind[1:]
         self._rank = rank
         self._here = here
-        self._surplus = surplus
         self._send = send
         self._made = made
         self._failed = failed
         self._begun = set[int]()  # peers to which there is a connection, or will be
-        self._invited = dict[str, tuple[Listener, Inbound]]()  # by the address of this host
+        self._invited: tuple[Listener, Inbound] | None = None
         self._connecting = dict[int, Outbound]()
         self.pids: list[int] = []
 
@@ -58,33 +56,36 @@ class Links:
         if peer < self._rank:
             self._invite(peer)
         elif peer not in self._begun:
-            self._send(peer, _WISH)
+            self._send(peer, self._wish)
 
     def process(self, peer: int, message: bytes) -> None:
         """Process a message of a peer. Raises `WeftError` if it is not valid."""
         try:
             lower = peer < self._rank
-            if message == _WISH and lower:
+            if message == self._wish and lower:
                 self._invite(peer)
-            elif message[:1] == _INVITATION and not lower and peer not in self._begun:
+            elif message[:1] == self._invitation and not lower and peer not in self._begun:
                 self._connect(peer, decode(message[1:], Address))
             else:
                 raise ValueError(f"{message[:20]!r}")
         except ValueError as error:
             raise WeftError(f"an invitation that is not valid: {error}") from None
 
+    def takes(self, message: bytes) -> bool:
+        """Whether a message is of this kind."""
+        return message[:1] in (self._wish, self._invitation)
+
     def _invite(self, peer: int) -> None:
         if peer in self._begun:
             return
         self._begun.add(peer)
-        host = self._here[peer]
         with self._naming(peer):
-            if host not in self._invited:
-                listener = Listener(host)
-                self._invited[host] = listener, Inbound(self._rank, listener, set())
-            listener, inbound = self._invited[host]
+            if self._invited is None:
+                listener = Listener(self._here)
+                self._invited = listener, Inbound(self._rank, listener, set())
+            listener, inbound = self._invited
             inbound.peers.add(peer)
-            self._send(peer, _INVITATION + encode(listener.address))
+            self._send(peer, self._invitation + encode(listener.address))
 
     def _connect(self, peer: int, address: Address) -> None:
         self._begun.add(peer)
@@ -116,11 +117,11 @@ class Links:
             del self._connecting[peer]
             self._made(peer, outbound.socket.detach())
 
-    def _accept(self, host: str) -> None:
+    def _accept(self, events: int) -> None:
         """Go on with connections that others open."""
-        if host not in self._invited:  # closed since it was ready
+        if self._invited is None:  # closed since it was ready
             return
-        listener, inbound = self._invited[host]
+        _, inbound = self._invited
         with self._naming(min(inbound.peers)):
             inbound.accept()
         for peer, connection in inbound.identified.items():
@@ -128,41 +129,34 @@ class Links:
             self._made(peer, connection.detach())
         inbound.identified.clear()
         if not inbound.peers:
+            self._close_invitations()
+
+    def _close_invitations(self) -> None:
+        if self._invited is not None:
+            listener, inbound = self._invited
             inbound.drop_unidentified()
             listener.close()
-            del self._invited[host]
+            self._invited = None
 
     def ready(self) -> Ready:
         """What is to be polled now."""
         found: Ready = {}
-        for host, (_, inbound) in self._invited.items():
-            for descriptor, events in inbound.polled():
-                found[descriptor] = events, partial(self._accept, host)
+        if self._invited is not None:
+            for descriptor, events in self._invited[1].polled():
+                found[descriptor] = events, self._accept
         for peer, outbound in self._connecting.items():
             descriptor, events = outbound.polled()
             found[descriptor] = events, partial(self._go_on, peer)
-        for peer, connection in self._surplus.items():
-            found[connection.fileno()] = select.POLLIN, partial(self._drop, peer)
         return found
 
-    def _drop(self, peer: int) -> None:
-        self._surplus.pop(peer).close()
-
-    def _go_on(self, peer: int) -> None:
+    def _go_on(self, peer: int, events: int) -> None:
         if peer in self._connecting:
             with self._naming(peer):
                 self._advance(peer)
 
     def close(self) -> None:
         """Close what is not connected yet."""
-        for listener, inbound in self._invited.values():
-            inbound.drop_unidentified()
-            listener.close()
-        for connection in (
-            *self._surplus.values(),
-            *(each.socket for each in self._connecting.values()),
-        ):
-            connection.close()
-        self._invited.clear()
+        self._close_invitations()
+        for each in self._connecting.values():
+            each.socket.close()
         self._connecting.clear()
-        self._surplus.clear()

@@ -23,14 +23,18 @@ import weft._native as _native
 from weft.checks import check_ranks, integers, limited
 from weft.errors import PeerLost, WeftError
 from weft.schedules.device_options import DEFAULT, DeviceOptions
+from weft.schedules.levels import numbered
 from weft.world import hints, transports
 from weft.world.backend import Backend, backend_of
+from weft.world.lines import first_carried
 from weft.world.listener import Address
 from weft.world.peer_memory import probe
 from weft.world.placement import threads_per_rank, thresholds
 from weft.world.relay import Relay
 from weft.world.rendezvous import RankInfo, host_identity
 from weft.world.world import LOCAL_MAKER, World, default_here, log_made, of_thread
+
+_LOOPBACK = "127.0.0.1"
 
 
 class LocalWorld:
@@ -86,16 +90,27 @@ class LocalWorld:
             for host in hosts
         ]
         sockets = _pairs(ranks, lambda one, other: hosts[one] == hosts[other], _unix_pair)
-        control = _pairs(ranks, lambda one, other: hosts[one] != hosts[other], _tcp_pair)
+        numbers = numbered(hosts)
+        carried = [first_carried(numbers, rank) for rank in range(ranks)]
+        lines = _pairs(ranks, lambda one, other: other in carried[one].values(), _tcp_pair)
 
         def make(rank: int) -> World:
             torch.set_num_threads(threads_per_rank(ranks))
             ends = {peer: end.detach() for peer, end in sockets[rank].items()}
-            ends |= dict.fromkeys(control[rank], _native.Mesh.elsewhere)
+            elsewhere = [peer for peer in range(ranks) if hosts[peer] != hosts[rank]]
+            ends |= dict.fromkeys(elsewhere, _native.Mesh.elsewhere)
             mesh = _native.Mesh([ends.get(peer, -1) for peer in range(ranks)])
             relay = None
-            if control[rank]:
-                relay = Relay(rank, mesh, control[rank], self._timeout, transport=transports.told())
+            if elsewhere:
+                relay = Relay(
+                    rank,
+                    numbers,
+                    mesh,
+                    {numbers[peer]: end for peer, end in lines[rank].items()},
+                    [_LOOPBACK] * ranks,
+                    self._timeout,
+                    transport=transports.told(),
+                )
             world = World(rank, infos, mesh, self._timeout, self._backend, relay)
             world.device_options = self._options
             world.maker = LOCAL_MAKER
@@ -238,6 +253,6 @@ def _unix_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def _tcp_pair() -> tuple[socket.socket, socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server((_LOOPBACK, 0)) as server:
         one = socket.create_connection(server.getsockname())
         return one, server.accept()[0]

@@ -1,14 +1,14 @@
 """Control between this rank and ranks on other hosts: notes, failures, one-sided calls.
 
-The relay sends what the world's mesh has for peers on other hosts over a TCP connection to each,
-and hands what arrives there to the mesh. So notes, failures, farewells and deaths use the same code
-on one host and on several.
+The relay sends what the world's mesh has for other hosts as letters, by the lines between hosts
+(`weft.world.lines`), and hands what arrives there to the mesh. So notes, failures, farewells and
+deaths use the same code on one host and on several.
 
 Rows, and what ranks are told of each other's calls, go by connections of the native network
-(`native/hosts/network.hpp`), so that no control message waits behind them; they are made when a
-call first needs them (`weft.world.links`). Rows stay in the connection until the receiver has begun
-their call. So one-sided calls, which need no call of the
-receiver, go by control (`weft.world.remote`).
+(`native/hosts/network.hpp`), so that no control message waits behind them. Rows stay in the
+connection until the receiver has begun their call. So one-sided calls, which need no call of the
+receiver, go by connections for control, each between two ranks (`weft.world.remote`). Connections
+of both kinds are made when a call first needs them (`weft.world.links`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import weft._native as _native
@@ -26,21 +27,27 @@ from weft.errors import MismatchError, PeerLost, WeftError
 from weft.world import links, remote
 from weft.world.control import Control, Landing, shutdown
 from weft.world.lanes import Lanes, join, started
+from weft.world.lines import ALL, Lines
 from weft.world.links import Links, Ready
 from weft.world.remote import Remote
 from weft.world.transports import TCP, UCX
 
 _NOTICED = 0.5  # seconds until all threads have noticed that a peer hung up
 _LINGER = 0.5  # seconds that peers have to receive messages under way and to hang up
+_ABORT, _FAREWELL = b"a", b"f"  # the first bytes of these letters
+_BYE = b"b"  # before a rank that leaves ends a connection for control
+_Handler = Callable[[int], object]  # takes the events of a descriptor
 
 
 class Relay:
-    """Connections of this rank to its `peers`, the ranks on other hosts.
+    """Connections of this rank to its `peers`, the ranks on other hosts, of ranks on these `hosts`.
 
-    `control` has a TCP connection to each of them, one-sided calls go by `remote`, `links` makes
-    connections for rows, which go by `transport`: TCP, or UCX, whose ranks introduce themselves to
-    each other by those connections. `mesh` is that of the world.
-    `surplus` connections are closed once their peers have done so.
+    `lines` has the connections of lines between hosts that this rank carries at first, by the host,
+    `control` those for one-sided calls, which go by `remote`; `rows` makes connections for rows,
+    which go by `transport`: TCP, or UCX, whose ranks introduce themselves to each other by those
+    connections. `mesh` is that of the world. `at` has the address of each rank.
+    `surplus` connections are closed once their peers have done so: a peer that has not accepted all
+    yet would take this rank for lost.
     `timeout` is the seconds in which a peer must send the rest of its rows to a rank that leaves,
     `addresses` has those of the peers.
     """
@@ -48,36 +55,41 @@ class Relay:
     def __init__(
         self,
         rank: int,
+        hosts: Sequence[int],
         mesh: _native.Mesh,
-        control: Mapping[int, socket.socket],
+        lines: Mapping[int, socket.socket],
+        at: Sequence[str],
         timeout: float,
-        surplus: Mapping[int, socket.socket] | None = None,
+        surplus: Sequence[socket.socket] = (),
         transport: str = TCP,
     ) -> None:
         self.rank = rank
         self.transport = transport
         self.mesh = mesh
-        self.peers = list(control)
+        self.peers = [peer for peer, host in enumerate(hosts) if host != hosts[rank]]
         self.timeout = timeout
-        self.control = {peer: Control(connection) for peer, connection in control.items()}
-        self.addresses = {peer: connection.getpeername()[0] for peer, connection in control.items()}
+        self.addresses = {peer: at[peer] for peer in self.peers}
+        self.lines = Lines(rank, hosts, mesh, lines, self._look_again)
+        self.surplus = [*surplus]
+        self.control = dict[int, Control]()
+        # requests to peers to which there is no connection for control yet
+        self.requests = dict[int, list[tuple[bytes, memoryview | None]]]()
+        self.connecting = threading.Lock()  # of both
+        self.wanted = deque[int]()  # peers to which a connection for control is to be made
+        self.parting = set[int]()  # peers that have said that they end it
         self.network: _native.Network | None = None  # from `start` on
-        self.links = Links(
-            rank,
-            {peer: connection.getsockname()[0] for peer, connection in control.items()},
-            {**(surplus or {})},
-            self._send_control,
-            self._connected,
-            self._not_connected,
+        self.rows, self.calls = (
+            Links(kind, rank, at[rank], self.tell, made, self._not_connected)
+            for kind, made in ((links.ROWS, self._connected), (links.CONTROL, self._controlled))
         )
-        self.remote = Remote(rank, mesh, control, self._send_request, self._wake)
-        self.unsent: set[int] = set()  # peers to whom messages wait for the connection
+        self.remote = Remote(rank, mesh, self.peers, self._send_request, self._tell, self._wake)
         self.wake, self.woken = socket.socketpair()  # to the thread that forwards, when there are
         self.wake.setblocking(False)
-        self.forwarding = threading.Lock()  # of messages of the mesh, in their order
-        self.hung_up = {peer: threading.Event() for peer in control}
+        self.forwarding = threading.Lock()  # of lines, and letters of the mesh, in their order
         self.lanes = Lanes(lambda error: self.fail(error, rank))
         self.forwarder: threading.Thread | None = None
+        self.stopping = False  # the thread
+        self.changed = True  # what it polls
         self.closing = threading.Lock()
         self.closed = False
 
@@ -92,7 +104,7 @@ class Relay:
         # All live until the world is closed, at the latest when the interpreter ends.
         self.executor = executor
         self.fail = fail
-        self.links.pids = executor.pids
+        self.rows.pids = self.calls.pids = executor.pids
         self.network = executor.connect(len(executor.pids), ucx=self.transport == UCX)
         self.forwarder = started(lambda error: fail(error, self.rank), self._forward_control)
 
@@ -105,11 +117,20 @@ class Relay:
         """In a forked child: close its copies of the connections."""
         self.wake.close()
         self.woken.close()
-        for control in self.control.values():
-            control.connection.close()
+        self.lines.close()
+        for connection in (*(each.connection for each in self.control.values()), *self.surplus):
+            connection.close()
         if self.network is not None:
             self.network.disown()
-        self.links.close()
+        self.rows.close()
+        self.calls.close()
+
+    def gone(self, peer: int) -> bool:
+        """Whether a peer answers nothing more: it has ended its connection for control to this
+        rank, or has left without one.
+        """
+        control = self.control.get(peer)
+        return self.mesh.left(peer) if control is None else control.ended.is_set()
 
     def finish(self) -> None:
         """Return when this rank has received all rows that its calls expect and peers have received
@@ -121,10 +142,12 @@ class Relay:
         assert self.network is not None
         self.lanes.end(time.monotonic() + _LINGER)
         self.network.finish(self.timeout, _LINGER)
+        self._forward()  # so that the farewell, which other ranks of this host may carry, follows
+        self._wake()
 
     def close(self) -> None:
         """Hang up, once peers have the farewell or the failure that the world has sent, or after
-        the time limit.
+        the time limit. A rank that leaves hands over the lines that it carries.
         """
         with self.closing:
             first = not self.closed
@@ -133,21 +156,37 @@ class Relay:
                 # no row may arrive in memory that is the caller's again
                 self.network.abort()
         self.remote.abandon()
-        deadline = time.monotonic() + _LINGER
         if not first:
             return
+        if self.forwarder is not None:
+            # then this rank has all that others of this host have sent to other hosts through it
+            self.mesh.acknowledged(_LINGER)
+        leaves = self.forwarder is not None and not self.mesh.failure()[0]
+        hands_over = leaves and self.lines.has_heirs()
+        deadline = time.monotonic() + _LINGER
         self._forward()
-        for control in self.control.values():
+        ending = [*self.control.values()]
+        if leaves:
+            for control in ending:
+                control.send(_BYE, urgent=True)
+        if not hands_over:
+            ending += self.lines.connections.values()
+        for control in ending:
             control.flush(deadline)
             shutdown(control.connection, socket.SHUT_WR)
         if self.forwarder is not None:  # else nothing has begun, and nobody would notice
-            for hung_up in self.hung_up.values():
-                hung_up.wait(max(0.0, deadline - time.monotonic()))
-        for control in self.control.values():
+            for control in ending:
+                control.ended.wait(max(0.0, deadline - time.monotonic()))
+        for control in ending:
             shutdown(control.connection, socket.SHUT_RDWR)
         self.lanes.end(deadline + _LINGER)
+        self.stopping = True
+        self._wake()
         if self.forwarder is not None:
             join([self.forwarder], deadline + _LINGER)
+        if hands_over:
+            self._forward()
+            self.lines.hand_over(deadline)
         if self.network is not None:
             self.network.stop()
         self.remote.close()
@@ -158,7 +197,7 @@ class Relay:
         assert self.network is not None
         for kind, peer, call, text in self.network.troubles():
             if kind == _native.Trouble.unconnected:
-                self.links.need(peer)
+                self.rows.need(peer)
             else:
                 self._note(kind, peer, call, text)
 
@@ -168,6 +207,15 @@ class Relay:
     def _connected(self, peer: int, descriptor: int) -> None:
         assert self.network is not None
         self.network.connect(peer, descriptor)
+
+    def _controlled(self, peer: int, descriptor: int) -> None:
+        """Send what has waited for a connection for control."""
+        control = Control(socket.socket(fileno=descriptor))
+        with self.connecting:
+            self.control[peer] = control
+            for message, payload in self.requests.pop(peer, ()):
+                control.send(message, payload=payload, urgent=False)
+        self._look_again()
 
     def _not_connected(self, culprit: int, error: WeftError) -> None:
         if culprit == self.rank:
@@ -190,69 +238,154 @@ class Relay:
             ):
                 time.sleep(0.001)
             self.fail(MismatchError.between(call, self.rank, own, peer, theirs), peer)
-        elif not (self.closed or self.network.ended(peer) or self.hung_up[peer].wait(_NOTICED)):
+        elif not self._is_noticed(peer, deadline):
             how = f"cannot be reached any more ({text})"
             self.fail(PeerLost(f"rank {peer} {how}", how), peer)
 
-    def _forward_control(self) -> None:
-        """Forward control messages between the mesh and peers until all peers have hung up."""
-        of_peers = {control.connection.fileno(): peer for peer, control in self.control.items()}
-        at = {peer: fd for fd, peer in of_peers.items()}
+    def _is_noticed(self, peer: int, deadline: float) -> bool:
+        """Whether this rank learns by then that a peer has left, or of the failure of some rank."""
         assert self.network is not None
-        trouble = self.network.trouble_descriptor
-        of_mesh = self.mesh.outgoing_descriptor
-        poll = select.poll()
-        for fd in (of_mesh, *of_peers, self.woken.fileno(), trouble):
-            poll.register(fd, select.POLLIN)
+        while not (
+            self.closed
+            or self.network.ended(peer)
+            or self.mesh.left(peer)
+            or self.mesh.failure()[0]
+        ):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+        return True
+
+    def _forward_control(self) -> None:
+        """Forward control messages between the mesh and peers until the relay is closed."""
+        poll, handlers = select.poll(), dict[int, _Handler]()
         linking: Ready = {}
-        while of_peers:
-            for fd in linking:
-                poll.unregister(fd)
-            linking = self.links.ready()
-            for fd, (events, _) in linking.items():
-                poll.register(fd, events)
+        while not self.stopping:
+            before, linking = linking, {**self.rows.ready(), **self.calls.ready()}
+            if self.changed or linking or before:
+                self.changed = False
+                poll, handlers = self._polled(linking)
             for fd, event in poll.poll():
-                if fd in of_peers:
-                    peer = of_peers[fd]
-                    if event & select.POLLOUT and self.control[peer].advance():
-                        poll.modify(fd, select.POLLIN)
-                    if event & ~select.POLLOUT and not self._receive_control(peer):
-                        poll.unregister(fd)
-                        self._end(of_peers.pop(fd))
-                elif fd == of_mesh:
-                    self._forward()
-                elif fd == trouble:
-                    self._note_trouble()
-                elif fd in linking:
-                    linking[fd][1]()
-                else:
-                    self.woken.recv(4096)
+                if fd in handlers and not self.stopping:
+                    handlers[fd](event)
             self.remote.report_dropped()
-            while self.unsent:
-                fd = at[self.unsent.pop()]
-                if fd in of_peers:
-                    poll.modify(fd, select.POLLIN | select.POLLOUT)
+            while self.wanted:
+                self.calls.need(self.wanted.popleft())
+
+    def _polled(self, linking: Ready) -> tuple[select.poll, dict[int, _Handler]]:
+        """What to poll now, and what to call then."""
+        assert self.network is not None
+        poll = select.poll()
+        handlers: dict[int, _Handler] = {
+            self.woken.fileno(): self._woken,
+            self.mesh.relay_descriptor: self._from_mesh,
+            self.network.trouble_descriptor: lambda event: self._note_trouble(),
+            **{each.fileno(): partial(self._drop_surplus, each) for each in self.surplus},
+        }
+        for fd in handlers:
+            poll.register(fd, select.POLLIN)
+        for fd, (events, ready) in linking.items():
+            poll.register(fd, events)
+            handlers[fd] = ready
+        for host, line in [*self.lines.connections.items()]:
+            self._poll(poll, line)
+            handlers[line.connection.fileno()] = partial(self._from_line, host)
+        for peer, control in self.control.items():
+            if not control.ended.is_set():
+                self._poll(poll, control)
+                handlers[control.connection.fileno()] = partial(self._from_peer, peer)
+        return poll, handlers
+
+    def _poll(self, poll: select.poll, control: Control) -> None:
+        events = select.POLLIN | (select.POLLOUT if control.unsent else 0)
+        poll.register(control.connection, events)
+
+    def _from_line(self, host: int, event: int) -> None:
+        line = self.lines.connections[host]
+        if event & select.POLLOUT and line.advance():
+            self.changed = True
+        if event & ~select.POLLOUT and not self._receive(
+            lambda: self.lines.receive(host), lambda: self.lines.holder(host)
+        ):
+            with self.forwarding:
+                self.lines.end(host, expected=self.closed)
+            self.changed = True
+
+    def _from_peer(self, peer: int, event: int) -> None:
+        control = self.control[peer]
+        if event & select.POLLOUT and control.advance():
+            self.changed = True
+        if event & ~select.POLLOUT and not self._receive(
+            lambda: control.receive(partial(self._process_call, peer)), lambda: peer
+        ):
+            self._end(peer)
+            self.changed = True
+
+    def _receive(self, receive: Callable[[], bool], culprit: Callable[[], int | None]) -> bool:
+        """Whether there may be more to receive; a message that is not valid is the `culprit`'s."""
+        try:
+            return receive()
+        except WeftError as error:
+            sender = culprit()
+            self._fail_garbled(self.rank if sender is None else sender, error)
+        except BaseException as error:
+            self.fail(error, self.rank)
+        return False
+
+    def _woken(self, event: int) -> None:
+        self.woken.recv(4096)
+        self._from_mesh(event)  # another thread may have taken what told of it
+
+    def _from_mesh(self, event: int) -> None:
+        """Forward what the mesh has, and process what it has received for this relay."""
+        self._forward()
+        for peer, message in self.mesh.arrived():
+            self._receive(partial(self._process, peer, message), partial(int, peer))
 
     def _forward(self) -> None:
-        """Send peers the messages of the mesh, without the files of notes, which cannot leave this
-        host.
-        """
+        """Send letters of the mesh, without the files of notes, which cannot leave this host."""
         with self.forwarding:
-            for peer, message in self.mesh.outgoing():
-                for each in self.peers if peer == _native.Mesh.all else [peer]:
-                    self._send_control(each, message)
+            if self.lines.adopt():
+                self.changed = True
+            for origin, target, text in self.mesh.outgoing():
+                self.lines.send(origin, target, text)
+                if origin == self.rank and target == ALL and text[:1] == _ABORT:
+                    for control in [*self.control.values()]:
+                        self._later(control.send(text, urgent=True))
 
-    def _send_control(self, peer: int, message: bytes) -> None:
-        if not self.control[peer].send(message, urgent=True):
-            self._send_later(peer)
+    def tell(self, peer: int, message: bytes) -> None:
+        """Send a peer a letter."""
+        with self.forwarding:
+            self.lines.send(self.rank, peer, message)
+
+    def _tell(self, peer: int, message: bytes) -> None:
+        """Send a peer a message that must not overtake earlier requests."""
+        with self.connecting:
+            connected = peer in self.control or peer in self.requests
+        if connected:
+            self._send_request(peer, message, None)
+        else:
+            self.tell(peer, message)
 
     def _send_request(self, peer: int, message: bytes, payload: memoryview | None) -> None:
-        if not self.control[peer].send(message, payload=payload, urgent=False):
-            self._send_later(peer)
+        with self.connecting:
+            control = self.control.get(peer)
+            if control is None:
+                waiting = self.requests.setdefault(peer, [])
+                waiting.append((message, payload))
+        if control is not None:
+            self._later(control.send(message, payload=payload, urgent=False))
+        elif len(waiting) == 1:
+            self.wanted.append(peer)
+            self._wake()
 
-    def _send_later(self, peer: int) -> None:
-        """Let the thread that forwards send the rest."""
-        self.unsent.add(peer)
+    def _later(self, sent: bool) -> None:
+        """Let the thread that forwards send the rest, if there is any."""
+        if not sent:
+            self._look_again()
+
+    def _look_again(self) -> None:
+        self.changed = True
         self._wake()
 
     def _wake(self) -> None:
@@ -260,37 +393,45 @@ class Relay:
         with contextlib.suppress(OSError):  # it is awake, or the world is closed
             self.wake.send(b"!")
 
-    def _receive_control(self, peer: int) -> bool:
-        """Process what has arrived from a peer; whether there may be more."""
-        try:
-            return self.control[peer].receive(partial(self._process, peer))
-        except WeftError as error:
-            self._fail_garbled(peer, error)
-        except BaseException as error:
-            self.fail(error, self.rank)
-        return False
-
-    def _process(self, peer: int, message: bytes) -> Landing | None:
-        """Forward a message of a peer to the mesh, or carry out its one-sided call; the place of
-        the bytes that follow it. Raises `WeftError` for any other message.
+    def _process_call(self, peer: int, message: bytes) -> Landing | None:
+        """Process a message of a connection for control; the place of the bytes that follow it.
+        Raises `WeftError` for a message that is not valid.
         """
         if message[:1] in remote.KINDS:
             return self.remote.process(peer, message)
-        if message[:1] in links.KINDS:
-            self.links.process(peer, message)
-        elif not self.mesh.deliver(peer, message):
+        if message == _BYE:
+            self.parting.add(peer)
+        elif message[:1] != _ABORT or not self.mesh.deliver(peer, message):
             raise WeftError(f"unknown message {message[:20]!r}")
         return None
+
+    def _process(self, peer: int, message: bytes) -> bool:
+        """Process a letter that is not the mesh's; True. Raises `WeftError` as above."""
+        if message == _FAREWELL:
+            if peer not in self.control:
+                self.remote.forget_peer(peer)
+        elif message[:1] == remote.DROPPED:
+            self.remote.process(peer, message)
+        elif made := next((each for each in (self.rows, self.calls) if each.takes(message)), None):
+            made.process(peer, message)
+        else:
+            raise WeftError(f"unknown message {message[:20]!r}")
+        return True
 
     def _fail_garbled(self, peer: int, error: WeftError) -> None:
         how = f"sent an invalid message to rank {self.rank} ({error})"
         self.fail(PeerLost(f"rank {peer} {how}", how), peer)
 
+    def _drop_surplus(self, connection: socket.socket, event: int) -> None:
+        self.surplus.remove(connection)
+        connection.close()
+        self.changed = True
+
     def _end(self, peer: int) -> None:
-        """Report to the world that a peer has closed its connection, and close this end."""
-        self.hung_up[peer].set()
+        """Note that a peer has ended its connection for control, and close this end."""
+        control = self.control[peer]
+        control.ended.set()
         self.remote.forget_peer(peer)
-        if self.network is not None:
-            self.network.hung_up(peer)
-        self.mesh.disconnected(peer)
-        shutdown(self.control[peer].connection, socket.SHUT_WR)
+        if not (peer in self.parting or self.closed):  # else it answers
+            self.mesh.disconnected(peer)
+        shutdown(control.connection, socket.SHUT_WR)

@@ -1,4 +1,4 @@
-"""One-sided calls between hosts, by the connections for control.
+"""One-sided calls between hosts, each by a connection between its two ranks.
 
 A call is cut into requests: to put the bytes that follow it, to get some, to change counters. The
 thread of the peer's relay carries out a rank's requests in their order, whatever the peer does
@@ -33,6 +33,7 @@ from weft.world.control import Landing
 
 Array = npt.NDArray[Any]
 Send = Callable[[int, bytes, memoryview | None], None]
+Tell = Callable[[int, bytes], None]
 Answers = SimpleQueue[None]
 """An item for each request of a call that is done."""
 
@@ -45,8 +46,8 @@ _ADD = b"A"
 _SET = b"S"
 _DONE = b"D"
 _VALUE = b"V"
-_DROPPED = b"M"
-KINDS = frozenset((_PUT, _GET, _ADD, _SET, _DONE, _VALUE, _DROPPED))
+DROPPED = b"M"
+KINDS = frozenset((_PUT, _GET, _ADD, _SET, _DONE, _VALUE, DROPPED))
 _HEADER = struct.Struct("<cQQ")  # the kind, the number of a request, and of the memory or of bytes
 _LAYOUT = struct.Struct("<QBB")  # the offset, the bytes of an element and the dimensions; then
 _SIZES = "<%dQ"  # the size of each and its stride in bytes
@@ -97,7 +98,7 @@ class _Held:
 class Remote:
     """The one-sided calls of `rank` to `peers`, ranks on other hosts, and theirs to it, which
     change counters as a rank of `mesh`. `send` sends a message to a peer and the bytes that follow
-    it, `wake` lets the relay call `report_dropped`.
+    it, `tell` one that needs no connection to it, `wake` lets the relay call `report_dropped`.
     """
 
     def __init__(
@@ -106,12 +107,14 @@ class Remote:
         mesh: _native.Mesh,
         peers: Iterable[int],
         send: Send,
+        tell: Tell,
         wake: Callable[[], None],
     ) -> None:
         self.rank = rank
         self._mesh = mesh
         self.peers = frozenset(peers)
         self._send = send
+        self._tell = tell
         self._wake = wake
         self._held: dict[int, _Held] = {}  # by the number of the call that made it
         self._dropped: deque[int] = deque()
@@ -135,10 +138,10 @@ class Remote:
         while self._dropped:
             number = self._dropped.popleft()
             for peer in self.peers:
-                self._send(peer, _HEADER.pack(_DROPPED, 0, number), None)
+                self._tell(peer, _HEADER.pack(DROPPED, 0, number))
 
     def forget_peer(self, peer: int) -> None:
-        """A peer that has hung up has no tensors any more."""
+        """A peer that has left has no tensors any more."""
         for number in [*self._held]:
             self._release(number, peer)
 

@@ -411,7 +411,7 @@ class GroupRendezvous:
     @contextlib.contextmanager
     def exchange(self, own: Info, timeout: float) -> Iterator[list[Info]]:
         """The records of all ranks, of which this rank contributes `own`. Messages to peers may
-        still be in flight in the ``with`` block.
+        still be in flight in the ``with`` block, at whose end all have arrived.
 
         Raises `PeerLost` or `PeerTimeout` naming a rank that sends nothing or gave up, `WeftError`
         naming one that runs another version of weft, belongs to another job, or sends another form
@@ -436,14 +436,12 @@ class GroupRendezvous:
                 ) from error
             infos[peer] = _checked(rank, peer, theirs.numpy().tobytes().rstrip(b"\0"), type(own))
         yield infos
-        del in_flight
+        _complete(in_flight, deadline)
 
     def give_up(self, error: BaseException) -> None:
         """Send all ranks the reason in place of this rank's next record."""
         deadline = time.monotonic() + _GIVE_UP
-        for work in self._send(_announcement(None, error)):
-            with contextlib.suppress(RuntimeError):  # the peer is lost
-                work.wait(time_left(deadline))
+        _complete(self._send(_announcement(None, error)), deadline)
 
     def _send(self, announcement: bytes) -> list[dist.Work]:
         """Begin to send all peers a message."""
@@ -454,6 +452,13 @@ class GroupRendezvous:
             with contextlib.suppress(RuntimeError):  # receiving from it raises the same
                 in_flight.append(self.group.send([message], peer, _TAG))
         return in_flight
+
+
+def _complete(in_flight: list[dist.Work], deadline: float) -> None:
+    """Wait until messages have arrived, as those to a peer that is lost never do."""
+    for work in in_flight:
+        with contextlib.suppress(RuntimeError):
+            work.wait(time_left(deadline))
 
 
 class StoreRendezvous:

@@ -100,7 +100,7 @@ def leaves():
         leaver = world.ranks - 1
         if world.rank == leaver:
             return
-        while not world.relay.hung_up[leaver].is_set():
+        while not world.relay.gone(leaver):
             time.sleep(0.001)
         name, text, _ = error_of(weft.barrier)
         assert name == "PeerLost", text
