@@ -155,7 +155,9 @@ class OwnTokens(Layer):
         self.sizes = [self.settings.experts] * self.world.ranks
         self.packed = pack_experts(mixture.gate_up[own], mixture.down[own], first=own.start)
         self.weight = self.packed.routed(self.settings.top)
-        self.every = [visits.find(chosen, self.sizes) for chosen in mixture.chosen]
+        self.every = [
+            visits.find(chosen, self.sizes, self.world.hosts) for chosen in mixture.chosen
+        ]
         self.received = [each.counts[rank] for each in self.every]
         rows, new = sum(self.received), self.x.new_empty
         self.arrived = new(rows, self.weight.shape[0])
@@ -193,7 +195,7 @@ class OwnTokens(Layer):
 
     def _rows(self) -> tuple[Tensor, visits.Visits]:
         """The rows of this rank's tokens."""
-        found = visits.find(self.chosen, self.sizes)
+        found = visits.find(self.chosen, self.sizes, self.world.hosts)
         return self.weight.rows(self.x, self.chosen, self.scores, found.tokens), found
 
     def _multiply(self) -> None:
