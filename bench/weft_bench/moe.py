@@ -28,6 +28,7 @@ from weft.ops.all_to_all import all_to_all
 from weft.ops.autotune import Class, Trial
 from weft.ops.expert_sums import expert_sums
 from weft.ops.moe import moe
+from weft.ops.ways import LAYER
 from weft.plan.trace import Trace
 from weft.predict import figures
 from weft.schedules.operators import OPERATORS
@@ -319,7 +320,7 @@ def _selected(world: World) -> Iterator[str]:
     for key, found in engine(world).selections.items():
         if not isinstance(key, Class) or key.link != world.emulated_link:
             continue
-        if key.workload.operator in OPERATORS:
+        if key.workload.operator in (*OPERATORS, LAYER):
             variant = found.first if isinstance(found, Trial) else found.variant
             pieces = f" in {variant.pieces} pieces" if variant.pieces > 1 else ""
             yield f"{key.workload.operator} by {variant}{pieces}"

@@ -14,7 +14,9 @@ from support.mixture import Mixture, defined, random
 from support.ranks import on_ranks
 
 import weft
+from weft.engines import engine
 from weft.ops import visits
+from weft.ops.call import Selection
 
 ALGORITHMS = ("auto", "push", "sequential", "shared", "gathered")
 DIVISIONS = {1: [(8,)], 2: [(4, 4), (8, 0), (1, 7)], 3: [(3, 3, 2), (0, 2, 6)], 4: [(0, 0, 8, 0)]}
@@ -102,8 +104,36 @@ def layers_over_hosts(sizes):
 @pytest.mark.data
 @pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 0)], ids=str)
 def test_hosts_of_two_ranks(hosts):
-    with weft.local_world(4, hosts=hosts, timeout=20) as local:
+    with weft.local_world(4, hosts=hosts, timeout=100) as local:
         assert local.run(lambda: layers_over_hosts((3, 0, 3, 2))) == [True] * 4
+
+
+def measured(world):
+    """The first calls of a class take all ways; then one is selected, with the same bits."""
+    rank, sizes = world.rank, [4] * world.ranks
+    mixture = random(400 * world.ranks, 33, 20, 4 * world.ranks, 2)
+    own = slice(400 * rank, 400 * (rank + 1))
+    tokens = mixture.x[own], mixture.chosen[own], mixture.scores[own]
+    experts, selections = part(mixture, sizes, rank), engine(world).selections
+    first = weft.moe(*tokens, experts, experts_of_ranks=sizes)
+    (trial,) = selections.values()
+    for _ in range(200):
+        if isinstance(*selections.values(), Selection):
+            break
+        assert torch.equal(weft.moe(*tokens, experts, experts_of_ranks=sizes), first)
+    (selection,) = selections.values()
+    tried = {variant.algorithm for variant in trial.candidates}
+    assert tried == {"push", "sequential", "shared", "gathered"}
+    assert selection.variant in trial.candidates
+    for _ in range(3):  # also from the call cache
+        assert torch.equal(weft.moe(*tokens, experts, experts_of_ranks=sizes), first)
+    return True
+
+
+def test_auto_measures_all_ways():
+    on_ranks(measured, 2)
+    with weft.local_world(4, hosts=(0, 0, 1, 1), timeout=100) as local:
+        assert local.run(lambda: measured(weft.init())) == [True] * 4
 
 
 def gradients(world, dtype, tolerance):

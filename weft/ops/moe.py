@@ -23,7 +23,7 @@ from weft.ops.expert_sums import (
     save,
 )
 from weft.ops.matmul_all_reduce import matmul_all_reduce
-from weft.ops.visits import Layer
+from weft.ops.own_tokens import Layer
 from weft.world import World, current
 
 
@@ -62,7 +62,8 @@ def moe(
     capacity, and no token is left out. Any division of the experts is right, and ranks may have
     different numbers of tokens, also none.
 
-    ``auto`` measures which algorithm is fastest, as for products.
+    ``auto`` measures which algorithm is fastest, as for products: of all four if tokens are each on
+    one rank. For few rows it takes those of `all_to_all_matmul_all_to_all` without measuring.
 
     Gradients of tokens that every rank has follow the convention of `matmul_all_reduce`: all ranks
     compute the same loss from the result, and gradients of x and of scores are summed over the
@@ -78,8 +79,8 @@ def moe(
         experts: this rank's, from `pack_experts`.
         experts_of_ranks: the number of experts of each rank, if each has tokens of its own; experts
             are then numbered rank by rank. None if every rank has the same tokens.
-        algorithm: as in `matmul_all_reduce`; of tokens that each rank has of its own one of those
-            above, ``auto`` for one of `all_to_all_matmul_all_to_all`.
+        algorithm: as in `matmul_all_reduce`; of tokens that each rank has of its own ``push``,
+            ``sequential``, ``shared``, ``gathered`` or ``auto``.
         chunk_rows: as there.
         world: by default the world made by ``weft.init()``.
         timeout: seconds; a recorded call has no timeout but the world's.

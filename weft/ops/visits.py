@@ -1,11 +1,10 @@
-"""A layer of experts whose tokens are each on one rank: a row of a token visits every rank, or
-every host, that has experts which it chose, and returns as what these contribute, to be summed at
-home.
+"""The rows by which tokens that are each on one rank visit every rank, or every host, that has
+experts which they chose, and the sums at home of what these contribute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -14,20 +13,9 @@ from torch import Tensor
 
 import weft._native as _native
 from weft.checks import integers, name
-from weft.kernels.experts import Experts, RoutedExperts
-from weft.kernels.function import weight
-from weft.kernels.weights import Weight
-from weft.ops.all_gather_matmul_reduce_scatter import all_gather_matmul_reduce_scatter
-from weft.ops.all_to_all_matmul_all_to_all import all_to_all_matmul_all_to_all
-from weft.ops.expert_sums import add_gradients, factors
-from weft.schedules import all_gather_matmul_reduce_scatter as of_hosts
+from weft.kernels.experts import Experts
 from weft.schedules.peers import Hosts
 from weft.world import World
-
-OF_HOSTS = of_hosts.ALGORITHMS
-"""The algorithms by which a row visits a host, whose ranks add up what their experts contribute; by
-others it visits each rank.
-"""
 
 
 class Visits(NamedTuple):
@@ -83,85 +71,3 @@ def add_up(rows: Tensor, visits: Visits) -> Tensor:
     ends = [*accumulate(visits.counts)]
     _native.add_up_visits(rows, visits.places, ends, visits.hosts, out, dtype)
     return out
-
-
-class Layer(NamedTuple):
-    """The operands of a layer whose tokens are each on one rank, and the options of its call."""
-
-    x: Tensor
-    chosen: Tensor
-    scores: Tensor
-    experts: Experts
-    sizes: Sequence[int]
-    algorithm: str
-    chunk_rows: int | None
-    world: World
-    timeout: float | None = None
-
-    def sums(self) -> Tensor:
-        """The layer of checked operands, without gradients; collective."""
-        weight = self.experts.routed(self.chosen.shape[1])
-        scores = factors(self.scores, self.x.dtype)
-
-        def rows(tokens: Tensor) -> Tensor:
-            return weight.rows(self.x, self.chosen, scores, tokens)
-
-        return self._visit(rows, weight, self.x.dtype)
-
-    def gradients(self, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The gradients of x and scores, in the dtype of sums, and of both weights of this rank's
-        experts; collective. Rows visit the experts again, with the gradients of their results.
-        """
-        x, chosen, experts = self.x, self.chosen, self.experts
-        routed = RoutedExperts(experts, chosen.shape[1])
-        scores, width, at = factors(self.scores, x.dtype), x.shape[1], routed.shape[0]
-        for_gate_up, for_down = torch.zeros_like(experts.gate_up), torch.zeros_like(experts.down)
-
-        def rows(tokens: Tensor) -> Tensor:
-            # as wide as lets routings be aligned
-            of_results = x.new_zeros(len(tokens), routed.routing_at)
-            of_results[:, :width] = grad[tokens[:, 0]]
-            return torch.cat((routed.rows(x, chosen, scores, tokens), of_results), 1)
-
-        def product(rows: Tensor, out: Tensor) -> None:
-            own, choices, shares = routed.split(rows[:, :at])
-            for_x, for_scores = out.zero_().split((width, choices.shape[1]), 1)
-            add_gradients(
-                rows[:, at : at + width],
-                own,
-                choices,
-                shares,
-                experts,
-                (for_x, for_scores, for_gate_up, for_down),
-            )
-
-        shape = at + routed.routing_at, width + chosen.shape[1]
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        found = self._visit(rows, weight(product, shape, x.dtype), wide)
-        # one operator's results share no memory
-        for_x, for_scores = (
-            part.clone(memory_format=torch.contiguous_format)
-            for part in found.split((width, chosen.shape[1]), 1)
-        )
-        return for_x, for_scores, for_gate_up, for_down
-
-    def _visit(
-        self, rows: Callable[[Tensor], Tensor], weight: Weight, out_dtype: torch.dtype
-    ) -> Tensor:
-        """What the weights of all ranks contribute to each token, of which `rows` makes the rows of
-        these tokens.
-        """
-        for_hosts = self.algorithm in OF_HOSTS
-        visits = find(self.chosen, self.sizes, self.world.hosts, for_hosts)
-        operator = all_gather_matmul_reduce_scatter if for_hosts else all_to_all_matmul_all_to_all
-        back = operator(
-            rows(visits.tokens),
-            weight,
-            input_split_sizes=visits.counts,
-            out_dtype=out_dtype,
-            algorithm=self.algorithm,
-            chunk_rows=self.chunk_rows,
-            world=self.world,
-            timeout=self.timeout,
-        )
-        return add_up(back, visits)
