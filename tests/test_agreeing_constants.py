@@ -38,7 +38,7 @@ def test_a_longer_message_than_the_core_sends_is_recognized():
 
 
 def test_blocks_have_the_bits_of_all_rows_from_one_number_of_rows_on():
-    assert fused._SAME_BITS == methods._LEAST
+    assert fused.SAME_BITS == methods._LEAST
 
 
 def test_a_counter_has_a_cache_line():

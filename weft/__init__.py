@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from weft.nn.warmup import warmup
     from weft.ops.all_gather import all_gather, all_gather_async
     from weft.ops.all_gather_matmul import all_gather_matmul
+    from weft.ops.all_gather_matmul_reduce_scatter import all_gather_matmul_reduce_scatter
     from weft.ops.all_reduce import all_reduce, all_reduce_async
     from weft.ops.all_to_all import all_to_all, all_to_all_async
     from weft.ops.all_to_all_matmul import all_to_all_matmul

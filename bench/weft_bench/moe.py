@@ -28,6 +28,7 @@ from weft.ops.all_to_all import all_to_all
 from weft.ops.autotune import Class, Trial
 from weft.ops.expert_sums import expert_sums
 from weft.ops.moe import moe
+from weft.ops.ways import LAYER
 from weft.plan.trace import Trace
 from weft.predict import figures
 from weft.schedules.operators import OPERATORS
@@ -155,7 +156,9 @@ class OwnTokens(Layer):
         self.sizes = [self.settings.experts] * self.world.ranks
         self.packed = pack_experts(mixture.gate_up[own], mixture.down[own], first=own.start)
         self.weight = self.packed.routed(self.settings.top)
-        self.every = [visits.find(chosen, self.sizes) for chosen in mixture.chosen]
+        self.every = [
+            visits.find(chosen, self.sizes, self.world.hosts) for chosen in mixture.chosen
+        ]
         self.received = [each.counts[rank] for each in self.every]
         rows, new = sum(self.received), self.x.new_empty
         self.arrived = new(rows, self.weight.shape[0])
@@ -193,7 +196,7 @@ class OwnTokens(Layer):
 
     def _rows(self) -> tuple[Tensor, visits.Visits]:
         """The rows of this rank's tokens."""
-        found = visits.find(self.chosen, self.sizes)
+        found = visits.find(self.chosen, self.sizes, self.world.hosts)
         return self.weight.rows(self.x, self.chosen, self.scores, found.tokens), found
 
     def _multiply(self) -> None:
@@ -317,7 +320,7 @@ def _selected(world: World) -> Iterator[str]:
     for key, found in engine(world).selections.items():
         if not isinstance(key, Class) or key.link != world.emulated_link:
             continue
-        if key.workload.operator in OPERATORS:
+        if key.workload.operator in (*OPERATORS, LAYER):
             variant = found.first if isinstance(found, Trial) else found.variant
             pieces = f" in {variant.pieces} pieces" if variant.pieces > 1 else ""
             yield f"{key.workload.operator} by {variant}{pieces}"

@@ -272,6 +272,20 @@ class Exchanged(Defined):
         self.shares = {} if even else {"input_split_sizes": self.rows}
 
 
+class GatheredAndScattered(Defined):
+    """Rows of each rank, of any number, that the ranks of one host multiply."""
+
+    def prepare(self) -> None:
+        if self.world.hosts.several:
+            raise ValueError(
+                f"{self.settings.operator} gives rows to one of several hosts, so it is measured "
+                "on one: weft bench moe measures it on several"
+            )
+        super().prepare()
+        even = len({*self.rows}) == 1
+        self.shares = {} if even else {"input_split_sizes": [self.rows[self.world.rank]]}
+
+
 def _unchecked(run: int) -> Check:
     return Check(0)
 

@@ -116,8 +116,9 @@ void bind_kernels(nb::module_& m) {
       .def("sums", &PackedExperts::sums, "x"_a, "chosen"_a, "scores"_a, "out"_a, "out_dtype"_a)
       .def_static("route", &PackedExperts::route, "x"_a, "chosen"_a, "scores"_a, "rows"_a,
                   "token_of"_a = nb::none());
-  m.def("find_visits", &find_visits, "chosen"_a, "ends"_a, "places"_a, "token_of"_a);
-  m.def("add_up_visits", &add_up_visits, "rows"_a, "places"_a, "out"_a, "dtype"_a);
+  m.def("find_visits", &find_visits, "chosen"_a, "ends"_a, "parts"_a, "places"_a, "token_of"_a);
+  m.def("add_up_visits", &add_up_visits, "rows"_a, "places"_a, "ends"_a, "hosts"_a, "out"_a,
+        "dtype"_a);
 
   m.def("set_team_size", &set_team_size);
   m.def("team_size", &team_size);

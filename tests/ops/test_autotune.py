@@ -52,6 +52,9 @@ def first_calls(world, operator, link, directory):
 def test_the_first_calls_measure_until_a_variant_is_selected(operator, link, tmp_path):
     (taken, variant, text), *others = on_ranks(first_calls, 2, operator, link, str(tmp_path))
     variants = {*taken}
+    moving = {*OPERATORS[operator].algorithms} - {*OPERATORS[operator].moves_nothing}
+    if link and len(moving) == 1:
+        return  # nothing to choose from
     assert len(variants) > 1
     assert {each.algorithm for each in variants} <= {
         *OPERATORS[operator].auto_candidates,

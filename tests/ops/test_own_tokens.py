@@ -4,6 +4,8 @@ against float64.
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from support.checks.autograd import assert_same, leaves
@@ -12,9 +14,11 @@ from support.mixture import Mixture, defined, random
 from support.ranks import on_ranks
 
 import weft
+from weft.engines import engine
 from weft.ops import visits
+from weft.ops.call import Selection
 
-ALGORITHMS = ("auto", "push", "sequential")
+ALGORITHMS = ("auto", "push", "sequential", "shared", "gathered")
 DIVISIONS = {1: [(8,)], 2: [(4, 4), (8, 0), (1, 7)], 3: [(3, 3, 2), (0, 2, 6)], 4: [(0, 0, 8, 0)]}
 """By the number of ranks, the experts of each: uneven, and ranks without one."""
 
@@ -22,17 +26,18 @@ DIVISIONS = {1: [(8,)], 2: [(4, 4), (8, 0), (1, 7)], 3: [(3, 3, 2), (0, 2, 6)], 
 def test_rows_of_tokens():
     """A row for each token and rank, ordered by rank, and in each by token."""
     chosen = torch.tensor([[0, 5], [4, 3], [9, -1], [5, 4], [2, 0]])
-    found = visits.find(chosen, [3, 0, 1, 2])  # experts 0 to 2, none, 3, 4 and 5
+    here = (0,) * 4
+    found = visits.find(chosen, [3, 0, 1, 2], here)  # experts 0 to 2, none, 3, 4 and 5
     assert found.counts == [2, 0, 1, 3]
     assert found.tokens.flatten().tolist() == [0, 4, 1, 0, 1, 3]
     assert found.places.tolist() == [[0, 3], [2, 4], [-1, -1], [5, -1], [1, -1]]
-    assert visits.find(chosen.int().t().contiguous().t(), [3, 0, 1, 2]).counts == found.counts
+    assert visits.find(chosen.int().t().contiguous().t(), [3, 0, 1, 2], here).counts == found.counts
     rows = torch.tensor([[1.0], [2], [4], [8], [16], [32]])
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         sums = visits.add_up(rows.to(dtype), found)
         assert sums.flatten().tolist() == [9, 20, 0, 32, 2]
         assert sums.dtype is dtype
-    nothing = visits.find(chosen[:0], [6])
+    nothing = visits.find(chosen[:0], [6], (0,))
     assert (nothing.counts, len(nothing.tokens), len(nothing.places)) == ([0], 0, 0)
 
 
@@ -61,7 +66,7 @@ def random_layers(world, number):
         own = of_rank(mixture, rank, ranks)
         sizes = DIVISIONS[ranks][seed % len(DIVISIONS[ranks])]
         make = (weft.pack_experts, weft.Experts)[seed % 2]
-        options = {"experts_of_ranks": sizes, "algorithm": ALGORITHMS[seed % 3]}
+        options = {"experts_of_ranks": sizes, "algorithm": ALGORITHMS[seed % 5]}
         experts = part(mixture, sizes, rank, make)
         found = weft.moe(*own[:3], experts, **options)
         assert found.dtype == dtype
@@ -76,25 +81,65 @@ def test_random_layers(ranks):
     on_ranks(random_layers, ranks, 100 if ranks < 3 else 40)
 
 
-@pytest.mark.data
-def test_two_hosts_of_two_ranks():
-    def layers():
-        rank = weft.init().rank
-        for tokens in (0, 3, 300):
-            mixture = random(tokens, 33, 20, 8, 2, seed=tokens)
-            own, sizes = of_rank(mixture, rank, 4), (3, 0, 3, 2)
-            found = weft.moe(*own[:3], part(mixture, sizes, rank), experts_of_ranks=sizes)
-            torch.testing.assert_close(found.double(), defined(*own), rtol=1e-5, atol=1e-5)
-        return True
+def layers_over_hosts(sizes):
+    """All algorithms add up in one order, within hosts and then over them: the same bits."""
+    world = weft.init()
+    rank = world.rank
+    for tokens, dtype in product((0, 3, 300), (torch.float32, torch.bfloat16)):
+        mixture = random(tokens, 33, 20, 8, 3, dtype, seed=tokens)
+        own = of_rank(mixture, rank, world.ranks)
+        experts = part(mixture, sizes, rank)
+        tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+        found = [
+            weft.moe(*own[:3], experts, experts_of_ranks=sizes, algorithm=algorithm)
+            for algorithm in ALGORITHMS
+        ]
+        wanted = defined(*own)
+        torch.testing.assert_close(found[0].double(), wanted, rtol=tolerance, atol=tolerance)
+        assert all(torch.equal(each, found[0]) for each in found)
+    gradients(world, torch.float64, 1e-12)
+    return True
 
-    with weft.local_world(4, hosts=(0, 0, 1, 1), timeout=20) as local:
-        assert local.run(layers) == [True] * 4
+
+@pytest.mark.data
+@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 0)], ids=str)
+def test_hosts_of_two_ranks(hosts):
+    with weft.local_world(4, hosts=hosts, timeout=100) as local:
+        assert local.run(lambda: layers_over_hosts((3, 0, 3, 2))) == [True] * 4
+
+
+def measured(world):
+    """The first calls of a class take all ways; then one is selected, with the same bits."""
+    rank, sizes = world.rank, [4] * world.ranks
+    mixture = random(400 * world.ranks, 33, 20, 4 * world.ranks, 2)
+    own = slice(400 * rank, 400 * (rank + 1))
+    tokens = mixture.x[own], mixture.chosen[own], mixture.scores[own]
+    experts, selections = part(mixture, sizes, rank), engine(world).selections
+    first = weft.moe(*tokens, experts, experts_of_ranks=sizes)
+    (trial,) = selections.values()
+    for _ in range(200):
+        if isinstance(*selections.values(), Selection):
+            break
+        assert torch.equal(weft.moe(*tokens, experts, experts_of_ranks=sizes), first)
+    (selection,) = selections.values()
+    tried = {variant.algorithm for variant in trial.candidates}
+    assert tried == {"push", "sequential", "shared", "gathered"}
+    assert selection.variant in trial.candidates
+    for _ in range(3):  # also from the call cache
+        assert torch.equal(weft.moe(*tokens, experts, experts_of_ranks=sizes), first)
+    return True
+
+
+def test_auto_measures_all_ways():
+    on_ranks(measured, 2)
+    with weft.local_world(4, hosts=(0, 0, 1, 1), timeout=100) as local:
+        assert local.run(lambda: measured(weft.init())) == [True] * 4
 
 
 def gradients(world, dtype, tolerance):
     """Those of the sum of all ranks' losses."""
     ranks, rank = world.ranks, world.rank
-    for seed, sizes in enumerate(DIVISIONS[ranks]):
+    for seed, (sizes, algorithm) in enumerate(product(DIVISIONS[ranks], ("push", "shared"))):
         mixture = random(23, 11, 7, 8, 2, dtype, seed, favoured=5 * (seed % 2))
         mixture = mixture._replace(scores=mixture.scores.double())
         own, first = of_rank(mixture, rank, ranks), sum(sizes[:rank])
@@ -103,7 +148,7 @@ def gradients(world, dtype, tolerance):
             own.x, own.scores, mixture.gate_up[mine], mixture.down[mine]
         )
         experts = weft.Experts(gate_up, down, first=first)
-        y = weft.moe(x, own.chosen, scores, experts, experts_of_ranks=sizes, algorithm="push")
+        y = weft.moe(x, own.chosen, scores, experts, experts_of_ranks=sizes, algorithm=algorithm)
         y.double().sin().sum().backward()
         every = leaves(mixture.x, mixture.scores, mixture.gate_up, mixture.down)
         wanted = defined(every[0], mixture.chosen, *every[1:])

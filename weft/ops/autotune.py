@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 from weft._native import CallsLeft
 from weft.ops import stored
-from weft.ops.call import Call, Selection
+from weft.ops.call import Choice, Selection
 from weft.ops.stored import Measured
 from weft.schedules.workload import Variant, Workload
 from weft.world.placement import waited_for_core
@@ -80,7 +80,7 @@ class Class(NamedTuple):
     link: tuple[float, float] | None
 
 
-def select(call: Call) -> Selection:
+def select(call: Choice) -> Selection:
     """The selection for a call; collective if its class is new."""
     key = _class_of(call)
     if key is None:
@@ -98,7 +98,7 @@ def select(call: Call) -> Selection:
     return found.next(call) if isinstance(found, Trial) else found
 
 
-def expected(call: Call) -> Selection:
+def expected(call: Choice) -> Selection:
     """The selection of a call's class, or the one that this rank would make as rank 0; not
     collective.
     """
@@ -111,7 +111,7 @@ def expected(call: Call) -> Selection:
     return found.next(call) if isinstance(found, Trial) else found
 
 
-def settled(call: Call) -> Variant:
+def settled(call: Choice) -> Variant:
     """The variant of a call that is not measured itself: the selected one of its class, or the
     rule's; not collective.
     """
@@ -119,7 +119,7 @@ def settled(call: Call) -> Variant:
     return found.variant if isinstance(found, Selection) else call.rule().variant
 
 
-def measure(call: Call, trial: Trial, execute: Callable[[], None]) -> None:
+def measure(call: Choice, trial: Trial, execute: Callable[[], None]) -> None:
     """Execute a call, and report its times to its trial; collective at the end of a round."""
     if not call.comparable(trial.candidates):
         execute()
@@ -144,7 +144,7 @@ def measure(call: Call, trial: Trial, execute: Callable[[], None]) -> None:
         stored.learn(class_name, trial.measured(fastest.variant))
 
 
-def _class_of(call: Call) -> Class | None:
+def _class_of(call: Choice) -> Class | None:
     """The class of a call; None if the rule alone selects its variant."""
     workload, world = call.similar, call.world
     if workload is None or world.ranks == 1 or not max(workload.rows):
@@ -162,7 +162,7 @@ class Proposal(NamedTuple):
     others: list[Variant]
 
 
-def _proposed(call: Call, first: Selection) -> Proposal:
+def _proposed(call: Choice, first: Selection) -> Proposal:
     """The proposal of this rank, whose rule selects `first`."""
     candidates, record = call.candidates(first.variant), 0.0
     name = _stored_as(call)
@@ -175,7 +175,7 @@ def _proposed(call: Call, first: Selection) -> Proposal:
     return Proposal(first, record, others[: _CANDIDATES - 1])
 
 
-def _stored_as(call: Call) -> str | None:
+def _stored_as(call: Choice) -> str | None:
     """The name of a call's class among the stored measurements; None for one that is not stored: a
     network is not a property of this machine.
     """
@@ -185,7 +185,7 @@ def _stored_as(call: Call) -> str | None:
     return stored.key(call.own_class, call.engine.setting)
 
 
-def _agreed(call: Call, key: Class) -> Selection | Trial:
+def _agreed(call: Choice, key: Class) -> Selection | Trial:
     """The selection that rank 0 proposes, or the trial of its candidates, on all ranks; `key` is
     compared between ranks, so that different calls raise an error.
     """
@@ -248,7 +248,7 @@ class Trial:
         """Whether ranks have waited for cores in the measured calls."""
         return self.waited > _BUSY * self.took
 
-    def next(self, call: Call) -> Selection:
+    def next(self, call: Choice) -> Selection:
         """The candidate of the next call, or the first one."""
         comparable = call.comparable(self.candidates)
         variant = self.turns[len(self.calls)] if comparable else self.first

@@ -56,17 +56,13 @@ class Selection(NamedTuple):
     period: int = 0
 
 
-class Call(ABC):
-    """A call that was checked on this rank.
+class Choice(ABC):
+    """A choice among variants that all ranks make together, for a class of calls
+    (`weft.ops.autotune`).
 
-    `tensors` are the matrices of the plan's buffers: ``a``, then those that `results` are made of,
-    in order; `rows` are the rows of the plan's shards. `row_limit` is the caller's limit of the
-    rows of a transfer.
+    `row_limit` is the caller's limit of the rows of a transfer.
     """
 
-    tensors: dict[str, Tensor]
-    results: list[Tensor]
-    rows: Sequence[int]
     row_limit: int | None = None
     exact = False
     """Whether all variants give the same bits, so that its class is measured again from time to
@@ -113,6 +109,36 @@ class Call(ABC):
     def possible(self, algorithm: str) -> bool:
         """Whether it can be made by an algorithm here."""
 
+    def comparable(self, variants: Sequence[Variant]) -> bool:
+        """Whether these variants give it the same bits."""
+        return True
+
+    @abstractmethod
+    def cut(self, variant: Variant) -> str:
+        """A variant and the size of its transfers, in words."""
+
+    def log(self, selection: Selection) -> None:
+        """Log the selection for calls of this class at level INFO, on rank 0, as for all ranks."""
+        if self.world.rank == 0 and _log.isEnabledFor(logging.INFO):
+            _log.info(
+                "%s and calls of its class: %s: %s",
+                self.description,
+                self.cut(selection.variant),
+                selection.reason,
+            )
+
+
+class Call(Choice):
+    """A call that was checked on this rank.
+
+    `tensors` are the matrices of the plan's buffers: ``a``, then those that `results` are made of,
+    in order; `rows` are the rows of the plan's shards.
+    """
+
+    tensors: dict[str, Tensor]
+    results: list[Tensor]
+    rows: Sequence[int]
+
     @abstractmethod
     def plan(self, variant: Variant) -> Plan:
         """The plan of a variant, the same object for equal calls."""
@@ -125,10 +151,6 @@ class Call(ABC):
     def engine_options(self, variant: Variant) -> Any:
         """The options of the engine for a variant; None for the world's."""
         return None
-
-    def comparable(self, variants: Sequence[Variant]) -> bool:
-        """Whether these variants give it the same bits."""
-        return True
 
     @abstractmethod
     def execute(self, program: Program) -> None:
@@ -155,17 +177,3 @@ class Call(ABC):
     def describe(self, variant: Variant) -> str:
         """More words about a variant, for `explain`."""
         return ""
-
-    @abstractmethod
-    def cut(self, variant: Variant) -> str:
-        """A variant and the size of its transfers, in words."""
-
-    def log(self, selection: Selection) -> None:
-        """Log the selection for calls of this class at level INFO, on rank 0, as for all ranks."""
-        if self.world.rank == 0 and _log.isEnabledFor(logging.INFO):
-            _log.info(
-                "%s and calls of its class: %s: %s",
-                self.description,
-                self.cut(selection.variant),
-                selection.reason,
-            )

@@ -14,7 +14,7 @@ from torch import Tensor
 from weft import _native
 from weft.engines.program import Program
 from weft.ops.autotune import measure, select
-from weft.ops.call import Call, Key, Selection
+from weft.ops.call import Call, Choice, Key, Selection
 from weft.schedules.workload import Variant
 from weft.world import World
 
@@ -48,10 +48,16 @@ def run(call: Call, key: Key | None = None) -> Any:
     """The results of a checked call, collectively; the call cache finds it by its `key` from now
     on.
     """
-    selection = select(call)
+    return selected(call, select(call), call, key)
+
+
+def selected(call: Call, selection: Selection, of: Choice, key: Key | None = None) -> Any:
+    """The results of a checked call by the selection `of` a choice, which may be among several
+    calls.
+    """
     program = prepare(call, selection.variant)
     if selection.trial is not None:
-        measure(call, selection.trial, partial(call.execute, program))
+        measure(of, selection.trial, partial(call.execute, program))
     elif key is not None and call.repeatable(key):
         _execute_and_cache(call, program, key, selection)
     else:

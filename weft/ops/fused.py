@@ -62,10 +62,10 @@ _PIECES = (1, 2, 4, 8, 16, 32)
 """The numbers of pieces that are tried over a link, and where streams move rows."""
 _LEAST_PIECE = FEW_ROWS
 """The number of rows below which a piece is not tried: one product reads the weight once."""
-_SAME_BITS = 16
+SAME_BITS = 16
 """The number of rows from which on torch's products use no kernels for few rows."""
 _DTYPES = ("float32", "bfloat16", "float16")
-"""The dtypes whose products have the same bits for any number of rows from `_SAME_BITS` on."""
+"""The dtypes whose products have the same bits for any number of rows from `SAME_BITS` on."""
 
 
 class FusedCall(Call):
@@ -295,7 +295,7 @@ class FusedCall(Call):
     def comparable(self, variants: Sequence[Variant]) -> bool:
         """Whether none of them multiplies so few rows that torch uses other kernels."""
         least = min(self.workload.rows)
-        return all(least >= _SAME_BITS * variant.pieces for variant in variants)
+        return all(least >= SAME_BITS * variant.pieces for variant in variants)
 
     def bind(self, program: Program) -> Binding:
         found: Binding = program.bind(self.tensors, self.rows)

@@ -23,6 +23,7 @@ from weft.ops.expert_sums import (
     save,
 )
 from weft.ops.matmul_all_reduce import matmul_all_reduce
+from weft.ops.own_tokens import Layer
 from weft.world import World, current
 
 
@@ -48,14 +49,21 @@ def moe(
     the ranks is that of `matmul_all_reduce`, in its algorithms: while some tokens are summed,
     others are multiplied. All ranks get the same bits.
 
-    **Tokens that each rank has of its own**, with `experts_of_ranks`. A row of a token travels to
-    every rank that has experts which it chose, once, however many these are, and what they
-    contribute returns, by `all_to_all_matmul_all_to_all` in its algorithms: rows travel there and
-    back while others are multiplied. At home contributions are summed in the order of the ranks, so
-    a token has the same bits in every run. There is no capacity, and no token is left out. Any
-    division of the experts is right, and ranks may have different numbers of tokens, also none.
+    **Tokens that each rank has of its own**, with `experts_of_ranks`. By `push` and `sequential`,
+    those of `all_to_all_matmul_all_to_all`, a row of a token travels to every rank that has experts
+    which it chose, once, however many these are, and what they contribute returns. By `shared` and
+    `gathered`, those of `all_gather_matmul_reduce_scatter`, it travels to every *host* that has
+    such experts, once: all ranks of the host read it there, and one sum of what they contribute
+    returns. On one host that is an all-gather and a reduce-scatter of uneven rows. Rows travel
+    there and back while others are multiplied (`push`, `shared`). Contributions are summed within
+    each host in the order of the ranks, and then over the hosts in theirs, each sum in float32 or
+    float64 and rounded to the dtype of x: a token has the same bits in every run, and by all
+    algorithms as far as those of products do not depend on the number of rows. There is no
+    capacity, and no token is left out. Any division of the experts is right, and ranks may have
+    different numbers of tokens, also none.
 
-    ``auto`` measures which algorithm is fastest, as for products.
+    ``auto`` measures which algorithm is fastest, as for products: of all four if tokens are each on
+    one rank. For few rows it takes those of `all_to_all_matmul_all_to_all` without measuring.
 
     Gradients of tokens that every rank has follow the convention of `matmul_all_reduce`: all ranks
     compute the same loss from the result, and gradients of x and of scores are summed over the
@@ -71,7 +79,8 @@ def moe(
         experts: this rank's, from `pack_experts`.
         experts_of_ranks: the number of experts of each rank, if each has tokens of its own; experts
             are then numbered rank by rank. None if every rank has the same tokens.
-        algorithm: as in `matmul_all_reduce`, or `all_to_all_matmul_all_to_all`.
+        algorithm: as in `matmul_all_reduce`; of tokens that each rank has of its own ``push``,
+            ``sequential``, ``shared``, ``gathered`` or ``auto``.
         chunk_rows: as there.
         world: by default the world made by ``weft.init()``.
         timeout: seconds; a recorded call has no timeout but the world's.
@@ -119,7 +128,8 @@ def moe(
         )
         return result
     if sizes is not None:
-        return visits.sums(x, chosen, scores, experts, sizes, algorithm, chunk_rows, world, timeout)
+        layer = Layer(x, chosen, scores, experts, sizes, algorithm, chunk_rows, world, timeout)
+        return layer.sums()
     weight = experts.routed(chosen.shape[1])
     rows = weight.rows(x, chosen, factors(scores, x.dtype))
     return matmul_all_reduce(
@@ -146,7 +156,7 @@ def _run(
         x, scores = x.detach(), scores.detach()
         if sizes is not None:
             visits.check_sizes(sizes, experts, options[2])
-            return visits.sums(x, chosen, scores, experts, sizes, *options)
+            return Layer(x, chosen, scores, experts, sizes, *options).sums()
         weight = RoutedExperts(experts, chosen.shape[1])
         rows = weight.rows(x, chosen, factors(scores, x.dtype))
         return matmul_all_reduce(
@@ -175,7 +185,8 @@ def _gradients(
     own = autograd.recorded_world(world)
     if sizes is not None:
         experts = Experts(gate_up.detach(), down.detach(), first=first, activation=activation)
-        return visits.gradients(grad, x, chosen, scores, experts, sizes, algorithm, chunk_rows, own)
+        layer = Layer(x, chosen, scores, experts, sizes, algorithm, chunk_rows, own)
+        return layer.gradients(grad)
     for_x, for_scores, *for_weights = gradients(
         grad, x, chosen, scores, gate_up, down, first, activation
     )

@@ -165,11 +165,13 @@ def products_alone(plan: Plan, exchanges: str) -> Plan:
     """The products of a fused operator's plan, cut and ordered as in it, with all rows there from
     the beginning: no rank waits, moves rows or adds them up.
 
-    ``product = x @ weight``, both with the blocks that a rank multiplies: those of its ``out`` if
-    ranks exchange rows of ``a``, else those of its ``a``. There is one weight.
+    ``product = x @ weight``, both with the blocks that a rank multiplies: those of its ``out``, or
+    of ``partial`` products, if ranks exchange rows of ``a``, else those of its ``a``. There is one
+    weight.
     """
     gathers = exchanges == "a"
-    rows = plan.buffers["out" if gathers else "a"]
+    made = "partial" if "partial" in plan.buffers else "out"
+    rows = plan.buffers[made if gathers else "a"]
 
     def alone(one: Compute) -> Compute:
         region = one.dst if gathers else one.srcs[0]

@@ -1,0 +1,245 @@
+"""All-gather + matmul + reduce-scatter as an operator: rows that all ranks of a host multiply, and
+that return as the sums of the products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.checks import check_timeout
+from weft.checks import name as dtype_name
+from weft.kernels.weights import Weight
+from weft.ops import arguments, autograd, dims, driver, split_sizes
+from weft.ops.call import Key
+from weft.ops.fused import FusedCall
+from weft.ops.operator import FusedOperator, Gradient, Gradients, Recorded
+from weft.ops.options import Operands, Options, workload
+from weft.ops.split_sizes import Exchanged
+from weft.schedules import all_gather_matmul_reduce_scatter as schedule
+from weft.schedules.exchanges import Counts
+from weft.schedules.peers import Hosts
+from weft.schedules.workload import Workload
+from weft.world import World, current
+
+
+def all_gather_matmul_reduce_scatter(
+    a: Tensor,
+    b: Weight,
+    *,
+    input_split_sizes: Sequence[int] | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    algorithm: str = "auto",
+    chunk_rows: int | None = None,
+    world: World | None = None,
+    timeout: float | None = None,
+) -> Tensor:
+    """Multiply each row of `a` by the weights of all ranks of a host, and add the products up,
+    collectively: on one host an all-gather of rows, their products by each rank's weight, and the
+    reduce-scatter of these in one call. Ranks may have different numbers of rows.
+
+    Of several hosts each rank gives each some of its rows. They cross to that host once, into
+    memory that its ranks share, and each row returns once, as the sum over the ranks of that host.
+    A row that all hosts are to multiply is given to each, and the caller adds up what returns.
+
+    Products are added in the order of the ranks, in float32 or float64, and rounded once: the same
+    bits in every run. A weight may be any function of rows (`weft.weight`), such as a rank's part
+    of a feed-forward network, or its experts, which give zeros for the tokens of others.
+
+    A gradient flows to a, by the same operator. A weight that requires one is refused:
+    `all_gather_matmul` with `matmul_reduce_scatter` have gradients of weights.
+
+    Args:
+        a: (rows, K), of any float dtype; the rows for host 0, then those for host 1, …
+        b: (K, N); equal N on all ranks.
+        input_split_sizes: the number of rows for each host, which other ranks need not know. By
+            default all ranks have as many rows, and give each host as many.
+        out: contiguous (rows, N) for the rows of a, not overlapping an input.
+        out_dtype: of the products and the result; by default that of a.
+        algorithm: ``shared`` (rows are multiplied in the memory that a host's ranks share, as they
+            arrive, and sums return while others are multiplied), ``gathered`` (each rank copies all
+            rows of its host, one product, the sums) or ``auto``.
+        chunk_rows: the most rows of a transfer; by default chosen by size.
+        world: by default the world made by ``weft.init()``.
+        timeout: seconds; by default the world's.
+
+    Returns:
+        (rows, N) of `out_dtype`: for each row of a the sum of its products, in the same place.
+
+    Raises `ValueError` or `TypeError` for other arguments before anything is sent, and the errors
+    of every collective call.
+
+    Examples:
+        >>> def multiplied_by_all_ranks():
+        ...     rank = weft.init().rank
+        ...     rows = torch.full((1 + rank, 1), 1.0 + rank)
+        ...     return weft.all_gather_matmul_reduce_scatter(
+        ...         rows, (10.0 ** rank) * torch.eye(1), input_split_sizes=[1 + rank]
+        ...     )
+        >>> with weft.local_world(2) as local:
+        ...     [y.flatten().tolist() for y in local.run(multiplied_by_all_ranks)]
+        [[11.0], [22.0, 22.0]]
+    """
+    sent = None if input_split_sizes is None else arguments.as_key(input_split_sizes)
+    key: Key | None = None
+    if sent is None:
+        key = check, (out_dtype, algorithm, chunk_rows, None), a, out, (b,), (None,)
+        if (cached := driver.repeat(key, world, timeout)) is not None:
+            return cached  # type: ignore[no-any-return]
+    world = current(world)
+    options = Options(
+        out_dtype=out_dtype,
+        algorithm=algorithm,
+        chunk_rows=chunk_rows,
+        timeout=timeout,
+        input_split_sizes=sent,
+    )
+    if arguments.recorded([a, b, out]):
+        operator = torch.ops.weft.all_gather_matmul_reduce_scatter.default
+        return autograd.call(operator, a, [b], [None], out, options, world)[0]
+    given: Exchanged | None = None
+    if sent is not None:
+        with world.tell_refusal:
+            given = exchange(a, sent, world, timeout)
+        if given.again:
+            key = check, (out_dtype, algorithm, chunk_rows, given.counts), a, out, (b,), (None,)
+            if (cached := driver.repeat(key, world, timeout)) is not None:
+                return cached  # type: ignore[no-any-return]
+    with torch.no_grad(), world.tell_refusal:
+        call = check(world, Operands(a, [b], [None], [out]), options, given)
+        return driver.run(call, key)[0]  # type: ignore[no-any-return]
+
+
+def exchange(a: Tensor, sent: Sequence[int], world: World, timeout: float | None) -> Exchanged:
+    """The rows that each rank gives to each host; collective."""
+    check_timeout(timeout)
+    arguments.check_matrix(a, world)
+    numbers, _ = split_sizes.check(a.shape[0], sent, None, len({*world.hosts}))
+    receive = partial(received, hosts=world.hosts)
+    return split_sizes.exchange(
+        world, schedule.OPERATOR.name, numbers, None, receive, timeout=timeout
+    )
+
+
+def received(counts: Counts, hosts: Hosts) -> Counts:
+    """The rows from each rank that a rank multiplies, of those that each gives to each host."""
+    return [[row[host] for row in counts] for host in hosts]
+
+
+def check(
+    world: World, operands: Operands, options: Options, given: Exchanged | None = None
+) -> FusedCall:
+    """A checked call: errors are raised here, before any row is sent; collective if sizes are not
+    `given`, but are options.
+    """
+    a, (b,), (bias,), (out, *_) = operands
+    arguments.check_matrix(a, world)
+    if a.dim() != 2:
+        raise ValueError(f"a must be a matrix (rows, K); got shape {tuple(a.shape)}")
+    if bias is not None:
+        raise ValueError("a sum of the products of several ranks has no bias: add it to the result")
+    arguments.check_weight(a, b, world)
+    check_timeout(options.timeout)
+    dtype = arguments.check_out_dtype(a.dtype, options.out_dtype)
+    rows, hosts, sent = a.shape[0], len({*world.hosts}), options.input_split_sizes
+    if sent is None:
+        if rows % hosts:
+            raise ValueError(
+                f"{rows} rows do not divide evenly over {hosts} hosts: give input_split_sizes"
+            )
+        counts: Counts = ((rows // hosts,) * hosts,) * world.ranks
+    else:
+        counts = (given or exchange(a, sent, world, options.timeout)).counts
+    result = arguments.result(out, (rows, b.shape[1]), dtype, [a, b], world)
+    return HostRowsCall(world, options, operands, counts, result)
+
+
+class HostRowsCall(FusedCall):
+    """A checked call: the rows of a rank are given in parts to hosts."""
+
+    def __init__(
+        self, world: World, options: Options, operands: Operands, counts: Counts, result: Tensor
+    ) -> None:
+        a, (b,), _, _ = operands
+        self.counts = counts
+        largest = tuple(map(max, counts))
+        name = schedule.OPERATOR.name
+        super().__init__(world, options, workload(name, largest, operands, result.dtype))
+        even = options.input_split_sizes is None
+        self.rows = largest if even else [*chain(*counts)]
+        self.weights, self.weight_names = (b,), (schedule.WEIGHT,)
+        self.tensors, self.results = {"a": dims.to_front(a, 0), "out": result}, [result]
+        self.request_fields = {"uneven": not even}
+
+    @property
+    def shared(self) -> Workload:
+        return self.workload._replace(packed=True)
+
+    @property
+    def description(self) -> str:
+        rows, dtype = [*map(sum, self.counts)], dtype_name(self.tensors["a"].dtype)
+        return f"{self.workload.operator}({rows} rows x {self.columns} {dtype})"
+
+    @property
+    def work(self) -> int:
+        return sum(map(sum, self.counts)) * max(1, self.workload.n)
+
+    def overlapped(self) -> tuple[str, str]:
+        if self.world.emulated_link:
+            return "gathered", "rows pass an emulated link, so ranks copy them before products"
+        return "shared", "ranks of a host multiply rows in the memory that they share"
+
+    def chunk_rows(self, algorithm: str) -> int:
+        return self.piece(max(self.workload.rows), self.pieces)
+
+
+def reference(
+    inputs: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[int]
+) -> list[Tensor]:
+    """The result of each rank, which has `kept` rows, by definition, on one host."""
+    return [torch.stack([a @ b for b in weights]).sum(0) for a in inputs]
+
+
+def _fake(call: Recorded) -> list[Tensor]:
+    a, (b,), _, options, _ = call
+    return [a.new_empty(a.shape[0], b.shape[1], dtype=options.out_dtype or a.dtype)]
+
+
+def _save(ctx: Any, call: Recorded, results: Sequence[Tensor]) -> None:
+    a, (b,), biases, options, world = call
+    if b.requires_grad:
+        raise ValueError(
+            "there is no gradient of a weight by which all_gather_matmul_reduce_scatter "
+            "multiplies: use all_gather_matmul and matmul_reduce_scatter, or weft.moe, or pass "
+            "b.detach()"
+        )
+    ctx.back = Options(input_split_sizes=options.input_split_sizes, timeout=options.timeout)
+    ctx.world, ctx.biases, ctx.dtype = world, len(biases), a.dtype
+    ctx.save_for_backward(b)
+
+
+def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Gradients:
+    """da = the sums of dy @ b^T over the ranks of the host."""
+    dy = grads[0]
+    assert dy is not None
+    (b,) = ctx.saved_tensors
+    (for_a,) = torch.ops.weft.all_gather_matmul_reduce_scatter(
+        dy.to(ctx.dtype), [b.t()], [], *ctx.back.values(), ctx.world
+    )
+    return for_a, [None], [None] * ctx.biases
+
+
+OPERATOR = FusedOperator(
+    schedule.OPERATOR,
+    check,
+    reference,
+    fake=_fake,
+    gradient=Gradient(_save, _backward),
+    subject="GatheredAndScattered",
+)
