@@ -1,5 +1,5 @@
-"""Rows that visit the weights of other ranks and return as products: the operator, its gradient and
-its compiled calls, against float64.
+"""Rows that visit the weights of other ranks and return as products: gradients, compiled calls, and
+functions as weights. Its products are tested with those of the other operators of experts.
 """
 
 from __future__ import annotations
@@ -8,61 +8,40 @@ from itertools import product
 
 import pytest
 import torch
-from support.checks.autograd import leaves
-from support.ranks import on_ranks, reference_world, stream_world
+from support.checks.autograd import assert_same, leaves
+from support.exchanges import DIVISIONS, inputs, matrix, of_rank, weights
+from support.ranks import on_ranks
 
 import weft
 from weft.ops.options import Options
 
-ALGORITHMS = ("auto", "push", "sequential")
 
-
-def visited(world, experts, hosts=None):
-    """Rows multiplied by the weights of other ranks, in other numbers each time."""
-    ranks, rank = world.ranks, world.rank
-    for seed, algorithm in product(range(4), ALGORITHMS):
-        g = torch.Generator().manual_seed(seed)
-        counts = torch.randint(0, 40, (ranks, ranks * experts), generator=g)
-        counts[:, :: 1 + seed] *= seed % 2  # idle weights, and ranks without a row
-        sent = counts[rank].tolist()
-        rows = [torch.randn(int(n.sum()), 6, generator=g).double() for n in counts]
-        weights = [torch.randn(6, 5, generator=g).double() for _ in range(ranks * experts)]
-        biases = [torch.randn(5, generator=g).double() for _ in weights]
-        own = slice(rank * experts, (rank + 1) * experts)
-        x, other = leaves(rows[rank], rows[rank])
+def gradients(world, sizes):
+    """Those of the rows, whose gradients visit the weights in their turn."""
+    rank, every = world.rank, weights(sum(sizes), 1)
+    b, bias = zip(*([every[e] for e in of_rank(sizes, rank)] or every[:1]), strict=True)
+    for seed, algorithm in product(range(4), ("push", "sequential")):
+        counts = matrix(world.ranks, sum(sizes), seed)
+        x, other = leaves(*[inputs(counts, 6, seed)[rank]] * 2)
         y = weft.all_to_all_matmul_all_to_all(
-            x if seed % 2 else x.detach(),
-            weights[own],
-            bias=biases[own],
-            input_split_sizes=sent,
+            x,
+            [*b],
+            bias=[*bias],
+            input_split_sizes=counts[rank],
+            experts_of_ranks=sizes,
             algorithm=algorithm,
             chunk_rows=7,
         )
-        parts = zip(other.split(sent), weights, biases, strict=True)
-        wanted = torch.cat([part @ b + bias for part, b, bias in parts])
-        torch.testing.assert_close(y, wanted)
-        if seed % 2:
-            y.sin().sum().backward()
-            wanted.sin().sum().backward()
-            torch.testing.assert_close(x.grad, other.grad)
-    even = torch.ones(ranks * experts, 6).double()
-    assert len(weft.all_to_all_matmul_all_to_all(even, weights[own])) == len(even)
-    return True
+        parts = zip(other.split(counts[rank]), every, strict=True)
+        wanted = torch.cat([part @ w + v for part, (w, v) in parts])
+        y.sin().sum().backward()
+        wanted.sin().sum().backward()
+        assert_same([y, x.grad], [wanted, other.grad])
 
 
-@pytest.mark.parametrize(("ranks", "experts"), [(1, 2), (2, 1), (3, 2)])
-def test_rows_visit_other_ranks(ranks, experts):
-    on_ranks(visited, ranks, experts)
-
-
-@pytest.mark.parametrize("context", [stream_world, reference_world])
-def test_in_other_engines(context):
-    on_ranks(visited, 2, 2, context=context)
-
-
-def test_between_hosts():
-    with weft.local_world(3, hosts=[0, 0, 1]) as local:
-        assert local.run(lambda: visited(weft.init(), 2)) == [True] * 3
+@pytest.mark.parametrize("sizes", [of for each in DIVISIONS.values() for of in each], ids=str)
+def test_gradients_of_rows(sizes):
+    on_ranks(gradients, len(sizes), sizes)
 
 
 def functions(world):
@@ -86,9 +65,12 @@ def test_a_weight_may_be_any_function():
 def compiled_visits(world):
     """Shapes do not depend on what arrives, so the receiver's sizes are not needed."""
     sent = [[2, 1], [0, 3]][world.rank]
+    experts = (0, 2)
+    options = {"input_split_sizes": sent, "experts_of_ranks": experts, "world": world}
+    number = max(1, experts[world.rank])
 
     def call(a, b):
-        return weft.all_to_all_matmul_all_to_all(a, b, input_split_sizes=sent, world=world).relu()
+        return weft.all_to_all_matmul_all_to_all(a, [b] * number, **options).relu()
 
     a, b = torch.randn(3, 4), torch.randn(4, 5)
     results = []
@@ -98,10 +80,10 @@ def compiled_visits(world):
         y.square().sum().backward()
         results.append([y, x.grad])
     torch.testing.assert_close(*results)
-    options = Options(input_split_sizes=sent).values()
+    options = Options(input_split_sizes=sent, experts_of_ranks=experts).values()
     torch.library.opcheck(
         torch.ops.weft.all_to_all_matmul_all_to_all.default,
-        (a.requires_grad_(), [b], [], *options, world.name),
+        (a.requires_grad_(), [b] * number, [], *options, world.name),
     )
 
 

@@ -18,7 +18,6 @@ from weft.ops.operator import FusedOperator, Gradient, Gradients, Recorded
 from weft.ops.options import Operands, Options
 from weft.ops.split_sizes import Exchanged
 from weft.schedules import all_to_all_matmul_all_to_all as schedule
-from weft.schedules.exchanges import dispatched
 from weft.schedules.workload import Workload
 from weft.world import World
 
@@ -28,6 +27,7 @@ def all_to_all_matmul_all_to_all(
     b: Weight | Sequence[Weight],
     *,
     input_split_sizes: Sequence[int] | None = None,
+    experts_of_ranks: Sequence[int] | None = None,
     bias: Tensor | Sequence[Tensor | None] | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -51,7 +51,7 @@ def all_to_all_matmul_all_to_all(
     Arguments and errors are those of `all_to_all_matmul`, except:
 
     Args:
-        b: (K, N), or a list of as many on each rank, with equal N.
+        b: (K, N), or a list of this rank's experts, with equal N on all ranks.
         out: contiguous (rows, N) for the rows of a, not overlapping an input.
         algorithm: ``push`` (rows and products are put in pieces, while others are multiplied),
             ``sequential`` (all rows, the products, all products) or ``auto``.
@@ -72,12 +72,12 @@ def all_to_all_matmul_all_to_all(
     result: Tensor = expert_calls.call(
         OPERATOR,
         check,
-        dispatched,
         a,
         b,
         input_split_sizes=input_split_sizes,
         output_split_sizes=None,
         return_split_sizes=False,
+        experts_of_ranks=experts_of_ranks,
         bias=bias,
         out=out,
         out_dtype=out_dtype,
@@ -95,7 +95,7 @@ def check(
 ) -> FusedCall:
     """A checked call: errors are raised here, before any row is sent."""
     name = schedule.OPERATOR.name
-    checked = expert_calls.checked(world, operands, options, given, name, dispatched, returns=True)
+    checked = expert_calls.checked(world, operands, options, given, name, returns=True)
     return _VisitCall(world, options, name, checked)
 
 
@@ -132,7 +132,11 @@ def _save(ctx: Any, call: Recorded, results: Sequence[Tensor]) -> None:
             "there is no gradient of weights that rows visit: use all_to_all_matmul and "
             "matmul_all_to_all, or weft.moe, or pass b.detach()"
         )
-    ctx.back = Options(input_split_sizes=options.input_split_sizes, timeout=options.timeout)
+    ctx.back = Options(
+        input_split_sizes=options.input_split_sizes,
+        experts_of_ranks=options.experts_of_ranks,
+        timeout=options.timeout,
+    )
     ctx.world, ctx.weights, ctx.biases, ctx.dtype = world, len(weights), len(biases), a.dtype
     ctx.save_for_backward(*weights)
 
