@@ -54,7 +54,12 @@ def cure(calls: Mapping[int, str], ranks: int) -> str:
     if one.partition("(")[0] != other.partition("(")[0]:
         return "look for a branch, or a loop of another length, that depends on the rank"
     if re.match(r"\w*matmul\w*\(.*, plan \w+\)$", one):
-        return "pass one chunk_rows= and one order= on all ranks, and b packed on all or on none"
+        return (
+            "pass one chunk_rows= and one order= on all ranks, and b packed, or requiring "
+            "gradients, on all or on none"
+        )
+    if "experts_of_ranks" in _options(one) | _options(other):
+        return "pass the number of weights of each rank as experts_of_ranks= on all ranks"
     if mine is None or theirs is None:
         return ""
     if mine.shape != theirs.shape:

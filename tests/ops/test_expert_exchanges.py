@@ -1,111 +1,23 @@
 """Rows that travel to the weights of other ranks, and products that return: sizes that only their
-sender knows, several experts on each rank, gradients, and compiled graphs.
+sender knows, gradients, and compiled graphs.
 """
 
 from __future__ import annotations
 
 import random
-from itertools import product
 from unittest.mock import patch
 
 import pytest
 import torch
 from support.checks.autograd import assert_same, leaves
-from support.ranks import on_ranks, reference_world, stream_world
+from support.exchanges import inputs, matrix, of_rank, taken
+from support.ranks import on_ranks
 
 import weft
 from weft.engines import engine
 from weft.ops import driver
 from weft.ops.options import Options
-from weft.schedules.exchanges import dispatched, returned
-
-ALGORITHMS = ("auto", "push", "by_expert", "sequential")
-
-
-def matrix(ranks, experts, seed, most=40):
-    """What every rank gives to each expert: random, with empty parts and idle experts."""
-    dice = random.Random(seed)
-    row = [dice.choice([0, 1, most]) for _ in range(ranks * experts)]
-    return [[dice.randint(0, limit) for limit in row] for _ in range(ranks)]
-
-
-def inputs(counts, k, seed):
-    """All ranks' rows."""
-    numbers = torch.Generator().manual_seed(seed)
-    return [torch.randn(sum(row), k, generator=numbers).double() for row in counts]
-
-
-def weights(ranks, experts, seed, k=6, n=5):
-    """The weights of all ranks, and their biases."""
-    numbers = torch.Generator().manual_seed(seed)
-    return [
-        [
-            (
-                torch.randn(k, n, generator=numbers).double(),
-                torch.randn(n, generator=numbers).double(),
-            )
-            for _ in range(experts)
-        ]
-        for _ in range(ranks)
-    ]
-
-
-def taken(rows, counts, experts, rank):
-    """The rows for each expert of a rank, in the order in which they arrive."""
-    parts = [a.split(row) for a, row in zip(rows, counts, strict=True)]
-    return [torch.cat([of[rank * experts + at] for of in parts]) for at in range(experts)]
-
-
-def there_and_back(world, experts, hosts=None):
-    """Calls with other sizes each, whose receivers are not told."""
-    ranks, rank = world.ranks, world.rank
-    every = weights(ranks, experts, 1)
-    b, bias = zip(*every[rank], strict=True)
-    for seed, algorithm in product(range(4), ALGORITHMS):
-        counts = matrix(ranks, experts, seed)
-        rows = inputs(counts, 6, seed)
-        mine = rows[rank]
-        received = dispatched(counts, experts)[rank]
-        made, sizes = weft.all_to_all_matmul(
-            mine,
-            [*b],
-            bias=[*bias],
-            input_split_sizes=counts[rank],
-            algorithm=algorithm,
-            chunk_rows=7,
-            return_split_sizes=True,
-        )
-        assert sizes == received
-        own = taken(rows, counts, experts, rank)
-        wanted = [x @ w + v for x, w, v in zip(own, b, bias, strict=True)]
-        torch.testing.assert_close(made, torch.cat(wanted))
-        back = weft.matmul_all_to_all(
-            torch.cat(own),
-            [*b],
-            bias=[*bias],
-            input_split_sizes=sizes,
-            output_split_sizes=counts[rank],
-            algorithm=algorithm,
-            chunk_rows=7,
-        )
-        parts = zip(mine.split(counts[rank]), (each for of in every for each in of), strict=True)
-        torch.testing.assert_close(back, torch.cat([x @ w + v for x, (w, v) in parts]))
-    return True
-
-
-@pytest.mark.parametrize(("ranks", "experts"), [(1, 2), (2, 1), (2, 2), (3, 2)])
-def test_rows_travel_and_return(ranks, experts):
-    on_ranks(there_and_back, ranks, experts)
-
-
-@pytest.mark.parametrize("context", [stream_world, reference_world])
-def test_in_other_engines(context):
-    on_ranks(there_and_back, 2, 2, context=context)
-
-
-def test_between_hosts():
-    with weft.local_world(3, hosts=[0, 0, 1]) as local:
-        assert local.run(lambda: there_and_back(weft.init(), 2)) == [True] * 3
+from weft.schedules.exchanges import Way
 
 
 def one_weight(world):
@@ -167,9 +79,9 @@ def test_bad_arguments():
 def sizes_by_the_sender(world):
     """A plain all-to-all whose receivers are not told."""
     for seed in range(3):
-        counts = matrix(world.ranks, 1, seed)
+        counts = matrix(world.ranks, world.ranks, seed)
         rows = inputs(counts, 2, seed)
-        (wanted,) = taken(rows, counts, 1, world.rank)
+        (wanted,) = taken(rows, counts, [world.rank])
         mine = counts[world.rank]
         assert torch.equal(weft.all_to_all(rows[world.rank], input_split_sizes=mine), wanted)
     with pytest.raises(ValueError, match="give output_split_sizes, or call all_to_all"):
@@ -183,14 +95,14 @@ def test_an_all_to_all_whose_receivers_are_not_told():
 def seen_before(world):
     """Sizes that were seen before are found in the call cache, in any order, with new rows."""
     ranks, rank = world.ranks, world.rank
-    every = [[[1 + n for n in row] for row in matrix(ranks, 1, seed, 9)] for seed in range(3)]
+    every = [[[1 + n for n in row] for row in matrix(ranks, ranks, seed, 9)] for seed in range(3)]
     b = torch.randn(6, 5, generator=torch.Generator().manual_seed(rank)).double()
 
     def calls(seed):
         counts = every[seed % 3]
         rows = inputs(counts, 6, seed)
-        (own,) = taken(rows, counts, 1, rank)
-        sent, received = counts[rank], dispatched(counts)[rank]
+        (own,) = taken(rows, counts, [rank])
+        sent, received = counts[rank], Way.plain(ranks).received(counts)[rank]
         assert torch.equal(weft.all_to_all(rows[rank], input_split_sizes=sent), own)
         made = weft.all_to_all_matmul(rows[rank], b, input_split_sizes=sent)
         torch.testing.assert_close(made, own @ b)
@@ -212,16 +124,19 @@ def test_sizes_that_were_seen_before():
     on_ranks(seen_before, 2)
 
 
-def layer(world, tokens, chosen, share, up, down):
-    """A mixture of experts, by the operators: this rank has the experts `up` and `down`."""
-    experts, top = len(up) * world.ranks, chosen.shape[1]
+def layer(tokens, chosen, share, up, down, division):
+    """A mixture of experts, by the operators: this rank has the experts `up` and `down`, of which
+    ranks have these numbers.
+    """
+    top = chosen.shape[1]
     expert, order = chosen.flatten().sort(stable=True)
-    counts = torch.bincount(expert, minlength=experts).tolist()
+    counts = torch.bincount(expert, minlength=sum(division)).tolist()
+    experts = {"experts_of_ranks": division}
     hidden, sizes = weft.all_to_all_matmul(
-        tokens[order // top], up, input_split_sizes=counts, return_split_sizes=True
+        tokens[order // top], up, input_split_sizes=counts, return_split_sizes=True, **experts
     )
     back = weft.matmul_all_to_all(
-        torch.relu(hidden), down, input_split_sizes=sizes, output_split_sizes=counts
+        torch.relu(hidden), down, input_split_sizes=sizes, output_split_sizes=counts, **experts
     )
     slots = torch.empty_like(back).index_copy(0, order, back).view(*chosen.shape, -1)
     return sum(slots[:, j] * share[:, j, None] for j in range(top))
@@ -236,12 +151,12 @@ def alone(tokens, chosen, share, up, down):
     return torch.stack(rows) if rows else torch.zeros(0, down[0].shape[1]).double()
 
 
-def mixtures(world):
+def mixtures(world, division):
     """Layers with random routings, and gradients; the bits are the same in every run."""
-    ranks, rank, experts = world.ranks, world.rank, 2
+    ranks, rank = world.ranks, world.rank
     for seed in range(6):
         numbers = torch.Generator().manual_seed(seed)
-        every = ranks * experts
+        every = sum(division)
         up = [torch.randn(4, 8, generator=numbers).double() for _ in range(every)]
         down = [torch.randn(8, 4, generator=numbers).double() for _ in range(every)]
         tokens = [torch.randn(5 + r, 4, generator=numbers).double() for r in range(ranks)]
@@ -250,10 +165,14 @@ def mixtures(world):
             torch.stack([torch.randperm(hot, generator=numbers)[:2] for _ in of]) for of in tokens
         ]
         share = [torch.rand(len(of), 2, generator=numbers).double() for of in tokens]
-        own = slice(rank * experts, (rank + 1) * experts)
-        x, s, *w = leaves(tokens[rank], share[rank], *up[own], *down[own])
-        y = layer(world, x, chosen[rank], s, w[:experts], w[experts:])
-        again = layer(world, x, chosen[rank], s, w[:experts], w[experts:])
+        # a rank without experts shows their shapes by zeros
+        shown = [] if division[rank] else [torch.zeros_like(up[0]), torch.zeros_like(down[0])]
+        experts = of_rank(division, rank)
+        own = slice(experts.start, experts.stop)
+        x, s, *w = leaves(tokens[rank], share[rank], *up[own], *down[own], *shown)
+        half = len(w) // 2
+        y = layer(x, chosen[rank], s, w[:half], w[half:], division)
+        again = layer(x, chosen[rank], s, w[:half], w[half:], division)
         assert torch.equal(y, again)
         y.sin().sum().backward()
         xs, ss = leaves(*tokens), leaves(*share)
@@ -267,48 +186,55 @@ def mixtures(world):
         wanted = [xs[rank].grad, ss[rank].grad]
         wanted += [
             each.grad if each.grad is not None else torch.zeros_like(each)
-            for each in (*ups[own], *downs[own])
+            for each in (*ups[own], *downs[own], *shown)
         ]
         assert_same([each.grad for each in (x, s, *w)], wanted)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_mixture_of_experts_and_its_gradients(ranks):
-    on_ranks(mixtures, ranks)
+@pytest.mark.parametrize("division", [(4,), (2, 2), (2, 0, 1), (0, 3, 0, 1)], ids=str)
+def test_a_mixture_of_experts_and_its_gradients(division):
+    on_ranks(mixtures, len(division), division)
 
 
-def both_ways(a, b, c, sent, received, world):
+def both_ways(a, b, c, sent, received, experts, world):
     """There with a product, and back with another."""
+    options = {"experts_of_ranks": experts, "world": world}
     hidden = weft.all_to_all_matmul(
-        a, b, input_split_sizes=sent, output_split_sizes=received, world=world
+        a, b, input_split_sizes=sent, output_split_sizes=received, **options
     )
     return weft.matmul_all_to_all(
-        hidden.relu(), c, input_split_sizes=received, output_split_sizes=sent, world=world
+        hidden.relu(), c, input_split_sizes=received, output_split_sizes=sent, **options
     )
 
 
-def compiled(world):
-    """Forward and backward in one graph each, as in eager mode."""
+def compiled(world, experts):
+    """Forward and backward in one graph each, as in eager mode; a rank without experts, too."""
     counts = [[2, 1], [0, 3]]
-    sent, received = counts[world.rank], dispatched(counts)[world.rank]
-    assert returned([*dispatched(counts)]) == counts
+    way = Way(experts or (1, 1))
+    sent, received = counts[world.rank], way.received(counts)[world.rank]
     torch.manual_seed(world.rank)
     tensors = [torch.randn(3, 4), torch.randn(4, 5), torch.randn(5, 4)]
     results = []
     for run in (both_ways, torch.compile(both_ways, fullgraph=True, backend="aot_eager")):
         a, b, c = leaves(*tensors)
-        y = run(a, b, c, sent, received, world)
+        several = ([b, b.cos()], [c, c.sin()]) if experts and experts[world.rank] else (b, c)
+        y = run(a, *several, sent, received, experts, world)
         y.square().sum().backward()
         results.append([y, a.grad, b.grad, c.grad])
     torch.testing.assert_close(*results)
     a, b, c = leaves(*tensors)
-    sizes = Options(input_split_sizes=sent, output_split_sizes=received, keep=True).values()
+    number = max(1, way.experts[world.rank])
+    given = {"experts_of_ranks": experts, "output_split_sizes": received}
+    sizes = Options(input_split_sizes=sent, keep=True, **given).values()
+    biases = [torch.ones(5)] * number
     torch.library.opcheck(
-        torch.ops.weft.all_to_all_matmul.default, (a, [b], [torch.ones(5)], *sizes, world.name)
+        torch.ops.weft.all_to_all_matmul.default, (a, [b] * number, biases, *sizes, world.name)
     )
-    sizes = Options(input_split_sizes=sent, output_split_sizes=received).values()
+    given["output_split_sizes"] = sent
+    sizes = Options(input_split_sizes=received, **given).values()
+    rows = torch.randn(sum(received), 4)
     torch.library.opcheck(
-        torch.ops.weft.matmul_all_to_all.default, (a, [b], [], *sizes, world.name)
+        torch.ops.weft.matmul_all_to_all.default, (rows, [b] * number, [], *sizes, world.name)
     )
     with pytest.raises(Exception, match="give output_split_sizes"):
         torch.compile(weft.all_to_all_matmul, fullgraph=True, backend="eager")(
@@ -316,5 +242,6 @@ def compiled(world):
         )
 
 
-def test_compiled_graphs():
-    on_ranks(compiled, 2, limit=110)
+@pytest.mark.parametrize("experts", [None, (0, 2)], ids=str)
+def test_compiled_graphs(experts):
+    on_ranks(compiled, 2, experts, limit=110)

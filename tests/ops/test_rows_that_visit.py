@@ -1,5 +1,5 @@
-"""Rows that visit the weights of other ranks and return as products: the operator, its gradient and
-its compiled calls, against float64.
+"""Rows that visit the weights of other ranks and return as products: gradients, compiled calls, and
+functions as weights. Its products are tested with those of the other operators of experts.
 """
 
 from __future__ import annotations
@@ -8,65 +8,82 @@ from itertools import product
 
 import pytest
 import torch
-from support.checks.autograd import leaves
-from support.ranks import on_ranks, reference_world, stream_world
+from support.checks.autograd import assert_same, leaves
+from support.exchanges import DIVISIONS, inputs, matrix, of_rank, weights
+from support.ranks import on_ranks
 
 import weft
 from weft.ops.options import Options
 
-ALGORITHMS = ("auto", "push", "sequential")
 
-
-def visited(world, experts, hosts=None):
-    """Rows multiplied by the weights of other ranks, in other numbers each time."""
-    ranks, rank = world.ranks, world.rank
-    for seed, algorithm in product(range(4), ALGORITHMS):
-        g = torch.Generator().manual_seed(seed)
-        counts = torch.randint(0, 40, (ranks, ranks * experts), generator=g)
-        counts[:, :: 1 + seed] *= seed % 2  # idle weights, and ranks without a row
-        sent = counts[rank].tolist()
-        rows = [torch.randn(int(n.sum()), 6, generator=g).double() for n in counts]
-        weights = [torch.randn(6, 5, generator=g).double() for _ in range(ranks * experts)]
-        biases = [torch.randn(5, generator=g).double() for _ in weights]
-        own = slice(rank * experts, (rank + 1) * experts)
-        x, other = leaves(rows[rank], rows[rank])
+def gradients(world, sizes, of_rows, of_weights, of_biases, dtype=torch.float64, tolerance=0):
+    """Those of the sum of all ranks' losses: of rows, whose gradients visit the weights in their
+    turn, and of weights and biases, which rows visit once more.
+    """
+    rank, own = world.rank, of_rank(sizes, world.rank)
+    every = [(b.to(dtype), v.to(dtype)) for b, v in weights(sum(sizes), 1)]
+    for seed, algorithm in product(range(4), ("push", "sequential", "auto")):
+        many = 40 + 160 * (seed % 2)  # so many that gradients come in pieces
+        counts = matrix(world.ranks, sum(sizes), seed, many)
+        rows = [a.to(dtype) for a in inputs(counts, 6, seed)]
+        shown = [] if own else [tuple(map(torch.zeros_like, every[0]))]
+        b, v = zip(*every[own.start : own.stop], *shown, strict=True)
+        (x,) = leaves(rows[rank]) if of_rows else (rows[rank],)
+        b, v = leaves(*b) if of_weights else b, leaves(*v) if of_biases else v
         y = weft.all_to_all_matmul_all_to_all(
-            x if seed % 2 else x.detach(),
-            weights[own],
-            bias=biases[own],
-            input_split_sizes=sent,
+            x,
+            [*b],
+            bias=[*v],
+            input_split_sizes=counts[rank],
+            experts_of_ranks=sizes,
             algorithm=algorithm,
             chunk_rows=7,
         )
-        parts = zip(other.split(sent), weights, biases, strict=True)
-        wanted = torch.cat([part @ b + bias for part, b, bias in parts])
-        torch.testing.assert_close(y, wanted)
-        if seed % 2:
-            y.sin().sum().backward()
-            wanted.sin().sum().backward()
-            torch.testing.assert_close(x.grad, other.grad)
-    even = torch.ones(ranks * experts, 6).double()
-    assert len(weft.all_to_all_matmul_all_to_all(even, weights[own])) == len(even)
-    return True
+        y.double().sin().sum().backward()
+        xs = leaves(*[a.double() for a in rows])
+        ws, vs = (leaves(*[each.double() for each in of]) for of in zip(*every, strict=True))
+        results = [
+            torch.cat([x_ @ w + v_ for x_, w, v_ in zip(a.split(row), ws, vs, strict=True)])
+            for a, row in zip(xs, counts, strict=True)
+        ]
+        sum(each.sin().sum() for each in results).backward()
+        mine = slice(own.start, own.stop)
+        wanted = [results[rank].detach(), *[xs[rank].grad] * of_rows]
+        wanted += [each.grad for each in ws[mine]] * of_weights
+        wanted += [each.grad for each in vs[mine]] * of_biases
+        found = [y, *[x.grad] * of_rows]
+        for number, tensors in ((of_weights, b), (of_biases, v)):
+            found += [each.grad for each in tensors[: len(own)]] * number
+            assert own or not number or not tensors[0].grad.any()  # nothing has visited it
+        if not tolerance:
+            assert_same(found, wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert one.dtype is dtype
+            scale = tolerance * other.abs().max().item() if other.numel() else 0
+            if tolerance:
+                torch.testing.assert_close(one.double(), other, rtol=0, atol=scale)
 
 
-@pytest.mark.parametrize(("ranks", "experts"), [(1, 2), (2, 1), (3, 2)])
-def test_rows_visit_other_ranks(ranks, experts):
-    on_ranks(visited, ranks, experts)
+@pytest.mark.data
+@pytest.mark.parametrize("sizes", [of for each in DIVISIONS.values() for of in each], ids=str)
+def test_gradients(sizes):
+    on_ranks(gradients, len(sizes), sizes, True, True, True)
 
 
-@pytest.mark.parametrize("context", [stream_world, reference_world])
-def test_in_other_engines(context):
-    on_ranks(visited, 2, 2, context=context)
+@pytest.mark.data
+@pytest.mark.parametrize("of", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)], ids=str)
+def test_gradients_of_some(of):
+    on_ranks(gradients, 3, (1, 0, 2), *of)
 
 
-def test_between_hosts():
-    with weft.local_world(3, hosts=[0, 0, 1]) as local:
-        assert local.run(lambda: visited(weft.init(), 2)) == [True] * 3
+@pytest.mark.data
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_gradients_of_other_dtypes(dtype, tolerance):
+    on_ranks(gradients, 2, (1, 2), 1, 1, 1, dtype, tolerance)
 
 
 def functions(world):
-    """Weights that are functions, and gradients that there are not."""
+    """Weights that are functions of rows, which have no gradient."""
 
     def product(rows, out):
         torch.sin(rows * (1 + world.rank), out=out)
@@ -75,8 +92,8 @@ def functions(world):
     x = torch.randn(8, 3)
     y = weft.all_to_all_matmul_all_to_all(x, weight, input_split_sizes=[3, 5])
     torch.testing.assert_close(y, torch.sin(x * torch.tensor([[1.0]] * 3 + [[2.0]] * 5)))
-    with pytest.raises(ValueError, match="no gradient of weights that rows visit"):
-        weft.all_to_all_matmul_all_to_all(x, torch.ones(3, 3, requires_grad=True))
+    with pytest.raises(ValueError, match="has no gradient and cannot be compiled"):
+        weft.all_to_all_matmul_all_to_all(x.requires_grad_(), weight, input_split_sizes=[3, 5])
 
 
 def test_a_weight_may_be_any_function():
@@ -86,22 +103,39 @@ def test_a_weight_may_be_any_function():
 def compiled_visits(world):
     """Shapes do not depend on what arrives, so the receiver's sizes are not needed."""
     sent = [[2, 1], [0, 3]][world.rank]
+    experts = (0, 2)
+    options = {"input_split_sizes": sent, "experts_of_ranks": experts, "world": world}
+    number = max(1, experts[world.rank])
 
-    def call(a, b):
-        return weft.all_to_all_matmul_all_to_all(a, b, input_split_sizes=sent, world=world).relu()
+    def call(a, b, v):
+        b, v = [b, b.cos()][:number], [v, v.sin()][:number]
+        return weft.all_to_all_matmul_all_to_all(a, b, bias=v, **options).relu()
 
-    a, b = torch.randn(3, 4), torch.randn(4, 5)
+    tensors = [torch.randn(3, 4), torch.randn(4, 5), torch.randn(5)]
     results = []
     for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
-        (x,) = leaves(a)
-        y = run(x, b)
+        operands = leaves(*tensors)
+        y = run(*operands)
         y.square().sum().backward()
-        results.append([y, x.grad])
+        results.append([y, *(each.grad for each in operands)])
     torch.testing.assert_close(*results)
-    options = Options(input_split_sizes=sent).values()
+    a, b, v = leaves(*tensors)
+    choices = Options(input_split_sizes=sent, experts_of_ranks=experts).values()
     torch.library.opcheck(
         torch.ops.weft.all_to_all_matmul_all_to_all.default,
-        (a.requires_grad_(), [b], [], *options, world.name),
+        (a, [b] * number, [v] * number, *choices, world.name),
+    )
+    torch.library.opcheck(
+        torch.ops.weft.visit_gradients.default,
+        (
+            torch.randn(3, 5),
+            a.detach(),
+            [b.detach()] * number,
+            sent,
+            experts,
+            None,
+            world.name,
+        ),
     )
 
 

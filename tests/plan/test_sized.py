@@ -20,7 +20,7 @@ from weft.plan.proof import verify
 from weft.plan.sized import problems
 from weft.schedules.all_to_all import all_to_all
 from weft.schedules.counts import counts
-from weft.schedules.exchanges import Blocks, dispatched, returned
+from weft.schedules.exchanges import Blocks, Way
 from weft.schedules.levels import flat, nested
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Request
@@ -34,47 +34,59 @@ EXCHANGES = [
     for operator in (DISPATCH, RETURN, VISIT)
     for algorithm in operator.algorithms
 ]
+DIVISIONS = [
+    *((number,) * ranks for ranks in (1, 2, 3, 4) for number in (1, 2)),
+    (0, 2),
+    (3, 1),
+    (0, 1, 0),
+    (2, 0, 1),
+    (1, 0, 3, 0),
+]
+"""The experts of each rank."""
 exchanges = pytest.mark.parametrize(
     ("operator", "algorithm"), EXCHANGES, ids=[f"{o.name} {name}" for o, name in EXCHANGES]
 )
 
 
-def uneven(operator, ranks, algorithm, experts=1, pieces=2, **choices):
-    """The plan of an exchange whose sizes are data."""
-    return operator.plan(Request(ranks, pieces, algorithm, weights=experts, uneven=True, **choices))
+def uneven(operator, experts, algorithm, pieces=2, **choices):
+    """The plan of an exchange whose sizes are data, of ranks with these numbers of experts."""
+    return operator.plan(
+        Request(len(experts), pieces, algorithm, experts=experts, uneven=True, **choices)
+    )
 
 
 @exchanges
-@pytest.mark.parametrize("experts", [1, 2])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_exchanges_are_right_for_every_matrix(operator, algorithm, ranks, experts):
-    plan = uneven(operator, ranks, algorithm, experts)
+@pytest.mark.parametrize("experts", DIVISIONS, ids=str)
+def test_exchanges_are_right_for_every_matrix(operator, algorithm, experts):
+    ranks, plan = len(experts), uneven(operator, experts, algorithm)
     several = nested(ranks, latency=0.0)
     for few in (counts("x", flat(ranks)), counts("x", several), counts("x", several, few=False)):
         assert problems(few, plan) == []
     if algorithm == "push" and operator is DISPATCH:
-        assert problems(few, uneven(operator, ranks, algorithm, experts, gathered=True)) == []
+        assert problems(few, uneven(operator, experts, algorithm, gathered=True)) == []
 
 
 @exchanges
-def test_between_hosts(operator, algorithm):
+@pytest.mark.parametrize("experts", [(2, 2, 2), (0, 2, 1), (0, 0, 2)], ids=str)
+def test_between_hosts(operator, algorithm, experts):
     hosts = (0, 0, 1)
-    plan = uneven(operator, 3, algorithm, 2, hosts=hosts)
+    plan = uneven(operator, experts, algorithm, hosts=hosts)
     assert problems(counts("x", flat(3), hosts), plan, hosts) == []
 
 
 @exchanges
-def test_no_instruction_is_too_much(operator, algorithm):
-    plan = uneven(operator, 2, algorithm, experts=2)
+@pytest.mark.parametrize("experts", [(2, 2), (0, 2), (1, 0, 2)], ids=str)
+def test_no_instruction_is_too_much(operator, algorithm, experts):
+    plan = uneven(operator, experts, algorithm)
     for change, changed in deleted(plan):
-        assert problems(counts("x", flat(2)), changed), change
+        assert problems(counts("x", flat(len(experts))), changed), change
 
 
 def test_a_plain_all_to_all_is_one():
     assert problems(counts("x", flat(3)), all_to_all(3, 2)) == []
 
 
-PLAN = uneven(DISPATCH, 3, "push")
+PLAN = uneven(DISPATCH, (1, 1, 1), "push")
 COUNTS = counts("x", flat(3))
 
 
@@ -144,19 +156,23 @@ def test_a_block_with_two_places():
 
 @st.composite
 def matrices(draw):
-    """Numbers of ranks, of experts and of pieces, and a matrix of counts."""
-    ranks, experts = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    row = st.lists(st.integers(0, 5), min_size=ranks * experts, max_size=ranks * experts)
-    return experts, draw(st.integers(1, 3)), draw(st.lists(row, min_size=ranks, max_size=ranks))
+    """Numbers of experts of each rank and of pieces, and a matrix of counts of each way."""
+    experts = draw(st.lists(st.integers(0, 3), min_size=1, max_size=4).filter(any))
+    there, back = [
+        [draw(st.lists(st.integers(0, 5), min_size=number, max_size=number)) for number in numbers]
+        for numbers in ([sum(experts)] * len(experts), [len(experts) * n for n in experts])
+    ]
+    return tuple(experts), draw(st.integers(1, 3)), there, back
 
 
 @given(matrices(), st.sampled_from(EXCHANGES), st.booleans())
 @settings(max_examples=60)
 def test_any_matrix(drawn, exchange, gathered):
     """Blocks are side by side at prefix sums, and the results are those of products and copies."""
-    (experts, pieces, matrix), (operator, algorithm) = drawn, exchange
+    (experts, pieces, there, back), (operator, algorithm) = drawn, exchange
+    matrix = back if operator is RETURN else there
     ranks, gathered = len(matrix), gathered and operator is DISPATCH
-    plan = uneven(operator, ranks, algorithm, experts, pieces, gathered=gathered)
+    plan = uneven(operator, experts, algorithm, pieces, gathered=gathered)
     verify(plan)
     sizes = [count for row in matrix for count in row]
     bound = bind(plan, sizes)
@@ -177,14 +193,14 @@ def test_any_matrix(drawn, exchange, gathered):
 
     inputs = [numbers(sum(row), 3) for row in matrix]
     name = "partial" if operator is RETURN else "out"
-    weights = [[numbers(3, 3) for _ in range(experts)] for _ in range(ranks)]
+    weights = [[numbers(3, 3) for _ in range(number)] for number in experts]
     named = [{f"{name}{at or ''}": b for at, b in enumerate(own)} for own in weights]
     (results,) = run(Call(bound, [{"a": a} for a in inputs], named))
     definition = {DISPATCH.name: dispatch, RETURN.name: give_back, VISIT.name: visit}
     wanted = definition[operator.name](inputs, matrix, weights)
     assert all(torch.equal(one["out"], rows) for one, rows in zip(results, wanted, strict=True))
     if gathered:
-        eye = [[torch.eye(3).double()] * experts] * ranks
+        eye = [[torch.eye(3).double()] * number for number in experts]
         rows = dispatch(inputs, matrix, eye)
         assert all(torch.equal(one["gathered"], r) for one, r in zip(results, rows, strict=True))
 
@@ -192,9 +208,10 @@ def test_any_matrix(drawn, exchange, gathered):
 def dispatch(inputs, matrix, weights):
     """The rows for each rank's weights, multiplied."""
     parts = [a.split(row) for a, row in zip(inputs, matrix, strict=True)]
+    firsts = [0, *accumulate(map(len, weights))]
     return [
-        torch.cat([of[rank * len(own) + at] @ b for at, b in enumerate(own) for of in parts])
-        for rank, own in enumerate(weights)
+        joined(of[first + at] @ b for at, b in enumerate(own) for of in parts)
+        for first, own in zip(firsts, weights, strict=False)
     ]
 
 
@@ -203,15 +220,17 @@ def give_back(inputs, matrix, weights):
     ranks = range(len(inputs))
     parts = [a.split(row) for a, row in zip(inputs, matrix, strict=True)]
     return [
-        torch.cat(
-            [
-                parts[owner][at * len(ranks) + rank] @ b
-                for owner in ranks
-                for at, b in enumerate(weights[owner])
-            ]
+        joined(
+            parts[owner][at * len(ranks) + rank] @ b
+            for owner in ranks
+            for at, b in enumerate(weights[owner])
         )
         for rank in ranks
     ]
+
+
+def joined(rows):
+    return torch.cat([torch.empty(0, 3).double(), *rows])
 
 
 def visit(inputs, matrix, weights):
@@ -225,11 +244,20 @@ def visit(inputs, matrix, weights):
 
 @given(matrices())
 def test_what_returns_is_what_was_given(drawn):
-    experts, _, matrix = drawn
-    assert returned(dispatched(matrix, experts), experts) == matrix
+    experts, _, there, back = drawn
+    assert Way(experts, back=True).received(Way(experts).received(there)) == there
+    assert Way(experts).received(Way(experts, back=True).received(back)) == back
+    for way, matrix in ((Way(experts), there), (Way(experts, back=True), back)):
+        received = way.received(matrix)
+        assert [way.parts(rank) for rank in range(len(experts))] == [
+            (len(given), len(taken)) for given, taken in zip(matrix, received, strict=True)
+        ]
 
 
 def test_places_of_experts():
-    of = Blocks(ranks=2, experts=3, pieces=4, uneven=True)
-    assert of.targets_first(0, "a", 1, 2, 1, 2) == Region(0, "a", 21, 22)
-    assert of.experts_first(0, "out", 1, 2) == Region(0, "out", 20, 24)
+    of = Blocks(experts=(3, 0, 2), pieces=4, uneven=True)
+    assert of.targets_first(0, "a", 2, 1, 1, 2) == Region(0, "a", 17, 18)
+    assert of.experts_first(0, "out", 1, 2) == Region(0, "out", 28, 32)
+    assert of.of_peer(0, "back", 2) == Region(0, "back", 12, 20)
+    assert of.by_target(2, 2, 1) == 14
+    assert of.by_expert(2, 1, 1) == 13

@@ -89,6 +89,27 @@ def check(planner, *arguments):
         assert part.digest == plan.digest
 
 
+EXPERTS = [(1, 0), (0, 2), (1, 3), (0, 0, 2), (2, 0, 1), (1, 1, 1, 0), (0, 3, 0, 0, 1, 2)]
+EXCHANGES = [each for each in ALGORITHMS if "all_to_all" in each[0].name]
+
+
+@pytest.mark.parametrize("experts", EXPERTS, ids=str)
+@pytest.mark.parametrize(
+    ("operator", "algorithm"), EXCHANGES, ids=lambda each: getattr(each, "name", each)
+)
+def test_a_few_ranks_stand_for_all(operator, algorithm, experts):
+    """Where ranks have other numbers of experts, two with some and one without."""
+    request = Request(len(experts), 2, algorithm, experts=experts, uneven=True)
+    for planner in (operator.plan, operator.communicate):
+        every = replace(planner(request), lanes=tuple(planner(request).lanes))
+        for rank in range(len(experts)):
+            plan = planner(request)
+            found = plan.common([rank])
+            assert sum(map(bool, found.lanes)) <= 3
+            assert derived(found, rank)[2:] == derived(every, rank)[2:]
+            assert not plan.uniform
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 def test_own_lanes_of_collectives_suffice(ranks):
     for name, collective in COLLECTIVES.items():

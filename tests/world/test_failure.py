@@ -286,7 +286,8 @@ def test_ranks_that_make_different_calls_are_shown_both(how, one, other):
         "collective": one_shape,
         "columns": "pass rows of one K, the columns of a and the rows of b, on all ranks",
         "op": "pass one op= on all ranks",
-        "pieces": "pass one chunk_rows= and one order= on all ranks, and b packed on all or on none",
+        "pieces": "pass one chunk_rows= and one order= on all ranks, and b packed, or requiring "
+        "gradients, on all or on none",
         "source": "pass one source= on all ranks",
     }
     for rank, outcome in enumerate(start(disagree, 3, how)):

@@ -34,17 +34,23 @@ MUTATIONS: Mapping[str, Callable[[Plan], Iterator[Mutant]]] = {
 SUBJECTS = (*PLANNERS, "accumulation")
 """The plans that are changed: those of each operator, and plans that accumulate, which none has."""
 
-CHOICES: tuple[dict[str, Any], ...] = (
-    {},
-    {"symmetric": True},
-    {"order": ORDERS[1]},
-    {"links": 2},
-    {"remote_reads": False},
-    {"symmetric_out": True},
-    {"weights": 2, "gathered": True},
-    {"weights": 2, "gathered": True, "uneven": True},
-)
-"""The defaults of a request, and departures from them."""
+
+def choices(ranks: int) -> tuple[dict[str, Any], ...]:
+    """The defaults of a request, and departures from them: of exchanges two experts on each rank,
+    of equal parts and of others, and 2, 0, 1, … experts.
+    """
+    several = {"weights": 2, "gathered": True}
+    return (
+        {},
+        {"symmetric": True},
+        {"order": ORDERS[1]},
+        {"links": 2},
+        {"remote_reads": False},
+        {"symmetric_out": True},
+        several | {"experts": (2,) * ranks},
+        several | {"experts": (2,) * ranks, "uneven": True},
+        several | {"experts": tuple((2, 0, 1)[rank % 3] for rank in range(ranks))},
+    )
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ def plans(operator: str, ranks: int) -> list[Plan]:
     every = [
         planner.plan(Request(ranks, 2, algorithm, **choice))
         for algorithm in planner.algorithms
-        for choice in CHOICES
+        for choice in choices(ranks)
     ]
     every += [collective.few_rows(nested(ranks, latency=0.0))] if collective else []
     return [plan for i, plan in enumerate(every) if plan not in every[:i]]

@@ -5,7 +5,6 @@ that return as the sums of the products.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -22,8 +21,7 @@ from weft.ops.operator import FusedOperator, Gradient, Gradients, Recorded
 from weft.ops.options import Operands, Options, workload
 from weft.ops.split_sizes import Exchanged
 from weft.schedules import all_gather_matmul_reduce_scatter as schedule
-from weft.schedules.exchanges import Counts
-from weft.schedules.peers import Hosts
+from weft.schedules.exchanges import Counts, ToAll
 from weft.schedules.workload import Workload
 from weft.world import World, current
 
@@ -120,16 +118,10 @@ def exchange(a: Tensor, sent: Sequence[int], world: World, timeout: float | None
     """The rows that each rank gives to each host; collective."""
     check_timeout(timeout)
     arguments.check_matrix(a, world)
-    numbers, _ = split_sizes.check(a.shape[0], sent, None, len({*world.hosts}))
-    receive = partial(received, hosts=world.hosts)
-    return split_sizes.exchange(
-        world, schedule.OPERATOR.name, numbers, None, receive, timeout=timeout
-    )
-
-
-def received(counts: Counts, hosts: Hosts) -> Counts:
-    """The rows from each rank that a rank multiplies, of those that each gives to each host."""
-    return [[row[host] for row in counts] for host in hosts]
+    hosts = len({*world.hosts})
+    numbers, _ = split_sizes.check(a.shape[0], sent, None, (hosts, hosts))
+    way = ToAll(hosts)
+    return split_sizes.exchange(world, schedule.OPERATOR.name, way, numbers, None, timeout=timeout)
 
 
 def check(

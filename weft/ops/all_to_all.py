@@ -17,7 +17,7 @@ from weft.ops.deferred import DeferredHandle
 from weft.ops.handle import Handle
 from weft.ops.operator import CollectiveOperator
 from weft.schedules import all_to_all as schedule
-from weft.schedules.exchanges import Counts, dispatched
+from weft.schedules.exchanges import Counts, Way
 from weft.schedules.thresholds import EAGER_BUFFER_BYTES
 from weft.schedules.workload import PIECES, pieces
 from weft.world import World, current
@@ -58,7 +58,9 @@ def all_to_all(
         ins, outs = _sizes(world, a, input_split_sizes, output_split_sizes)
         if out is not None and outs is not None:
             _result(a, out, outs, world)
-        found = split_sizes.exchange(world, "all_to_all", ins, outs, dispatched, "rows", timeout)
+        found = split_sizes.exchange(
+            world, "all_to_all", Way.plain(world.ranks), ins, outs, "rows", timeout
+        )
     run = collective.run if found.again else collective.run_once
     return run(_check_uneven, a, out, (found.counts,), world, timeout)
 
@@ -103,7 +105,7 @@ def all_to_all_async(
 
     def prepare(every: Tensor) -> CollectiveCall:
         rows = every.view(world.ranks, -1).tolist()
-        counts, _ = split_sizes.agreed(rows, world.rank, dispatched)
+        counts, _ = split_sizes.agreed(rows, world.rank, Way.plain(world.ranks))
         return _AllToAll(world, a, result, counts)
 
     description = collective.describe("all_to_all", a, _check, ())
@@ -144,7 +146,8 @@ def _sizes(
     """The numbers of rows of `a` that this rank sends to each rank, and those that it expects."""
     collective.check_input(a, world)
     dims.normal(0, a.dim())
-    return split_sizes.check(a.shape[0], input_split_sizes, output_split_sizes, world.ranks)
+    parts = world.ranks, world.ranks
+    return split_sizes.check(a.shape[0], input_split_sizes, output_split_sizes, parts)
 
 
 def _result(a: Tensor, out: Tensor | None, parts: Sequence[int], world: World) -> Tensor:

@@ -18,7 +18,6 @@ from weft.ops.operator import FusedOperator, Gradient, Gradients, Recorded
 from weft.ops.options import Operands, Options
 from weft.ops.split_sizes import Exchanged
 from weft.schedules import all_to_all_matmul as schedule
-from weft.schedules.exchanges import dispatched
 from weft.schedules.workload import Workload
 from weft.world import World
 
@@ -30,6 +29,7 @@ def all_to_all_matmul(
     input_split_sizes: Sequence[int] | None = None,
     output_split_sizes: Sequence[int] | None = None,
     return_split_sizes: bool = False,
+    experts_of_ranks: Sequence[int] | None = None,
     bias: Tensor | Sequence[Tensor | None] | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -51,9 +51,10 @@ def all_to_all_matmul(
     Args:
         a: (rows, K), this rank's rows: those for rank 0, then those for rank 1, …; float16,
             bfloat16, float32 or float64; any strides.
-        b: (K, N) of a's dtype, any strides, or packed once by `weft.pack`; or a list of as many on
-            each rank, with equal N: the weights of this rank's *experts*. The experts of all ranks
-            are numbered rank by rank, and a has the rows for expert 0, for expert 1, ….
+        b: (K, N) of a's dtype, any strides, or packed once by `weft.pack`; or a list, with equal N:
+            the weights of this rank's *experts*. The experts of all ranks are numbered rank by
+            rank, and a has the rows for expert 0, for expert 1, …. Weights require gradients on all
+            ranks or on none.
         input_split_sizes: the rows of each part of a: a number for each rank, of a list of weights
             one for each expert of all ranks; zero is allowed. All ranks give them, or none: then
             the parts are equal.
@@ -62,6 +63,10 @@ def all_to_all_matmul(
             Without them the result has what arrives; `torch.compile` needs them.
         return_split_sizes: return the sizes of what has arrived, too, in the order of
             output_split_sizes.
+        experts_of_ranks: the number of experts of each rank, zero allowed; the same numbers on all
+            ranks. By default each rank has as many as this one. A rank without experts has a b of
+            one weight, such as ``torch.empty(K, N)``, which tells N and the kind of weights (plain,
+            packed, …), and is never multiplied; its gradient is zero.
         bias: (N,), added to every row; a list where b is one.
         out: contiguous (rows, N) of the rows that arrive, not overlapping an input.
         out_dtype: a's dtype (default) or float32.
@@ -79,8 +84,8 @@ def all_to_all_matmul(
 
     Raises:
         ValueError, TypeError: bad arguments, before any row is sent.
-        MismatchError, PeerLost, PeerTimeout: the ranks do not make the same call, or one is lost or
-            late; the world is closed.
+        MismatchError, PeerLost, PeerTimeout: the ranks do not make the same call, as with other
+            experts_of_ranks, or one is lost or late; the world is closed.
 
     Examples:
         >>> def rows_for_this_rank_doubled():
@@ -93,12 +98,12 @@ def all_to_all_matmul(
     return expert_calls.call(
         OPERATOR,
         check,
-        dispatched,
         a,
         b,
         input_split_sizes=input_split_sizes,
         output_split_sizes=output_split_sizes,
         return_split_sizes=return_split_sizes,
+        experts_of_ranks=experts_of_ranks,
         bias=bias,
         out=out,
         out_dtype=out_dtype,
@@ -114,7 +119,7 @@ def check(
 ) -> FusedCall:
     """A checked call, which computes the result, and the rows that arrived if `options.keep`."""
     name = schedule.OPERATOR.name
-    checked = expert_calls.checked(world, operands, options, given, name, dispatched)
+    checked = expert_calls.checked(world, operands, options, given, name)
     call = _DispatchCall(world, options, name, checked)
     if options.keep:
         call.keep()

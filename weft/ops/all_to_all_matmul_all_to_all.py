@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.kernels.function import weight
+from weft.kernels.products import multiply
 from weft.kernels.weights import Weight
-from weft.ops import expert_calls
+from weft.ops import autograd, expert_calls
 from weft.ops.expert_calls import ExpertCall
 from weft.ops.fused import FusedCall
 from weft.ops.operator import FusedOperator, Gradient, Gradients, Recorded
 from weft.ops.options import Operands, Options
 from weft.ops.split_sizes import Exchanged
 from weft.schedules import all_to_all_matmul_all_to_all as schedule
-from weft.schedules.exchanges import dispatched
 from weft.schedules.workload import Workload
 from weft.world import World
 
@@ -28,6 +29,7 @@ def all_to_all_matmul_all_to_all(
     b: Weight | Sequence[Weight],
     *,
     input_split_sizes: Sequence[int] | None = None,
+    experts_of_ranks: Sequence[int] | None = None,
     bias: Tensor | Sequence[Tensor | None] | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -45,13 +47,15 @@ def all_to_all_matmul_all_to_all(
     the parts in the call itself, so they may be others in each call; no row is left out. Each row
     of the result is written by one rank, so it has the same bits in every run.
 
-    A gradient flows to a, by the same operator. Weights and biases that require one are refused:
-    `all_to_all_matmul` with `matmul_all_to_all`, and `moe`, have gradients of weights.
+    Gradients flow to a, b and bias, by the same operator: rows of the result's gradient visit the
+    weights, and return as a's gradient. Where a weight or bias of this rank requires one, rows of a
+    travel with them once more, so nothing but them is kept, and there are no second derivatives; it
+    does so on all ranks or on none.
 
     Arguments and errors are those of `all_to_all_matmul`, except:
 
     Args:
-        b: (K, N), or a list of as many on each rank, with equal N.
+        b: (K, N), or a list of this rank's experts, with equal N on all ranks.
         out: contiguous (rows, N) for the rows of a, not overlapping an input.
         algorithm: ``push`` (rows and products are put in pieces, while others are multiplied),
             ``sequential`` (all rows, the products, all products) or ``auto``.
@@ -72,12 +76,12 @@ def all_to_all_matmul_all_to_all(
     result: Tensor = expert_calls.call(
         OPERATOR,
         check,
-        dispatched,
         a,
         b,
         input_split_sizes=input_split_sizes,
         output_split_sizes=None,
         return_split_sizes=False,
+        experts_of_ranks=experts_of_ranks,
         bias=bias,
         out=out,
         out_dtype=out_dtype,
@@ -95,7 +99,7 @@ def check(
 ) -> FusedCall:
     """A checked call: errors are raised here, before any row is sent."""
     name = schedule.OPERATOR.name
-    checked = expert_calls.checked(world, operands, options, given, name, dispatched, returns=True)
+    checked = expert_calls.checked(world, operands, options, given, name, returns=True)
     return _VisitCall(world, options, name, checked)
 
 
@@ -127,29 +131,101 @@ def _fake(call: Recorded) -> list[Tensor]:
 
 def _save(ctx: Any, call: Recorded, results: Sequence[Tensor]) -> None:
     a, weights, biases, options, world = call
-    if any(each.requires_grad for each in (*weights, *biases)):
-        raise ValueError(
-            "there is no gradient of weights that rows visit: use all_to_all_matmul and "
-            "matmul_all_to_all, or weft.moe, or pass b.detach()"
-        )
-    ctx.back = Options(input_split_sizes=options.input_split_sizes, timeout=options.timeout)
-    ctx.world, ctx.weights, ctx.biases, ctx.dtype = world, len(weights), len(biases), a.dtype
-    ctx.save_for_backward(*weights)
+    ctx.back = Options(
+        input_split_sizes=options.input_split_sizes,
+        experts_of_ranks=options.experts_of_ranks,
+        timeout=options.timeout,
+    )
+    ctx.world, ctx.dtype, ctx.for_a = world, a.dtype, a.requires_grad
+    ctx.for_weights = [b.requires_grad for b in weights]
+    ctx.for_biases = [bias.requires_grad for bias in biases]
+    rows = [a] if any((*ctx.for_weights, *ctx.for_biases)) else []
+    ctx.save_for_backward(*rows, *weights)
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Gradients:
-    """da = the rows of dy, which visit b^T."""
+    """da = the rows of dy, which visit b^T; for db they take the rows of a with them."""
     dy = grads[0]
     assert dy is not None
-    (for_a,) = torch.ops.weft.all_to_all_matmul_all_to_all(
-        dy.to(ctx.dtype),
-        [b.t() for b in ctx.saved_tensors],
-        [],
-        *ctx.back.values(),
-        ctx.world,
+    dy = dy.to(ctx.dtype)
+    if not any((*ctx.for_weights, *ctx.for_biases)):
+        (for_a,) = torch.ops.weft.all_to_all_matmul_all_to_all(
+            dy, [b.t() for b in ctx.saved_tensors], [], *ctx.back.values(), ctx.world
+        )
+        return for_a, [None] * len(ctx.for_weights), [None] * len(ctx.for_biases)
+    a, *weights = ctx.saved_tensors
+    back = ctx.back
+    for_a, *found = torch.ops.weft.visit_gradients(
+        dy, a, weights, back.input_split_sizes, back.experts_of_ranks, back.timeout, ctx.world
     )
-    return for_a, [None] * ctx.weights, [None] * ctx.biases
+    wanted = *ctx.for_weights, *ctx.for_biases
+    found = [each if of else None for each, of in zip(found, wanted, strict=False)]
+    number = len(weights)
+    return for_a if ctx.for_a else None, found[:number], found[number:]
 
+
+def _gradients(
+    dy: Tensor,
+    a: Tensor,
+    weights: Sequence[Tensor],
+    input_split_sizes: Sequence[int] | None,
+    experts_of_ranks: Sequence[int] | None,
+    timeout: float | None,
+    world: Sequence[int],
+) -> list[Tensor]:
+    """The gradients of a, of this rank's weights, and of their biases; collective. Rows visit the
+    weights again, with the gradients of their products.
+    """
+    visited = [_Visited(b.detach()) for b in weights]
+    for_a = all_to_all_matmul_all_to_all(
+        torch.cat((a.detach(), dy.detach()), 1),
+        [weight(each.product, each.shape, a.dtype) for each in visited],
+        input_split_sizes=input_split_sizes,
+        experts_of_ranks=experts_of_ranks,
+        world=autograd.recorded_world(world),
+        timeout=timeout,
+    )
+    for_weights = [each.for_b.t().to(a.dtype) for each in visited]
+    return [for_a, *for_weights, *[each.for_bias.to(a.dtype) for each in visited]]
+
+
+class _Visited:
+    """A weight (K, N) that is visited by rows of a and dy, side by side: their products are those
+    of dy by b^T, and they add to the gradients of b, which is transposed, and of a bias. Sums are
+    at least of float32; pieces of rows come in the order of the plan, so they have the same bits
+    in every run.
+    """
+
+    def __init__(self, b: Tensor) -> None:
+        self.b, (k, n) = b, b.shape
+        self.shape = k + n, k
+        wide = torch.float64 if b.dtype == torch.float64 else torch.float32
+        self.for_b, self.for_bias = b.new_zeros(n, k, dtype=wide), b.new_zeros(n, dtype=wide)
+
+    def product(self, rows: Tensor, out: Tensor) -> None:
+        """Multiply some rows, and add to the gradients."""
+        x, dy = rows.split(tuple(self.b.shape), 1)
+        multiply(dy, self.b.t(), out)
+        made = torch.empty_like(self.for_b)
+        multiply(dy.t(), x, made)
+        self.for_b += made
+        self.for_bias += dy.sum(0, dtype=self.for_bias.dtype)
+
+
+def _fake_gradients(dy: Tensor, a: Tensor, weights: Sequence[Tensor], *_: object) -> list[Tensor]:
+    for_weights = [b.new_empty(b.shape[1], b.shape[0]).t() for b in weights]
+    return [a.new_empty(a.shape), *for_weights, *(b.new_empty(b.shape[1]) for b in weights)]
+
+
+torch.library.custom_op(
+    "weft::visit_gradients",
+    _gradients,
+    mutates_args=(),
+    schema=(
+        "(Tensor dy, Tensor a, Tensor[] weights, SymInt[]? input_split_sizes, "
+        "SymInt[]? experts_of_ranks, float? timeout, SymInt[] world) -> Tensor[]"
+    ),
+).register_fake(_fake_gradients)
 
 OPERATOR = FusedOperator(
     schedule.OPERATOR,

@@ -147,6 +147,17 @@ def check_shard_rows(rows: int, shard_rows: Sequence[int] | None, world: World) 
     return counts
 
 
+def check_experts_of_ranks(numbers: Sequence[int], world: World) -> tuple[int, ...]:
+    """The number of experts of every rank."""
+    found = tuple(checks.integers(numbers, "experts_of_ranks"))
+    if len(found) != world.ranks or min(found) < 0:
+        raise ValueError(
+            f"experts_of_ranks must be {world.ranks} numbers, one for each rank, none negative; "
+            f"got {[*found]}"
+        )
+    return found
+
+
 def check_chunk_rows(chunk_rows: int | None) -> None:
     """Raise an error unless it is None or an integer of at least 1."""
     if chunk_rows is None:

@@ -13,7 +13,6 @@ ranks)``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ from weft.world import World, by_number, current
 _SCHEMA = (
     f"(Tensor a, Tensor[] weights, Tensor[] biases, {Options.schema()}, SymInt[] world) -> Tensor[]"
 )
-_NO_GRADIENTS = [None] * (len(fields(Options)) + 1)  # for the options and the world
 
 
 def register(operator: FusedOperator) -> None:
@@ -53,11 +51,15 @@ def register(operator: FusedOperator) -> None:
         return
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+        # of options and the world; torch takes an empty list of numbers for one of tensors
+        ctx.no_gradients = [
+            [] if isinstance(each, list) and not each else None for each in inputs[3:]
+        ]
         gradient.save(ctx, _recorded(inputs), output)
 
     def backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
         for_a, for_weights, for_biases = gradient.backward(ctx, grads)
-        return for_a, [*for_weights], [*for_biases], *_NO_GRADIENTS
+        return for_a, [*for_weights], [*for_biases], *ctx.no_gradients
 
     made.register_autograd(backward, setup_context=save)
 

@@ -5,9 +5,8 @@ experts: split sizes, which ranks tell each other in the call, and the gradients
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate, chain, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,23 +20,32 @@ from weft.ops.fused import FusedCall
 from weft.ops.operator import FusedOperator, Recorded
 from weft.ops.options import Operands, Options, kernel_of, workload
 from weft.ops.split_sizes import Exchanged
-from weft.schedules.exchanges import Counts, names
+from weft.schedules.exchanges import Way, names
 from weft.world import World, current
 
-Receive = Callable[..., Counts]
-"""What each rank receives, of what each gives, and of the number of a rank's `experts`."""
+
+class Checked(NamedTuple):
+    """The checked operands of a call, the number of weights of each rank, the parts of rows,
+    whether all are equal, and the result.
+    """
+
+    operands: Operands
+    experts: tuple[int, ...]
+    given: Exchanged
+    even: bool
+    result: Tensor
 
 
 def call(
     operator: FusedOperator,
     check: Callable[[World, Operands, Options, Exchanged | None], FusedCall],
-    receive: Receive,
     a: Tensor,
     b: Weight | Sequence[Weight],
     *,
     input_split_sizes: Sequence[int] | None,
     output_split_sizes: Sequence[int] | None,
     return_split_sizes: bool,
+    experts_of_ranks: Sequence[int] | None,
     bias: Tensor | Sequence[Tensor | None] | None,
     out: Tensor | None,
     out_dtype: torch.dtype | None,
@@ -45,22 +53,25 @@ def call(
     chunk_rows: int | None,
     world: World | None,
     timeout: float | None,
+    back: bool = False,
     returns: bool = False,
 ) -> Any:
     """The result of a call of the public function, with the sizes of the parts that have arrived if
-    they are asked for. `receive` gives what each rank receives; `returns`: products return to the
-    places of their rows, so that no shape depends on what arrives.
+    they are asked for. `back`: the rows are those of a rank's experts, and products travel;
+    `returns`: products return to the places of their rows, so that no shape depends on what
+    arrives.
     """
     several = isinstance(b, (list, tuple))  # no union: the compiler of torch 2.9 does not know them
     weights: list[Weight] = [*b] if several else [b]  # type: ignore[list-item, misc]
     biases = arguments.listed(bias, weights, several, "bias")
     sent = None if input_split_sizes is None else arguments.as_key(input_split_sizes)
     expected = None if output_split_sizes is None else arguments.as_key(output_split_sizes)
-    experts, even = len(weights), sent is None and expected is None
+    experts = None if experts_of_ranks is None else arguments.as_key(experts_of_ranks)
+    even = sent is None and expected is None
     key: Key | None = None
     result = None
     if even:
-        key = check, (out_dtype, algorithm, chunk_rows, None), a, out, weights, biases
+        key = check, (out_dtype, algorithm, chunk_rows, None, experts), a, out, weights, biases
         result = driver.repeat(key, world, timeout)
     world = current(world)
     given: Exchanged | None = None
@@ -72,10 +83,11 @@ def call(
                 "output_split_sizes"
             )
         with world.tell_refusal:
-            given = exchange(operator.name, receive, a, experts, sent, expected, world, timeout)
+            way = _way(weights, experts, back, world)
+            given = exchange(operator.name, way, a, sent, expected, world, timeout)
         expected = given.received
         if given.again and not recorded:
-            choices = out_dtype, algorithm, chunk_rows, given.counts
+            choices = out_dtype, algorithm, chunk_rows, given.counts, experts
             key = check, choices, a, out, weights, biases
             result = driver.repeat(key, world, timeout)
     if result is None:
@@ -91,6 +103,7 @@ def call(
             timeout=timeout,
             input_split_sizes=sent,
             output_split_sizes=expected,
+            experts_of_ranks=experts,
         )
         if recorded:
             custom = getattr(torch.ops.weft, operator.name).default
@@ -101,15 +114,37 @@ def call(
                 result = driver.run(check(world, operands, options, given), key)[0]
     if not return_split_sizes:
         return result
-    wide = world.ranks * experts
-    return result, [a.shape[0] // wide] * wide if expected is None else [*expected]
+    if expected is None:
+        gives, takes = _way(weights, experts, back, world).parts(world.rank)
+        expected = (a.shape[0] // gives,) * takes
+    return result, [*expected]
+
+
+def _way(weights: Sequence[Weight], experts: Sequence[int] | None, back: bool, world: World) -> Way:
+    """The way between ranks that have these numbers of `experts`, of which this one has `weights`;
+    by default each rank has as many.
+    """
+    if not weights:
+        raise ValueError(
+            "b is an empty list: give at least one weight, or, on a rank without experts, one (K, "
+            "N) such as torch.empty(K, N), which is not multiplied, and experts_of_ranks"
+        )
+    if experts is None:
+        return Way((len(weights),) * world.ranks, back)
+    numbers = arguments.check_experts_of_ranks(experts, world)
+    if len(weights) != max(1, numbers[world.rank]) or not any(numbers):
+        raise ValueError(
+            f"experts_of_ranks {[*numbers]} gives rank {world.rank} {numbers[world.rank]} weights, "
+            f"but b has {len(weights)}; some rank must have one, and a rank that has none passes "
+            "one for its shape"
+        )
+    return Way(numbers, back)
 
 
 def exchange(
     operator: str,
-    receive: Receive,
+    way: Way,
     a: Tensor,
-    experts: int,
     sent: Sequence[int] | None,
     expected: Sequence[int] | None,
     world: World,
@@ -118,9 +153,8 @@ def exchange(
     """The sizes that ranks tell each other in a call; collective."""
     check_timeout(timeout)
     arguments.check_matrix(a, world)
-    ins, outs = split_sizes.check(a.shape[0], sent, expected, world.ranks * experts)
-    found = partial(receive, experts=experts)
-    return split_sizes.exchange(world, operator, ins, outs, found, "rows", timeout)
+    ins, outs = split_sizes.check(a.shape[0], sent, expected, way.parts(world.rank))
+    return split_sizes.exchange(world, operator, way, ins, outs, "rows", timeout)
 
 
 def checked(
@@ -129,19 +163,17 @@ def checked(
     options: Options,
     given: Exchanged | None,
     operator: str,
-    receive: Receive,
+    back: bool = False,
     returns: bool = False,
-) -> tuple[Operands, Exchanged, bool, Tensor]:
-    """The checked operands of a call, its parts, whether they are equal, so that ranks need not
-    tell each other, and its result, which has the rows that arrive, or if products return those of
-    `a`; collective if sizes are not `given`, but are options.
+) -> Checked:
+    """A checked call, whose result has the rows that arrive, or if products return those of `a`;
+    collective if sizes are not `given`, but are options.
     """
     a, weights, biases, (out, *_) = operands
     arguments.check_matrix(a, world)
     if a.dim() != 2:
         raise ValueError(f"a must be a matrix (rows, K); got shape {tuple(a.shape)}")
-    if not weights:
-        raise ValueError("b is an empty list: give at least one weight")
+    way = _way(weights, options.experts_of_ranks, back, world)
     for b, bias in zip(weights, biases, strict=True):
         arguments.check_weight(a, b, world)
         arguments.check_bias(bias, b.shape[1], world)
@@ -155,23 +187,24 @@ def checked(
         )
     check_timeout(options.timeout)
     dtype = arguments.check_out_dtype(a.dtype, options.out_dtype)
-    rows, experts = a.shape[0], len(weights)
-    sent, expected = options.input_split_sizes, options.output_split_sizes
+    rows, sent, expected = a.shape[0], options.input_split_sizes, options.output_split_sizes
     even = sent is None and expected is None
     if even:
-        wide = world.ranks * experts
-        if rows % wide:
+        parts, takes = way.parts(world.rank)
+        if not parts or rows % parts:
             raise ValueError(
-                f"{rows} rows do not divide evenly over {wide} weights of {world.ranks} ranks: "
+                f"{rows} rows do not divide evenly over {parts} weights of {world.ranks} ranks: "
                 "give input_split_sizes"
             )
-        part = (rows // wide,) * wide
-        given = Exchanged((part,) * world.ranks, part, True)
+        part = rows // parts
+        counts = tuple([(part,) * way.parts(rank)[0] for rank in range(world.ranks)])
+        given = Exchanged(counts, (part,) * takes, True)
     elif given is None:
-        given = exchange(operator, receive, a, experts, sent, expected, world, options.timeout)
+        given = exchange(operator, way, a, sent, expected, world, options.timeout)
     made = rows if returns else sum(given.received)
     shape, inputs = (made, *columns), [a, *weights, *biases]
-    return operands, given, even, arguments.result(out, shape, dtype, inputs, world)
+    result = arguments.result(out, shape, dtype, inputs, world)
+    return Checked(operands, way.experts, given, even and len({*way.experts}) == 1, result)
 
 
 class ExpertCall(FusedCall):
@@ -182,12 +215,12 @@ class ExpertCall(FusedCall):
         world: World,
         options: Options,
         operator: str,
-        checked: tuple[Operands, Exchanged, bool, Tensor],
+        checked: Checked,
     ) -> None:
-        operands, self.given, self.even, result = checked
+        operands, experts, self.given, self.even, result = checked
         a, weights, biases, _ = operands
         counts = self.given.counts
-        largest = tuple(map(max, counts))
+        largest = tuple([max(row, default=0) for row in counts])
         one = operands._replace(weights=weights[:1])
         super().__init__(world, options, workload(operator, largest, one, result.dtype))
         self.rows = counts[0] if self.even else [*chain(*counts)]
@@ -196,7 +229,7 @@ class ExpertCall(FusedCall):
         self.weight_names = names(made_in, len(weights))
         self.biases = () if all(bias is None for bias in biases) else biases
         self.tensors, self.results = {"a": dims.to_front(a, 0), "out": result}, [result]
-        self.request_fields = {"weights": len(weights), "uneven": not self.even}
+        self.request_fields = {"experts": experts, "uneven": not self.even}
 
     def keep(self) -> None:
         """Let the rows that arrive be a result, too."""
@@ -230,8 +263,13 @@ def save(ctx: Any, call: Recorded, results: Sequence[Tensor]) -> None:
     """Keep what the backward formulas need: the weights, and the rows that they have multiplied."""
     a, weights, biases, options, world = call
     sent, received = options.input_split_sizes, options.output_split_sizes
-    back = Options(input_split_sizes=received, output_split_sizes=sent, timeout=options.timeout)
-    ctx.back, ctx.world = back, world
+    ctx.back = Options(
+        input_split_sizes=received,
+        output_split_sizes=sent,
+        experts_of_ranks=options.experts_of_ranks,
+        timeout=options.timeout,
+    )
+    ctx.world = world
     ctx.for_a, ctx.for_weights = a.requires_grad, [b.requires_grad for b in weights]
     ctx.for_biases = [bias.requires_grad for bias in biases]
     ctx.weights = len(weights)
@@ -243,7 +281,7 @@ def save(ctx: Any, call: Recorded, results: Sequence[Tensor]) -> None:
 
 def by_expert(rows: Tensor, experts: int, sizes: Sequence[int] | None) -> Sequence[Tensor]:
     """Rows in the order of a rank's experts, as those of each."""
-    if sizes is None:
+    if not sizes:  # equal parts, or none
         return rows.tensor_split(experts)
     ends = [0, *accumulate(sizes)][:: len(sizes) // experts]
     return [rows[start:stop] for start, stop in pairwise(ends)]

@@ -294,7 +294,7 @@ class FusedCall(Call):
 
     def comparable(self, variants: Sequence[Variant]) -> bool:
         """Whether none of them multiplies so few rows that torch uses other kernels."""
-        least = min(self.workload.rows)
+        least = min(filter(None, self.workload.rows), default=0)
         return all(least >= SAME_BITS * variant.pieces for variant in variants)
 
     def bind(self, program: Program) -> Binding:

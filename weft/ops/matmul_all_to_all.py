@@ -19,7 +19,6 @@ from weft.ops.operator import FusedOperator, Gradient, Gradients, Recorded
 from weft.ops.options import Operands, Options
 from weft.ops.split_sizes import Exchanged
 from weft.schedules import matmul_all_to_all as schedule
-from weft.schedules.exchanges import returned
 from weft.schedules.workload import Workload
 from weft.world import World
 
@@ -31,6 +30,7 @@ def matmul_all_to_all(
     input_split_sizes: Sequence[int] | None = None,
     output_split_sizes: Sequence[int] | None = None,
     return_split_sizes: bool = False,
+    experts_of_ranks: Sequence[int] | None = None,
     bias: Tensor | Sequence[Tensor | None] | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -56,7 +56,8 @@ def matmul_all_to_all(
     Args:
         a: (rows, K): the rows whose products go to rank 0, then those for rank 1, …; of a list of
             weights those of this rank's first expert, in this order, then those of the second, ….
-        input_split_sizes: the rows of each part of a, in this order.
+        input_split_sizes: the rows of each part of a, in this order; none on a rank without
+            experts, which gives an empty list.
         output_split_sizes: the rows that this rank expects, in the order of the result.
 
     Returns:
@@ -74,12 +75,12 @@ def matmul_all_to_all(
     return expert_calls.call(
         OPERATOR,
         check,
-        returned,
         a,
         b,
         input_split_sizes=input_split_sizes,
         output_split_sizes=output_split_sizes,
         return_split_sizes=return_split_sizes,
+        experts_of_ranks=experts_of_ranks,
         bias=bias,
         out=out,
         out_dtype=out_dtype,
@@ -87,6 +88,7 @@ def matmul_all_to_all(
         chunk_rows=chunk_rows,
         world=world,
         timeout=timeout,
+        back=True,
     )
 
 
@@ -95,7 +97,7 @@ def check(
 ) -> FusedCall:
     """A checked call: errors are raised here, before any row is sent."""
     name = schedule.OPERATOR.name
-    checked = expert_calls.checked(world, operands, options, given, name, returned)
+    checked = expert_calls.checked(world, operands, options, given, name, back=True)
     return _ReturnCall(world, options, name, checked)
 
 

@@ -35,7 +35,7 @@ class Options:
     `keep`: the gathered a is a result too. `own_bias`: each rank adds a bias of its own to its
     product, so all are summed. `order`: one of `ORDERS`, for an algorithm that can send in any of
     them; None is the first. `compress`: how rows travel between hosts. The split sizes are those of
-    an exchange of uneven parts.
+    an exchange of uneven parts, `experts_of_ranks` the numbers of weights of each rank there.
     """
 
     dim: int = 0
@@ -51,6 +51,7 @@ class Options:
     compress: str | None = None
     input_split_sizes: Sequence[int] | None = None
     output_split_sizes: Sequence[int] | None = None
+    experts_of_ranks: Sequence[int] | None = None
 
     @classmethod
     def schema(cls) -> str:

@@ -4,7 +4,7 @@ parts first executes a plan that brings every rank's numbers to every rank (`wef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from weft.checks import integers
 from weft.engines import engine
 from weft.schedules.counts import counts
-from weft.schedules.exchanges import Counts
+from weft.schedules.exchanges import Counts, ToAll, Way
 from weft.schedules.thresholds import EAGER_BUFFER_BYTES
 from weft.world import World
 
@@ -35,23 +35,27 @@ class Exchanged(NamedTuple):
 
 
 def check(
-    rows: int, sent: Sequence[int] | None, expected: Sequence[int] | None, number: int
+    rows: int, sent: Sequence[int] | None, expected: Sequence[int] | None, parts: tuple[int, int]
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """The `number` of parts into which a rank's rows are split, and of the parts that it expects,
-    if it says so. Raises `ValueError` or `TypeError` if these are no such sizes.
+    """The parts into which a rank's rows are split, and those that it expects, if it says so;
+    `parts` are their numbers. Raises `ValueError` or `TypeError` if these are no such sizes.
     """
     ins = tuple(integers(() if sent is None else sent, "input_split_sizes"))
     outs = None if expected is None else tuple(integers(expected, "output_split_sizes"))
-    every = (*ins, *(outs or ()))
+    given, taken = parts
     if (
-        {len(ins), len(ins if outs is None else outs)} != {number}
-        or min(every) < 0
+        (len(ins), taken if outs is None else len(outs)) != parts
+        or min((*ins, *(outs or ())), default=0) < 0
         or (sum(ins) != rows)
     ):
+        sizes = (
+            f"input_split_sizes and output_split_sizes must be {given} sizes each"
+            if given == taken
+            else f"input_split_sizes must be {given} sizes and output_split_sizes {taken}"
+        )
         raise ValueError(
-            f"input_split_sizes and output_split_sizes must be {number} sizes each, none "
-            f"negative, and input_split_sizes must add up to {rows} rows; got {[*ins]} and "
-            f"{None if outs is None else [*outs]}"
+            f"{sizes}, none negative, and input_split_sizes must add up to {rows} rows; got "
+            f"{[*ins]} and {None if outs is None else [*outs]}"
         )
     return ins, outs
 
@@ -59,45 +63,48 @@ def check(
 def exchange(
     world: World,
     operator: str,
+    way: Way | ToAll,
     sent: Sequence[int],
     expected: Sequence[int] | None,
-    receive: Callable[[Counts], Counts],
     unit: str = "rows",
     timeout: float | None = None,
 ) -> Exchanged:
-    """The parts that ranks send and receive; collective. `receive` gives of the parts that each
-    rank sends those that each receives, in its order. The parts can be a part of a call's key.
+    """The parts that ranks send and receive; collective. The parts can be a part of a call's key.
 
     Raises `ValueError`, on all ranks, if a rank expects other parts than it receives; `unit` is the
     name of what the sizes count.
     """
-    wide, exchanges = len(sent), engine(world).counts
-    if (operator, wide) not in exchanges:
-        exchanges[operator, wide] = _Exchange(world, operator, wide)
-    numbers = *sent, *((_ANY,) * wide if expected is None else expected)
-    one: _Exchange = exchanges[operator, wide]
-    counts, received = agreed(one.run(numbers, timeout), world.rank, receive, unit)
+    exchanges = engine(world).counts
+    if (operator, way) not in exchanges:
+        exchanges[operator, way] = _Exchange(world, operator, way)
+    one: _Exchange = exchanges[operator, way]
+    rest = one.wide - len(sent)
+    numbers = [*sent, *(0,) * rest]
+    numbers += (_ANY,) * one.wide if expected is None else expected
+    numbers += (0,) * (2 * one.wide - len(numbers))
+    counts, received = agreed(one.run(numbers, timeout), world.rank, way, unit)
     return Exchanged(counts, received, one.remember(counts))
 
 
 def agreed(
-    every: Counts, rank: int, receive: Callable[[Counts], Counts], unit: str = "rows"
+    every: Counts, rank: int, way: Way | ToAll, unit: str = "rows"
 ) -> tuple[Counts, Sequence[int]]:
     """The parts that every rank sends, and those that this rank receives, of the numbers that ranks
-    have exchanged: of each rank those that it sends, then those that it expects.
+    have exchanged: of each rank those that it sends, then those that it expects, both followed by
+    zeros if other ranks have more.
     """
     wide = len(every[0]) // 2
-    sent = tuple([tuple(row[:wide]) for row in every])
-    received = receive(sent)
+    sent = tuple([tuple(row[: way.parts(of)[0]]) for of, row in enumerate(every)])
+    received = way.received(sent)
     wrong = [
         (receiver, at)
         for receiver, (row, parts) in enumerate(zip(every, received, strict=True))
-        if row[-1] != _ANY and row[wide:] != parts
-        for at in range(wide)
+        if row[-1] != _ANY and row[wide : wide + len(parts)] != parts
+        for at in range(len(parts))
         if row[wide + at] != parts[at]
     ]
     if wrong:
-        senders = receive([[sender] * wide for sender in range(len(every))])
+        senders = way.received([[sender] * wide for sender in range(len(every))])
         sender, receiver, at = min((senders[receiver][at], receiver, at) for receiver, at in wrong)
         raise ValueError(
             f"rank {sender} sends rank {receiver} {received[receiver][at]} {unit}, but rank "
@@ -107,12 +114,13 @@ def agreed(
 
 
 class _Exchange:
-    """The plan by which ranks exchange `wide` sizes that they send and as many that they expect,
-    with the tensors that it uses in each call.
+    """The plan by which ranks exchange the sizes that they send and those that they expect, `wide`
+    numbers of each at most, with the tensors that it uses in each call.
     """
 
-    def __init__(self, world: World, operator: str, wide: int) -> None:
-        numbers = 2 * wide
+    def __init__(self, world: World, operator: str, way: Way | ToAll) -> None:
+        self.wide = way.most
+        numbers = 2 * self.wide
         few = not world.stream_ordered and 8 * numbers <= EAGER_BUFFER_BYTES
         self.plan = counts(operator, world.levels, world.hosts.if_several, few)
         self.rows = (1,) * world.ranks
@@ -124,7 +132,8 @@ class _Exchange:
         self.own = own.numpy() if own.device.type == "cpu" else None
         self.remembered = dict[Counts, None]()  # the latest matrices
         self.program = engine(world).program(self.plan, self.tensors, self.rows)
-        self.program.compiled.set_call_text(f"{self.plan.operator}\n{numbers} numbers")
+        text = f"{self.plan.operator}{way.options}\n{numbers} numbers{way.options}"
+        self.program.compiled.set_call_text(text)
 
     def run(self, numbers: Sequence[int], timeout: float | None) -> list[list[int]]:
         """The numbers of all ranks."""

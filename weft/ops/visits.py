@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 import weft._native as _native
-from weft.checks import integers, name
+from weft.checks import name
 from weft.kernels.experts import Experts
+from weft.ops.arguments import check_experts_of_ranks
 from weft.schedules.peers import Hosts
 from weft.world import World
 
@@ -34,12 +35,7 @@ def check_sizes(sizes: Sequence[int], experts: Experts, world: World) -> tuple[i
     """The numbers of experts of all ranks. Raises `ValueError` or `TypeError` unless those of this
     rank are `experts`.
     """
-    found = tuple(integers(sizes, "experts_of_ranks"))
-    if len(found) != world.ranks or min(found) < 0:
-        raise ValueError(
-            f"experts_of_ranks must be {world.ranks} numbers, one for each rank, none negative; "
-            f"got {[*found]}"
-        )
+    found = check_experts_of_ranks(sizes, world)
     first, own = sum(found[: world.rank]), found[world.rank]
     if (experts.first, experts.shape.number) != (first, own):
         raise ValueError(

@@ -25,7 +25,7 @@ from weft.ops.operator import FusedOperator
 from weft.ops.options import Operands, Options
 from weft.ops.split_sizes import Exchanged
 from weft.ops.visits import Visits, add_up, find
-from weft.schedules.exchanges import Counts
+from weft.schedules.exchanges import Counts, ToAll
 from weft.schedules.peers import one_rank_per_host
 from weft.schedules.workload import Variant, Workload, size_class
 from weft.world import World
@@ -165,9 +165,7 @@ def fastest(
     of = find(chosen, sizes, world.hosts), find(chosen, sizes, world.hosts, for_hosts=True)
     ranks = world.ranks
     numbers = [count for visits in of for count in visits.counts]
-    given = split_sizes.exchange(
-        world, LAYER, numbers, None, lambda counts: counts, timeout=timeout
-    )
+    given = split_sizes.exchange(world, LAYER, ToAll(len(numbers)), numbers, None, timeout=timeout)
     ways = [
         Way(to_ranks.OPERATOR, to_ranks.check, of[0], tuple(row[:ranks] for row in given.counts)),
         Way(to_hosts.OPERATOR, to_hosts.check, of[1], tuple(row[ranks:] for row in given.counts)),

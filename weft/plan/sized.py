@@ -4,7 +4,8 @@ the call, and exchange by a plan of its own.
 Such a call is two plans. The first, of *counts*, brings the row of numbers of each rank to every
 rank, so all have one matrix, with a row of each rank. Then each rank binds the second plan by it:
 its shards have the numbers of the matrix, row after row, and the rows of an input on a rank are
-those that this rank has counted.
+those that this rank has counted. A rank that gives fewer parts than others has fewer numbers, which
+are the first ones of its row.
 
 *Lemma.* Every rank knows the place of each block on each rank, and blocks of different names are
 disjoint there, also empty ones. For a block begins where the blocks before it in its buffer end: at
@@ -23,6 +24,7 @@ read it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from weft.plan import proof
 from weft.plan.language import ANY_BLOCK, ROW, Buffer, Plan, Region
@@ -70,17 +72,19 @@ def _row(value: object, place: int) -> object:
 
 
 def _rows(plan: Plan) -> Iterator[str]:
-    """The defects of the shards of a plan whose sizes are the numbers of a matrix."""
-    wide, rest = divmod(len(plan.pieces), plan.ranks)
-    if rest or not wide:
-        yield f"{len(plan.pieces)} shards are not the numbers of a matrix of {plan.ranks} rows"
-        return
-    ends = [sum(plan.pieces[: wide * row]) for row in range(plan.ranks + 1)]
+    """The defects of the shards of a plan whose sizes are the numbers of a matrix: the shards of
+    each rank are those of its own inputs, and follow those of the rank before.
+    """
+    shards = [0, *accumulate(plan.pieces)]
     for name, buffer in _of_role(plan, "input").items():
+        end = 0
         for rank in range(plan.ranks):
-            if [*buffer.numbers(rank)] != [*range(ends[rank], ends[rank + 1])]:
-                whole = Region(rank, name, 0, buffer.rows[rank])
+            whole = Region(rank, name, 0, buffer.rows[rank])
+            begin, end = end, end + buffer.rows[rank]
+            if [*buffer.numbers(rank)] != [*range(begin, end)] or end not in shards:
                 yield f"{whole} does not have the blocks of row {rank} of the matrix, in its order"
+        if end != shards[-1]:
+            yield f"{len(plan.pieces)} shards are not the numbers of the rows of {name}"
 
 
 def _places(plan: Plan) -> Iterator[str]:

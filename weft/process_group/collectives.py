@@ -35,7 +35,7 @@ from weft.ops.broadcast import broadcast as weft_broadcast
 from weft.ops.collective import ANY, NUMBERS, CollectiveCall, same_place
 from weft.ops.reduce_scatter import check as check_reduce_scatter
 from weft.ops.reduce_scatter import reduce_scatter as weft_reduce_scatter
-from weft.schedules.exchanges import Counts, dispatched
+from weft.schedules.exchanges import Counts, Way
 from weft.world import World
 
 # a table, since the name of an op takes 5 us
@@ -221,7 +221,7 @@ def all_to_all_single(
         )
         with world.tell_refusal:
             found = split_sizes.exchange(
-                world, "all_to_all", sent, received, dispatched, "elements", timeout
+                world, "all_to_all", Way.plain(world.ranks), sent, received, "elements", timeout
             )
         counts, run = found.counts, collective.run if found.again else collective.run_once
     run(_check_all_to_all, source, target, (counts,), world, timeout)

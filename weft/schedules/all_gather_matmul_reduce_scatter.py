@@ -41,7 +41,7 @@ from weft.plan import (
     Wait,
 )
 from weft.plan.lazy import Deferred
-from weft.schedules.all_to_all_matmul import halves
+from weft.schedules.exchanges import halves
 from weft.schedules.lanes import (
     Lanes,
     by_rank,

@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from weft.kernels.matmul import MATMUL
-from weft.plan import Buffer, Compute, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
+from weft.plan import Buffer, Compute, Copy, Instruction, Plan, Region, Signal, Term, Wait
 from weft.plan.lazy import Deferred
-from weft.schedules.exchanges import Blocks, names
+from weft.schedules.exchanges import Blocks, halves, names
 from weft.schedules.lanes import (
     Lanes,
     by_rank,
@@ -40,18 +40,7 @@ def all_to_all_matmul(request: Request) -> Plan:
     ranks, algorithm = request.ranks, request.algorithm
     pieces = request.pieces if algorithm == "push" else 1
     of = Blocks.of(request._replace(pieces=pieces))
-    weights = names("out", of.experts)
-
-    def put(rank: int, peer: int, expert: int, piece: int) -> list[Instruction]:
-        """Put a piece of the rows for an expert of a peer there."""
-        part = piece, piece + 1
-        return [
-            Copy(
-                of.targets_first(rank, "a", peer, expert, *part),
-                of.experts_first(peer, "inbox", rank, expert, *part),
-            ),
-            Notify(peer, Signal("in", rank)),
-        ]
+    weights = names("out", max(of.experts))
 
     def used(rows: Region, place: Region, expert: int) -> list[Instruction]:
         """Multiply rows, whose product has this place in ``out``."""
@@ -60,22 +49,30 @@ def all_to_all_matmul(request: Request) -> Plan:
 
     def push(rank: int) -> Lanes:
         """Own rows first, then those of each source as they arrive."""
-        puts = enter(rank, ranks)
+        puts: list[Instruction] = []
         compute: list[Instruction] = []
         for peer in after(rank, ranks):
-            for expert in range(of.experts):
+            for expert in of.of_rank(peer):
                 for piece in range(pieces):
-                    puts += put(rank, peer, expert, piece)
-        for expert in range(of.experts):
+                    puts += of.dispatch(rank, peer, expert, piece)
+        for expert in of.of_rank(rank):
             own = of.targets_first(rank, "a", rank, expert)
             compute += used(own, of.experts_first(rank, "out", rank, expert), expert)
         for source in before(rank, ranks):
-            for expert in range(of.experts):
+            for expert in of.of_rank(rank):
                 for start, stop in halves(pieces):
                     rows = of.experts_first(rank, "inbox", source, expert, start, stop)
                     compute.append(Wait(Signal("in", source), expert * pieces + stop))
                     compute += used(rows, rows._replace(buffer="out"), expert)
-        return concurrent([*compute, *leave(rank, ranks)], [puts if ranks > 1 else []])
+        return concurrent([*compute, *end(rank)], moving(rank, puts))
+
+    def moving(rank: int, puts: list[Instruction]) -> list[list[Instruction]]:
+        """A lane of puts, if there are any."""
+        return [[*enter(rank, ranks), *puts]] if puts else []
+
+    def end(rank: int) -> list[Instruction]:
+        """The end of a rank that has used its workspace: one without experts has not."""
+        return leave(rank, ranks) if of.experts[rank] else []
 
     def own_rows(rank: int, expert: int) -> Copy:
         return Copy(
@@ -90,41 +87,41 @@ def all_to_all_matmul(request: Request) -> Plan:
 
     def by_expert(rank: int) -> Lanes:
         """Expert after expert, while rows for the next ones arrive."""
-        puts, compute = enter(rank, ranks), enter(rank, ranks)
-        for expert in range(of.experts):
+        puts: list[Instruction] = []
+        compute = enter(rank, ranks) if of.experts[rank] else []
+        for expert in range(max(of.experts)):
             for peer in after(rank, ranks):
-                puts += put(rank, peer, expert, 0)
+                if expert < of.experts[peer]:
+                    puts += of.dispatch(rank, peer, expert, 0)
+        for expert in of.of_rank(rank):
             compute += [own_rows(rank, expert), *wait_all("in", before(rank, ranks), expert + 1)]
             compute += together(rank, expert)
-        return concurrent([*compute, *leave(rank, ranks)], [puts if ranks > 1 else []])
+        return concurrent([*compute, *end(rank)], moving(rank, puts))
 
     def sequential(rank: int) -> Lanes:
         """All rows, then the products."""
         lane = enter(rank, ranks)
         for peer in after(rank, ranks):
-            for expert in range(of.experts):
-                lane += put(rank, peer, expert, 0)
-        lane += [own_rows(rank, expert) for expert in range(of.experts)]
-        lane += wait_all("in", before(rank, ranks), of.experts)
-        for expert in range(of.experts):
+            for expert in of.of_rank(peer):
+                lane += of.dispatch(rank, peer, expert, 0)
+        lane += [own_rows(rank, expert) for expert in of.of_rank(rank)]
+        if of.experts[rank]:
+            lane += wait_all("in", before(rank, ranks), of.experts[rank])
+        for expert in of.of_rank(rank):
             lane += together(rank, expert)
-        return {"compute": [*lane, *leave(rank, ranks)]}
+        return {"compute": [*lane, *end(rank)]}
 
-    every, experts = range(ranks), range(of.experts)
-    received = [
-        of.numbers([of.by_target(source, rank, expert) for expert in experts for source in every])
-        for rank in every
-    ]
-    given = [
-        of.numbers([of.by_target(rank, target, expert) for target in every for expert in experts])
-        for rank in every
-    ]
-    buffers = {"a": Buffer.of("input", given), "inbox": Buffer.of("workspace", received)}
+    every = range(ranks)
+    received = [of.taken(rank) for rank in every]
+    buffers = {
+        "a": Buffer.of("input", map(of.given, every)),
+        "inbox": Buffer.of("workspace", received),
+    }
     outputs = ("out", "gathered") if request.gathered else ("out",)
 
     def result() -> Iterator[tuple[Region, tuple[Term, ...]]]:
         for rank in every:
-            for expert in experts:
+            for expert in of.of_rank(rank):
                 for source in every:
                     place = of.experts_first(rank, "out", source, expert)
                     start = of.targets_first(source, "a", rank, expert).start
@@ -139,21 +136,10 @@ def all_to_all_matmul(request: Request) -> Plan:
         algorithm,
         buffers | {name: Buffer.of("output", received) for name in outputs},
         # all ranks of one host do the same
-        by_rank(ranks, make, request if request.hosts is None else None),
+        by_rank(ranks, make, request if request.hosts is None else None, of.examples),
         Deferred(lambda: dict(result())),
         of.shards,
     )
-
-
-def halves(pieces: int) -> Iterator[tuple[int, int]]:
-    """Half of the pieces, then half of the rest, …: few products, of which only the last waits for
-    a single piece.
-    """
-    start = 0
-    while start < pieces:
-        stop = start + (pieces - start + 1) // 2
-        yield start, stop
-        start = stop
 
 
 def _communicate(request: Request) -> Plan:

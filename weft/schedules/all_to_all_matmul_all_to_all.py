@@ -21,8 +21,7 @@ from dataclasses import replace
 from weft.kernels.matmul import MATMUL
 from weft.plan import Buffer, Compute, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
 from weft.plan.lazy import Deferred
-from weft.schedules.all_to_all_matmul import halves
-from weft.schedules.exchanges import Blocks, names
+from weft.schedules.exchanges import Blocks, halves, names
 from weft.schedules.lanes import (
     Lanes,
     by_rank,
@@ -43,20 +42,9 @@ def all_to_all_matmul_all_to_all(request: Request) -> Plan:
     ranks, algorithm = request.ranks, request.algorithm
     pieces = request.pieces if algorithm == "push" else 1
     of = Blocks.of(request._replace(pieces=pieces))
-    weights = names("out", of.experts)
-    cuts = [*halves(pieces)]
+    weights = names("out", max(of.experts))
+    cuts = halves(pieces)
     early = pieces if ranks == 1 else -(-pieces // 2)
-
-    def put(rank: int, peer: int, expert: int, piece: int) -> list[Instruction]:
-        """Put a piece of the rows for an expert of a peer there."""
-        part = piece, piece + 1
-        return [
-            Copy(
-                of.targets_first(rank, "a", peer, expert, *part),
-                of.experts_first(peer, "inbox", rank, expert, *part),
-            ),
-            Notify(peer, Signal("in", rank)),
-        ]
 
     def put_back(rank: int, source: int, expert: int, *part: int) -> list[Instruction]:
         """Put products to the rank that gave their rows."""
@@ -69,18 +57,21 @@ def all_to_all_matmul_all_to_all(request: Request) -> Plan:
         ]
 
     def keep(rank: int, transfers: int) -> list[Instruction]:
-        """Copy what has returned to the result, when each peer has put `transfers` products."""
+        """Copy what has returned to the result, when each peer has put `transfers` products of each
+        of its experts.
+        """
         lane: list[Instruction] = []
         for peer in after(rank, ranks):
-            returned = of.of_peer(rank, "back", peer)
-            lane += wait_all("back", [peer], transfers)
-            lane.append(Copy(returned, returned._replace(buffer="out")))
-        return [*lane, *leave(rank, ranks)]
+            if of.experts[peer]:
+                returned = of.of_peer(rank, "back", peer)
+                lane += wait_all("back", [peer], of.experts[peer] * transfers)
+                lane.append(Copy(returned, returned._replace(buffer="out")))
+        return lane
 
     def own_products(rank: int, start: int, stop: int) -> list[Instruction]:
         """The products of pieces of own rows, which go nowhere."""
         lane: list[Instruction] = []
-        for expert in range(of.experts):
+        for expert in of.of_rank(rank):
             own = of.targets_first(rank, "a", rank, expert, start, stop)
             lane.append(Compute(MATMUL, (own,), own._replace(buffer="out"), weights[expert]))
         return lane
@@ -89,16 +80,18 @@ def all_to_all_matmul_all_to_all(request: Request) -> Plan:
         """Half of the own rows while the first rows of others arrive, those as they arrive, and the
         other half while the last products return.
         """
-        moves = enter(rank, ranks)
+        # no product returns to a rank that has all experts, and all have begun when its own do
+        alone = of.alone(rank)
+        moves = [] if alone else enter(rank, ranks)
         compute: list[Instruction] = []
         made, count = Signal("made", rank), 0
         for peer in after(rank, ranks):
-            for expert in range(of.experts):
+            for expert in of.of_rank(peer):
                 for piece in range(pieces):
-                    moves += put(rank, peer, expert, piece)
+                    moves += of.dispatch(rank, peer, expert, piece)
         compute += own_products(rank, 0, early)
         for source in before(rank, ranks):
-            for expert in range(of.experts):
+            for expert in of.of_rank(rank):
                 for start, stop in cuts:
                     rows = of.experts_first(rank, "inbox", source, expert, start, stop)
                     product = rows._replace(buffer="made")
@@ -111,44 +104,38 @@ def all_to_all_matmul_all_to_all(request: Request) -> Plan:
                     moves += [Wait(made, count), *put_back(rank, source, expert, start, stop)]
         if early < pieces:
             compute += own_products(rank, early, pieces)
-        end = keep(rank, of.experts * len(cuts))
-        return concurrent([*compute, *end], [moves if ranks > 1 else []])
+        end = [] if alone else leave(rank, ranks)
+        return concurrent([*compute, *keep(rank, len(cuts)), *end], [moves if ranks > 1 else []])
 
     def sequential(rank: int) -> Lanes:
         """All rows, then the products, then the way back."""
         lane = enter(rank, ranks)
         for peer in after(rank, ranks):
-            for expert in range(of.experts):
-                lane += put(rank, peer, expert, 0)
-        for expert in range(of.experts):
+            for expert in of.of_rank(peer):
+                lane += of.dispatch(rank, peer, expert, 0)
+        for expert in of.of_rank(rank):
             own = of.targets_first(rank, "a", rank, expert)
             lane.append(Copy(own, of.experts_first(rank, "inbox", rank, expert)))
-        lane += wait_all("in", before(rank, ranks), of.experts)
-        for expert in range(of.experts):
+        if of.experts[rank]:
+            lane += wait_all("in", before(rank, ranks), of.experts[rank])
+        for expert in of.of_rank(rank):
             rows = of.of_expert(rank, "inbox", expert)
             lane.append(Compute(MATMUL, (rows,), rows._replace(buffer="made"), weights[expert]))
         for source in before(rank, ranks):
-            for expert in range(of.experts):
+            for expert in of.of_rank(rank):
                 lane += put_back(rank, source, expert)
-        for expert in range(of.experts):
+        for expert in of.of_rank(rank):
             place = of.targets_first(rank, "out", rank, expert)
             lane.append(Copy(of.experts_first(rank, "made", rank, expert), place))
-        return {"compute": [*lane, *keep(rank, of.experts)]}
+        return {"compute": [*lane, *keep(rank, 1), *leave(rank, ranks)]}
 
-    every, experts = range(ranks), range(of.experts)
-    given = [
-        of.numbers([of.by_target(rank, target, expert) for target in every for expert in experts])
-        for rank in every
-    ]
-    received = [
-        of.numbers([of.by_target(source, rank, expert) for expert in experts for source in every])
-        for rank in every
-    ]
+    every = range(ranks)
+    given, received = ([numbers(rank) for rank in every] for numbers in (of.given, of.taken))
 
     def result() -> Iterator[tuple[Region, tuple[Term, ...]]]:
         for rank in every:
             for target in every:
-                for expert in experts:
+                for expert in of.of_rank(target):
                     place = of.targets_first(rank, "out", target, expert)
                     yield place, (Term(rank, "a", 0, (target, weights[expert])),)
 
@@ -163,7 +150,7 @@ def all_to_all_matmul_all_to_all(request: Request) -> Plan:
             "out": Buffer.of("output", given),
         },
         # all ranks of one host do the same
-        by_rank(ranks, make, request if request.hosts is None else None),
+        by_rank(ranks, make, request if request.hosts is None else None, of.examples),
         Deferred(lambda: dict(result())),
         of.shards,
     )

@@ -4,7 +4,7 @@ transfers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
@@ -226,15 +226,19 @@ def concurrent(compute: Sequence[Instruction], transfers: Iterable[Sequence[Inst
 
 
 def by_rank(
-    ranks: int, lanes: Callable[[int], Lanes], request: object = None
+    ranks: int,
+    lanes: Callable[[int], Lanes],
+    request: object = None,
+    different: Collection[int] = (),
 ) -> PerRank[Mapping[str, tuple[Instruction, ...]]]:
-    """The lanes of all ranks, tidy. `request` determines them if all ranks do the same; without it
-    ranks may differ.
+    """The lanes of all ranks, tidy. `request` determines them if all ranks do the same, or if
+    `different` ranks together do what any rank does; without it ranks may differ.
     """
     return PerRank(
         ranks,
         lambda rank: {name: tidy(lane) for name, lane in lanes(rank).items()},
         repr(request) if request else "",
+        different,
     )
 
 

@@ -41,7 +41,7 @@ def matmul_all_to_all(request: Request) -> Plan:
     ranks, algorithm = request.ranks, request.algorithm
     pieces = request.pieces if algorithm == "push" else 1
     of = Blocks.of(request._replace(pieces=pieces))
-    weights = names("partial", of.experts)
+    weights = names("partial", max(of.experts))
     made = Signal("made", 0)
 
     def product(rows: Region, into: str, expert: int) -> Compute:
@@ -65,72 +65,74 @@ def matmul_all_to_all(request: Request) -> Plan:
         ]
 
     def arrive(rank: int, transfers: int) -> list[Instruction]:
-        """Copy peers' products to the result, when each peer has put `transfers` of them."""
+        """Copy peers' products to the result, when each peer has put `transfers` of each of its
+        experts.
+        """
         lane: list[Instruction] = []
         for peer in before(rank, ranks):
-            arrived = of.of_peer(rank, "inbox", peer)
-            lane += wait_all("in", [peer], transfers)
-            lane.append(Copy(arrived, arrived._replace(buffer="out")))
-        return [*lane, *leave(rank, ranks)]
+            if of.experts[peer]:
+                arrived = of.of_peer(rank, "inbox", peer)
+                lane += wait_all("in", [peer], of.experts[peer] * transfers)
+                lane.append(Copy(arrived, arrived._replace(buffer="out")))
+        return lane
+
+    def begin(rank: int) -> list[Instruction]:
+        """The beginning of a rank, which has products to make unless it has no expert."""
+        return enter(rank, ranks) if of.experts[rank] else []
 
     def push(rank: int) -> Lanes:
         """Pieces for each peer, then own rows while the last pieces arrive."""
-        compute: list[Instruction] = [*enter(rank, ranks)]
+        compute = begin(rank)
         puts: list[Instruction] = []
         signal, count = made._replace(source=rank), 0
         for peer in after(rank, ranks):
-            for expert in range(of.experts):
+            for expert in of.of_rank(rank):
                 for piece in range(pieces):
                     part = piece, piece + 1
                     rows = of.experts_first(rank, "a", peer, expert, *part)
                     compute += [product(rows, "partial", expert), Notify(rank, signal)]
                     count += 1
                     puts += [Wait(signal, count), *put(rank, peer, expert, *part)]
-        for expert in range(of.experts):
+        for expert in of.of_rank(rank):
             rows, place = own(rank, expert, "a")
             compute.append(Compute(MATMUL, (rows,), place, weights[expert]))
-        return concurrent([*compute, *arrive(rank, of.experts * pieces)], [puts])
+        # a rank to which nothing is put has no need to say that it has read it
+        end = [] if of.alone(rank) else leave(rank, ranks)
+        return concurrent([*compute, *arrive(rank, pieces), *end], [puts])
 
     def by_expert(rank: int) -> Lanes:
         """The products of one expert after the other, and their puts while the next is at work."""
-        compute: list[Instruction] = [*enter(rank, ranks)]
+        compute = begin(rank)
         puts: list[Instruction] = []
         signal = made._replace(source=rank)
-        for expert in range(of.experts):
+        for expert in of.of_rank(rank):
             compute.append(product(of.of_expert(rank, "a", expert), "partial", expert))
             if ranks > 1:
                 compute.append(Notify(rank, signal))
                 puts.append(Wait(signal, expert + 1))
             for peer in after(rank, ranks):
                 puts += put(rank, peer, expert)
-        compute += [Copy(*own(rank, expert, "partial")) for expert in range(of.experts)]
-        return concurrent([*compute, *arrive(rank, of.experts)], [puts])
+        compute += [Copy(*own(rank, expert, "partial")) for expert in of.of_rank(rank)]
+        return concurrent([*compute, *arrive(rank, 1), *leave(rank, ranks)], [puts])
 
     def sequential(rank: int) -> Lanes:
         """The products, then the puts."""
-        lane: list[Instruction] = [*enter(rank, ranks)]
-        for expert in range(of.experts):
+        lane = begin(rank)
+        for expert in of.of_rank(rank):
             lane.append(product(of.of_expert(rank, "a", expert), "partial", expert))
         for peer in after(rank, ranks):
-            for expert in range(of.experts):
+            for expert in of.of_rank(rank):
                 lane += put(rank, peer, expert)
-        lane += [Copy(*own(rank, expert, "partial")) for expert in range(of.experts)]
-        return {"compute": [*lane, *arrive(rank, of.experts)]}
+        lane += [Copy(*own(rank, expert, "partial")) for expert in of.of_rank(rank)]
+        return {"compute": [*lane, *arrive(rank, 1), *leave(rank, ranks)]}
 
-    every, experts = range(ranks), range(of.experts)
-    given = [
-        of.numbers([of.by_expert(rank, target, expert) for expert in experts for target in every])
-        for rank in every
-    ]
-    received = [
-        of.numbers([of.by_expert(owner, rank, expert) for owner in every for expert in experts])
-        for rank in every
-    ]
+    every = range(ranks)
+    given, received = ([numbers(rank) for rank in every] for numbers in (of.made, of.returned))
 
     def result() -> Iterator[tuple[Region, tuple[Term, ...]]]:
         for rank in every:
             for owner in every:
-                for expert in experts:
+                for expert in of.of_rank(owner):
                     place = of.targets_first(rank, "out", owner, expert)
                     start = of.experts_first(owner, "a", rank, expert).start
                     weight = owner, weights[expert]
@@ -147,7 +149,7 @@ def matmul_all_to_all(request: Request) -> Plan:
             "out": Buffer.of("output", received),
         },
         # all ranks of one host do the same
-        by_rank(ranks, make, request if request.hosts is None else None),
+        by_rank(ranks, make, request if request.hosts is None else None, of.examples),
         Deferred(lambda: dict(result())),
         of.shards,
     )

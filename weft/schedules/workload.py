@@ -127,9 +127,10 @@ class Request(NamedTuple):
     peers in one lane for each of `links`.
 
     `op` is the reduction of a sum, ``sum`` or ``avg``. A gather multiplies by n `weights`, and
-    may have the `gathered` rows as an output too. Of an exchange each of n `weights` of a rank, its
-    experts, multiplies rows of its own; `uneven`: each rank sends each weight a number of rows of
-    its own, so that the plan has a shard for each pair of a rank and a weight.
+    may have the `gathered` rows as an output too. Of an exchange each of a rank's weights, its
+    `experts`, multiplies rows of its own: there is a number for each rank, by default one.
+    `uneven`: each rank sends each weight a number of rows of its own, so that the plan has a shard
+    for each pair of a rank and a weight.
     """
 
     ranks: int
@@ -144,6 +145,7 @@ class Request(NamedTuple):
     op: str = "sum"
     weights: int = 1
     gathered: bool = False
+    experts: tuple[int, ...] = ()
     uneven: bool = False
 
 
