@@ -13,7 +13,10 @@ from weft.cli import app
     [
         (["weft", "doc"], {"doctor"}),
         (["weft", "doctor", "--fl"], {"--flight"}),
-        (["weft", "predict", "all-g"], {"all-gather", "all-gather-matmul"}),
+        (
+            ["weft", "predict", "all-g"],
+            {"all-gather", "all-gather-matmul", "all-gather-matmul-reduce-scatter"},
+        ),
         (["weft", "predict", "--machine", "h100"], {"h100-nvlink-8", "h100-nvlink-8/nccl"}),
         (["weft", "predict", "matmul-all-reduce", "--algorithm", "p"], {"push", "put"}),
         (["weft", "plan", "show", "all-reduce", "--algorithm", "on"], {"one_shot"}),

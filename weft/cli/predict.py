@@ -47,7 +47,9 @@ def _no_bytes(settings: Question) -> str:
 
 def _no_pieces(settings: Question) -> str:
     names = [settings.operator.replace("-", "_")] if settings.operator != "mlp" else [*OPERATORS]
-    if all(settings.algorithm in OPERATORS[name].uncut for name in names if name in OPERATORS):
+    records = [OPERATORS[name] for name in names if name in OPERATORS]
+    having = [each for each in records if settings.algorithm in each.algorithms]
+    if all(settings.algorithm in each.uncut for each in having or records):
         return f"{settings.algorithm} does not cut shards into pieces: use another --algorithm"
     return ""
 
