@@ -24,7 +24,9 @@ SLOW = {"enable_async_tp", "launch"}  # import Inductor; start processes
         for name in sorted({*weft.__all__} - WITHOUT)
     ],
 )
-def test_examples_of(name):
+def test_examples_of(name, monkeypatch):
+    # a reader's process has one, which ends with it
+    monkeypatch.setattr("weft.world.world._default", None)
     finder = doctest.DocTestFinder(recurse=False)
     [found] = finder.find(getattr(weft, name), name, globs={"torch": torch, "weft": weft})
     assert found.examples, f"{name} has no example"
