@@ -1,9 +1,10 @@
-"""Windows of torch 2.14 on weft, and messages of gloo: two ranks that exchange values, each with a
-thread and a core of its own.
+"""Windows of torch 2.14 on weft, and messages of gloo: two ranks of one thread each that exchange
+values.
 
 ``python benchmarks/windows.py [ROUNDS]``, by a Python with torch 2.14: by default 15. Every round
 runs both, in alternating order; the script prints the median and the best of the rounds, and the
-median of the ratios within a round.
+median of the ratios within a round. It runs twice: each rank on a core of its own, and without
+binding, so that gloo's threads may use other cores.
 """
 
 import sys
@@ -81,4 +82,5 @@ def measure(rounds: int) -> list[str]:
 
 if __name__ == "__main__":
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 15
-    print(*launch(measure, 2, rounds, threads=1)[0], sep="\n")
+    for title, bind in (("each rank on a core of its own", True), ("not bound", False)):
+        print(title, *launch(measure, 2, rounds, threads=1, bind=bind)[0], sep="\n")
