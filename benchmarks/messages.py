@@ -10,19 +10,17 @@ gloo's threads may use other cores.
 import sys
 from collections.abc import Callable
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rounds import seconds
+from rounds import compared
 
 from weft import launch
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (8, 4 * KIB, 64 * KIB, MIB, 16 * MIB)
 WINDOW = 16  # messages under way
-SECONDS = 0.02  # of one measurement, about
 BACKENDS = ("gloo", "weft")
 
 Exchange = Callable[[Any, list[torch.Tensor]], object]
@@ -97,22 +95,7 @@ def measure(rounds: int) -> list[str]:
             by_backend = {
                 backend: partial(exchange, group, tensors) for backend, group in groups.items()
             }
-            first = torch.tensor(
-                [seconds(call, 3, barriers[backend]) for backend, call in by_backend.items()]
-            ).max()
-            dist.all_reduce(first, dist.ReduceOp.MAX)
-            calls = max(1, min(500, int(SECONDS / first.item())))
-            times: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
-            for number in range(rounds):
-                for backend in BACKENDS[:: -1 if number % 2 else 1]:
-                    took = seconds(by_backend[backend], calls, barriers[backend])
-                    times[backend].append(took)
-            ratio = median(a / b for a, b in zip(*times.values(), strict=True))
-            microseconds = "".join(
-                f"  {backend} {1e6 * median(each):9.1f} us, at best {1e6 * min(each):9.1f}"
-                for backend, each in times.items()
-            )
-            rows.append(f"{name:16s} {size:9d} B{microseconds}  {ratio:6.2f}x")
+            rows.append(f"{name:16s} {size:9d} B{compared(by_backend, barriers, rounds)}")
     dist.destroy_process_group()
     return rows
 

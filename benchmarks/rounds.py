@@ -4,10 +4,16 @@ affects all of them equally.
 
 import time
 from collections.abc import Callable, Mapping
+from statistics import median
+
+import torch
+import torch.distributed as dist
 
 import weft
 
 Call = Callable[[], object]
+SECONDS = 0.02
+"""About the seconds of one measurement of `compared`."""
 
 
 def seconds(call: Call, calls: int, barrier: Call = weft.barrier) -> float:
@@ -28,3 +34,23 @@ def alternating(
         for name, call in calls.items():
             times[name].append(seconds(call, numbers[name]))
     return times
+
+
+def compared(calls: Mapping[str, Call], barriers: Mapping[str, Call], rounds: int) -> str:
+    """Two calls, of which each is first in every other round: the median and the best time of each,
+    and the median of the ratios within a round. Each has a barrier of its own; those of all ranks
+    in `torch.distributed`'s default group.
+    """
+    first = torch.tensor([seconds(call, 3, barriers[name]) for name, call in calls.items()]).max()
+    dist.all_reduce(first, dist.ReduceOp.MAX)
+    number = max(1, min(500, int(SECONDS / first.item())))
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds):
+        for name in [*calls][:: -1 if turn % 2 else 1]:
+            times[name].append(seconds(calls[name], number, barriers[name]))
+    ratio = median(a / b for a, b in zip(*times.values(), strict=True))
+    microseconds = "".join(
+        f"  {name} {1e6 * median(each):9.1f} us, at best {1e6 * min(each):9.1f}"
+        for name, each in times.items()
+    )
+    return f"{microseconds}  {ratio:6.2f}x"

@@ -11,17 +11,15 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import count
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rounds import seconds
+from rounds import compared
 
 from weft import launch
 
 SIZES = (8, 512, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
-SECONDS = 0.02  # of one measurement, about
 
 
 def by_messages(group: Any) -> Callable[[torch.Tensor], object]:
@@ -63,19 +61,7 @@ def measure(rounds: int) -> list[str]:
     for size in SIZES:
         values = torch.ones(size, dtype=torch.uint8)
         calls = {name: partial(exchange, values) for name, exchange in ways.items()}
-        first = torch.tensor([seconds(call, 3, dist.barrier) for call in calls.values()]).max()
-        dist.all_reduce(first, dist.ReduceOp.MAX)
-        number = max(1, min(500, int(SECONDS / first.item())))
-        times: dict[str, list[float]] = {name: [] for name in calls}
-        for turn in range(rounds):
-            for name in [*calls][:: -1 if turn % 2 else 1]:
-                times[name].append(seconds(calls[name], number, dist.barrier))
-        ratio = median(a / b for a, b in zip(*times.values(), strict=True))
-        microseconds = "".join(
-            f"  {name} {1e6 * median(each):9.1f} us, at best {1e6 * min(each):9.1f}"
-            for name, each in times.items()
-        )
-        rows.append(f"{size:9d} B{microseconds}  {ratio:6.2f}x")
+        rows.append(f"{size:9d} B{compared(calls, dict.fromkeys(ways, dist.barrier), rounds)}")
     dist.destroy_process_group()
     return rows
 
