@@ -396,6 +396,41 @@ def test_a_rank_that_closes_its_world_is_left_out_at_once():
         assert outcome.result == ([0, 1], 1)
 
 
+@ends(lambda ranks: ranks)
+def while_others_complete_a_call(store, world):
+    signals = world.signals(1)
+    if world.rank == 0:
+        weft.wait(signals, 0, "==", 1)
+    elif world.rank == 2:
+        while not world.mesh.left(1):
+            time.sleep(0.001)
+        weft.notify(signals, 0, peer=0)
+    world = world.shrink()
+    return [*world.global_ranks], numbers(world)
+
+
+def test_shrink_lets_calls_complete_that_do_not_need_the_rank():
+    for outcome in play(while_others_complete_a_call, 3):
+        assert outcome.error is None, outcome.trace
+        assert outcome.result == ([0, 1, 2], 3)
+
+
+@ends(lambda ranks: ranks)
+def with_a_call_that_others_do_not_make(store, world):
+    work = weft.all_reduce_async(torch.ones(4), world=world) if world.rank == 0 else None
+    world = world.shrink()
+    if work is not None:
+        with pytest.raises(weft.PeerLost):
+            work.wait()
+    return [*world.global_ranks], numbers(world)
+
+
+def test_shrink_ends_an_asynchronous_call_that_others_do_not_make():
+    for outcome in play(with_a_call_that_others_do_not_make, 3):
+        assert outcome.error is None, outcome.trace
+        assert outcome.result == ([0, 1, 2], 3)
+
+
 @ends(lambda ranks: 3)
 def by_handles(store, world):
     """Processes 1 to 4 have no world; the last dies before the second."""

@@ -261,9 +261,9 @@ class World(Peers):
         loss.
 
         Ranks keep their order and their `global_ranks`. The new world is the default if this one
-        was; its `timeout`, device options and link are this one's. On an open world it raises
-        `PeerLost` on ranks that are in other calls, so that they call `shrink`, too; a rank that is
-        to leave calls `close`.
+        was; its `timeout`, device options and link are this one's. On an open world all ranks call
+        it after the same calls, and those that are to leave call `close`: calls that others are in
+        complete, and those that need a rank which has called `shrink` raise `PeerLost`.
 
         Ranks that have ended, or closed the world, are left out at once. `timeout` (by default the
         world's) is the seconds that others have to call `shrink`: afterwards those that have may go
@@ -276,7 +276,8 @@ class World(Peers):
         """
         self._check_renewable()
         if self.closed is None:
-            self.fail(WeftError(f"rank {self.rank} calls shrink"))
+            with contextlib.suppress(WeftError):  # of calls that others do not make any more
+                self._drain()
         self._leave()
         return self._renewed(0, timeout, "shrink")
 
