@@ -34,7 +34,7 @@ from support.hosts import Hosts, hosts
 
 import weft
 from weft.world import init_by_store
-from weft.world.world import _make_default
+from weft.world.registry import make_default
 
 _HANGS = 30.0  # seconds without a report after which a rank hangs
 _TIMEOUT = 20.0  # seconds of every wait of the ranks
@@ -229,7 +229,7 @@ class Storm:
 
 def first_world(rank: int, ranks: int, folder: str) -> weft.World:
     world = init_by_store(torch.distributed.FileStore(f"{folder}/store", -1), rank, ranks, _TIMEOUT)
-    _make_default(world)
+    make_default(world)
     return world
 
 
@@ -263,7 +263,7 @@ def main() -> None:
         with weft.init() as world:
             for number in range(10):
                 check(world, number)
-        weft.world.world._default = world = None
+        weft.world.registry.default = world = None
         gc.collect()
         storm = Storm(options.ranks, net)
         stack.callback(storm.close)

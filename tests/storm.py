@@ -44,7 +44,7 @@ from support.storm.trial import PLACES, RIGHT, Kind, Trial, trial_of
 import weft
 from weft.measure.progress import progress
 from weft.process_group import compiled
-from weft.world import world as worlds
+from weft.world import registry
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -59,7 +59,7 @@ def warm() -> None:
         for call in itertools.islice(calls(0, "shared", gradients=False), 80):
             call(world)
     compiled.backend()
-    worlds._default = world = call = None  # type: ignore[assignment]
+    registry.default = world = call = None  # type: ignore[assignment]
     gc.collect()
     assert os.listdir("/proc/self/task") == before, threading.enumerate()
 

@@ -26,7 +26,7 @@ SLOW = {"enable_async_tp", "launch"}  # import Inductor; start processes
 )
 def test_examples_of(name, monkeypatch):
     # a reader's process has one, which ends with it
-    monkeypatch.setattr("weft.world.world._default", None)
+    monkeypatch.setattr("weft.world.registry.default", None)
     finder = doctest.DocTestFinder(recurse=False)
     [found] = finder.find(getattr(weft, name), name, globs={"torch": torch, "weft": weft})
     assert found.examples, f"{name} has no example"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weft.measure.timing import in_threads, of_threads
 from weft.world import World
-from weft.world.world import of_thread
+from weft.world.registry import of_thread
 
 Own = TypeVar("Own")
 

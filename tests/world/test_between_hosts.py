@@ -25,8 +25,8 @@ from support.loopback import LIMIT, each_rank, two_worlds
 import weft
 from weft.ops import between_hosts
 from weft.world.control import Control, Landing, shutdown
+from weft.world.registry import default_here
 from weft.world.remote import PIECE, Answers, StridedLayout
-from weft.world.world import default_here
 
 
 @pytest.fixture

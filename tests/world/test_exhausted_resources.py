@@ -117,11 +117,11 @@ def dropped(_):
         die()
     for _ in range(3):
         weft.all_reduce_async(torch.ones(3), world=world)
-    weft.world.world._default = None
+    weft.world.registry.default = None
     number = world.number
     del world
     gc.collect()
-    assert weft.world.world.by_number(number) is None
+    assert weft.world.registry.by_number(number) is None
 
 
 def test_a_world_that_is_dropped_with_outstanding_calls():
@@ -158,7 +158,7 @@ def closes_before_it_is_read(_, symmetric):
         weft.wait(closed, 0, ">=", 1)
         world.fail(KeyError("gone"))
         a.fill_(777)
-        weft.world.world._default = None
+        weft.world.registry.default = None
         return
     if world.rank == 2:
         execute_unproved(world, fetch(), {"a": a, "out": out})

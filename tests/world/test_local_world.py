@@ -157,7 +157,7 @@ def test_a_rank_of_a_local_world_cannot_call_run():
 
 
 def test_a_call_outside_of_run_is_told_of_it(monkeypatch):
-    monkeypatch.setattr("weft.world.world._default", None)  # of an earlier test
+    monkeypatch.setattr("weft.world.registry.default", None)  # of an earlier test
     with (
         weft.local_world(2),
         pytest.raises(weft.WeftError, match=r"no default world outside local\.run"),

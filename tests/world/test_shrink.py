@@ -325,7 +325,7 @@ def test_a_world_that_nobody_joins_stays_open():
 def old_state(store, world):
     before = resources()
     made = init_by_store(dist.PrefixStore("second", store), world.rank, world.ranks, LIMIT)
-    weft.world.world._make_default(made)
+    weft.world.registry.make_default(made)
     symmetric = made.empty(1 << 20)
     symmetric.fill_(float(made.rank))
     layer = weft.nn.RowParallelLinear(6, 8, bias=False)
@@ -361,7 +361,7 @@ def old_state(store, world):
     assert weft.nn.RowParallelLinear(6, 8, bias=False)(torch.ones(4, 3)).shape == (4, 8)
     new.close()
     made.close()
-    weft.world.world._default = None
+    weft.world.registry.default = None
     del symmetric, layer, packed, handle, total, new, made
     return leaked(before)
 
@@ -435,7 +435,7 @@ def test_shrink_ends_an_asynchronous_call_that_others_do_not_make():
 def by_handles(store, world):
     """Processes 1 to 4 have no world; the last dies before the second."""
     number = int(os.environ["RANK"]) - 1
-    door = Door(weft.world.world.Backend())
+    door = Door(weft.world.backend.Backend())
     store.set(f"handle {number}", handle_of(door))
     handles = [store.get(f"handle {each}").decode() for each in (2, 0, 3, 1)]
     with pytest.raises(ValueError, match="must include"):

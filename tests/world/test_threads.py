@@ -21,7 +21,7 @@ import weft._native as _native
 from weft.ops.granularity import sent_rows, slot_rows
 from weft.schedules.thresholds import Thresholds
 from weft.schedules.workload import pieces
-from weft.world.world import init_by_store
+from weft.world.start import init_by_store
 
 
 def tasks():

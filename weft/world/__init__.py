@@ -1,17 +1,17 @@
 """Worlds of ranks: start, rendezvous, shared memory, one-sided calls and failures."""
 
 from weft.world.door import Door as Door
+from weft.world.registry import by_number as by_number
+from weft.world.registry import default_here as default_here
 from weft.world.renewal import handle_of as handle_of
 from weft.world.reports import report_uncaught
+from weft.world.start import init as init
+from weft.world.start import init_by_store as init_by_store
+from weft.world.start import join as join
+from weft.world.start import reconfigure as reconfigure
 from weft.world.world import Recorder as Recorder
 from weft.world.world import World as World
-from weft.world.world import by_number as by_number
 from weft.world.world import check_world as check_world
 from weft.world.world import current as current
-from weft.world.world import default_here as default_here
-from weft.world.world import init as init
-from weft.world.world import init_by_store as init_by_store
-from weft.world.world import join as join
-from weft.world.world import reconfigure as reconfigure
 
 report_uncaught()

@@ -30,9 +30,10 @@ from weft.world.lines import first_carried
 from weft.world.listener import Address
 from weft.world.peer_memory import probe
 from weft.world.placement import threads_per_rank, thresholds
+from weft.world.registry import default_here, of_thread
 from weft.world.relay import Relay
 from weft.world.rendezvous import RankInfo, host_identity
-from weft.world.world import LOCAL_MAKER, World, default_here, log_made, of_thread
+from weft.world.world import LOCAL_MAKER, World, log_made
 
 _LOOPBACK = "127.0.0.1"
 

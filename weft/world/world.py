@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import operator
-import os
-import threading
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
-from torch.distributed.distributed_c10d import Store
 
 import weft._native as _native
-import weft.log
 from weft.checks import (
     check_dtype,
     check_number,
@@ -30,23 +22,18 @@ from weft.checks import (
 )
 from weft.errors import WeftError
 from weft.plan import Plan
-from weft.schedules.device_options import DEFAULT, DeviceOptions
-from weft.world import memory, placement, renewal, stopped
+from weft.schedules.device_options import DeviceOptions
+from weft.world import memory, registry, renewal, stopped
 from weft.world.agreement import Kept
-from weft.world.backend import Backend, backend_of
-from weft.world.connect import Known, Rendezvous, connections
+from weft.world.backend import Backend
+from weft.world.connect import Rendezvous, connections
 from weft.world.door import Door
 from weft.world.forked import keep
 from weft.world.membership import Membership
 from weft.world.peers import Peers
 from weft.world.relay import Relay
 from weft.world.rendezvous import (
-    STARTING,
     RankInfo,
-    StoreRendezvous,
-    default_group,
-    member,
-    rendezvous_of,
 )
 from weft.world.signals import Signals
 
@@ -69,20 +56,7 @@ _OTHER_NAMES = {
 """What torch and MPI call the attributes of a world."""
 LOCAL_MAKER = "the next local.run(...)"
 """The call that makes the next world of the ranks of a local world."""
-_TIMEOUT = 30.0  # default seconds of every wait of a world
-
-_default: World | None = None
 _log = logging.getLogger("weft")
-
-
-class _Thread(threading.local):
-    """State of a thread: its default world, if the thread is a rank."""
-
-    world: World | None = None
-
-
-_thread = _Thread()
-_alive: weakref.WeakValueDictionary[int, World] = weakref.WeakValueDictionary()  # by number
 
 
 class World(Peers):
@@ -129,7 +103,7 @@ class World(Peers):
         self.transfers = _native.Transfers(
             self.mesh, self.spins, self.comm_threads, 0 if self.stream_ordered else self.number
         )
-        _alive[self.number] = self
+        registry.alive[self.number] = self
 
     def empty(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
         """A symmetric tensor with undefined contents, on the world's device; collective, with one
@@ -320,7 +294,6 @@ class World(Peers):
             self.check()
 
     def _renewed(self, joiners: int, timeout: float | None, by: str) -> World:
-        global _default
         assert self.membership is not None
         limit = self.timeout if timeout is None else limited(timeout)
         if self.membership.name == self.identity:
@@ -330,7 +303,7 @@ class World(Peers):
             self.membership = membership
 
         def make(rendezvous: Rendezvous, door: Door) -> World:
-            return _connect(rendezvous, limit, self.backend, door)
+            return connect(rendezvous, limit, self.backend, door)
 
         try:
             made, kept = renewal.renew(self.membership, joiners, limit, self.backend, make, adopt)
@@ -338,7 +311,7 @@ class World(Peers):
             if self.closed is not None:
                 self.membership.door.close()
             raise
-        _place(made, self.membership, [*self.kept, *kept])
+        place(made, self.membership, [*self.kept, *kept])
         self.kept = ()
         made.set_timeout(self.timeout)
         made.device_options = self.device_options
@@ -347,8 +320,8 @@ class World(Peers):
         self._leave()
         self.followed = by
         self._dissolve()
-        if self is _default:
-            _make_default(made)
+        if self is registry.default:
+            registry.make_default(made)
         return made
 
     def _dissolve(self) -> None:
@@ -452,88 +425,7 @@ for _name, _right in _OTHER_NAMES.items():
     setattr(World, _name, _missing(_name, _right))
 
 
-def init(
-    group: dist.ProcessGroup | None = None,
-    *,
-    timeout: float | None = None,
-    device: torch.device | str = "cpu",
-    products: str = "torch",
-    streams: bool = False,
-    device_options: DeviceOptions = DEFAULT,
-    comm_threads: int = 1,
-) -> World:
-    """Make a world of the ranks of `group`, collectively.
-
-    Without a group: all ranks of `torch.distributed`, which is initialised from the variables of
-    torchrun, mpirun or SLURM if it is not yet; with none of these, a world of one. A world made
-    without a group is the default of every operator.
-
-    Ranks that a launcher started are bound to cores of their own, on one NUMA node if possible,
-    unless the launcher has bound them or the variable WEFT_BIND is 0.
-
-    Ranks of one host share memory, ranks of different hosts connect by TCP, on the interface that
-    the variable GLOO_SOCKET_IFNAME names if it is set. weft detects which ranks share a host.
-    `timeout` is in seconds and bounds every wait, by default 30, and the wait for all ranks to
-    call `init`, by default 300, since imports may be slow; the longest limit is a million seconds.
-
-    `device` holds the ranks' tensors: ``cpu``, ``cuda``, this process's current GPU, or a GPU with
-    a number, such as ``cuda:1``, which becomes the current one. Peers reach its memory through
-    torch's symmetric memory. There fused operators multiply by `products`: ``torch``, a product
-    after each wait, or ``triton``, one persistent kernel that waits for rows, puts its tiles and
-    notifies their owners; on a CPU that kernel runs under TRITON_INTERPRET=1.
-    `device_options` are the tile and the SMs of these products, and the SMs and lanes of transfers.
-    With `streams` plans run on a CPU as on a GPU, each lane on a thread: slower, for tests.
-
-    Copies and sums of 256 KiB and more on the caller's thread use ``torch.get_num_threads()``
-    threads, unless the ranks of this host have more threads than cores. Copies and sums in the
-    background (comm lanes of fused operators, asynchronous collectives and transfers) use
-    `comm_threads`; ranks may differ in it. More than one pays where ``torch.set_num_threads``
-    leaves cores for them. On a rank of a `local_world` the result is its world there.
-
-    Raises `ValueError` for a `timeout` or `comm_threads` that is not positive, for a `group` that
-    this process is not a member of, and for `device_options` that this world cannot honour;
-    `TypeError` for a `group` that is none; `WeftError` if there is no GPU, the launcher's variables
-    are incomplete or contradict each other, ranks with GPUs
-    are on several hosts, this host has no address for ranks on others, or ranks run other versions
-    of weft, as other users, or belong to another job; `PeerTimeout` if some ranks do not appear or
-    cannot be reached; `PeerLost` if one dies or gives up meanwhile. After any of these the group
-    cannot be used again. `SymmetricMemoryError` if this rank lacks memory.
-
-    Examples:
-        >>> with weft.init() as world:  # 1 rank here, n in a script that weft run -n starts
-        ...     world.rank, world.ranks
-        (0, 1)
-    """
-    if group is None and (here := _thread.world) is not None:
-        found: World = here
-        return found
-    backend = backend_of(device, products, streams, comm_threads)
-    limit, starting = (_TIMEOUT, STARTING) if timeout is None else (limited(timeout),) * 2
-    members = default_group(timeout=starting) if group is None else member(group)
-    backend.check_options(device_options, members.size() if members else 1)
-    backend.join(members)
-    placement.bind_as_launched()  # before there is memory
-    world = _connect(
-        StoreRendezvous(HashStore(), 0, 1) if members is None else rendezvous_of(members),
-        limit,
-        backend,
-    )
-    world.device_options = device_options
-    if group is None:
-        _make_default(world)
-    return world
-
-
-def init_by_store(store: Store, rank: int, ranks: int, timeout: float) -> World:
-    """Make a world of `ranks` ranks that share a store and nothing else, collectively; it does not
-    become the default.
-
-    `timeout` and errors are as of `init`.
-    """
-    return _connect(StoreRendezvous(store, rank, ranks), limited(timeout), Backend())
-
-
-def _connect(
+def connect(
     rendezvous: Rendezvous, timeout: float, backend: Backend, door: Door | None = None
 ) -> World:
     """A world of the ranks of a rendezvous; they find this one by its `door`, a new one if none is
@@ -547,78 +439,18 @@ def _connect(
             world = World(rank, infos, mesh, timeout, backend, relay)
         world.membership = Membership.of_made(world.identity, rank, handles, door)
         log_made(world)
-        stopped.report_first(lambda: [*_alive.values()])
+        stopped.report_first(lambda: [*registry.alive.values()])
         with world.fail_on_error:
             backend.prepare(world)
         unless_made.pop_all()
         return world
 
 
-def _place(world: World, membership: Membership, kept: Sequence[Kept]) -> None:
+def place(world: World, membership: Membership, kept: Sequence[Kept]) -> None:
     """Give a new world its place after the one before, of which doors are kept."""
     assert world.membership is not None
     world.global_ranks = world.membership.global_ranks = [*membership.global_ranks]
     world.kept = kept
-
-
-def _make_default(world: World) -> None:
-    global _default
-    _default = world
-    _native.set_default_world(world, of_thread=False)
-
-
-def join(invitation: str, *, timeout: float | None = None, comm_threads: int = 1) -> World:
-    """Join the ranks of a world, which call `World.grow`; the world of all is this process's
-    default.
-
-    `invitation` is what `World.invitation` returned on one of them. `timeout` is the seconds for
-    which they are waited for, by default 300, and of every wait of the world, by default 30.
-    `comm_threads` and the binding to cores are as of `init`.
-
-    Raises `ValueError` for any other text; `PeerTimeout` if this process is not let in, `PeerLost`
-    if no rank of the invitation is left, `WeftError` if none can be reached from this host or they
-    run another version of weft.
-
-    Examples:
-        >>> from concurrent.futures import ThreadPoolExecutor
-        >>> with weft.init() as world, ThreadPoolExecutor() as pool:  # as from another process
-        ...     joined = pool.submit(weft.join, world.invitation())
-        ...     world.grow(1), joined.result()
-        (World(rank=0, ranks=2), World(rank=1, ranks=2))
-    """
-    handles = renewal.invited(invitation)
-    backend = Backend(comm_threads)
-    limit, starting = (_TIMEOUT, STARTING) if timeout is None else (limited(timeout),) * 2
-    placement.bind_as_launched()
-
-    def make(rendezvous: Rendezvous, door: Door) -> World:
-        return _connect(rendezvous, limit, backend, door)
-
-    made, membership, kept = renewal.join(handles, starting, limit, backend, make)
-    _place(made, membership, kept)
-    _make_default(made)
-    return made
-
-
-def reconfigure(
-    name: str, handles: Sequence[str], door: Door, timeout: float, backend: Backend | None = None
-) -> World:
-    """Make a world of exactly the processes with these handles, in this order, by nothing else:
-    each calls this with one `name`, the same handles, and its own door. It does not become the
-    default.
-
-    A handle is the text `handle_of(door)`, passed on by any means. Whoever calls this decides who
-    is alive: nothing is agreed. After an error the door serves for another attempt with another
-    name; after success it is the world's, and closed with it. Raises as `init`, and `ValueError`
-    unless the door's handle is among `handles`.
-    """
-    places = [renewal.handle_in(each) for each in handles]
-    if door.handle not in places:
-        raise ValueError("handles must include that of the door")
-    rank = places.index(door.handle)
-    with door.named(name):
-        known = Known(rank, [each.named(name) for each in places])
-        return _connect(known, limited(timeout), backend or Backend(), door)
 
 
 def log_made(world: World) -> None:
@@ -640,36 +472,12 @@ def log_made(world: World) -> None:
     )
 
 
-def _rank_here() -> int | None:
-    """The rank of this thread in its job, for the log."""
-    if _thread.world is not None:
-        return _thread.world.rank
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    world = _default or next(iter(_alive.values()), None)
-    return None if world is None else world.rank
-
-
-weft.log.rank_here = _rank_here
-
-
-def default_here(world: World) -> None:
-    """Make `world` the default of this thread."""
-    _thread.world = world
-    _native.set_default_world(world, of_thread=True)
-
-
-def of_thread() -> World | None:
-    """The world of which this thread is a rank, None if it is no thread of a local world."""
-    return _thread.world
-
-
 def current(world: World | None = None) -> World:
     """`world`, or the default world; it must be open."""
     if world is not None:
         check_world(world)
-    elif (world := _thread.world or _default) is None:
-        if any(each.maker == LOCAL_MAKER for each in _alive.values()):
+    elif (world := registry.of_thread() or registry.default) is None:
+        if any(each.maker == LOCAL_MAKER for each in registry.alive.values()):
             raise WeftError(
                 "there is no default world outside local.run, since the ranks of a local world are "
                 "threads of their own: call from a function that local.run(...) runs"
@@ -686,22 +494,3 @@ def check_world(world: object) -> None:
         raise TypeError(
             f"world must be a weft.World, as weft.init(group) makes it; got {type(world).__name__}"
         )
-
-
-def by_number(number: int) -> World | None:
-    """The world with this number in this process, or None if it is gone."""
-    return _default if _default is not None and _default.number == number else _alive.get(number)
-
-
-@atexit.register
-def _leave_all() -> None:
-    for world in list(_alive.values()):
-        world.close()
-
-
-def _disown_all() -> None:
-    for world in list(_alive.values()):
-        world.disown()
-
-
-os.register_at_fork(after_in_child=_disown_all)

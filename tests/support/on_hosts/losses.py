@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 import weft
 from support.process_resources import leaked, resources
-from weft.world import door, relay
-from weft.world import world as worlds
+from weft.world import door, registry, relay
 
 LIMIT = 2.0  # seconds that a wait may take where something goes wrong
 
@@ -114,7 +113,7 @@ def halfway():
     """
     a, found = torch.ones(16 << 20), []  # more than the buffers of sockets hold
     weft.init(timeout=20).close()  # from now on torch.distributed opens no more files
-    worlds._default = None
+    registry.default = None
     for how in ("left", "raised", "died"):
         before = resources()
         with contextlib.suppress(KeyError), weft.init(timeout=20) as world:
@@ -129,7 +128,7 @@ def halfway():
                     os.kill(os.getpid(), signal.SIGKILL)
                 if how == "raised":
                     raise KeyError("halfway")
-        worlds._default = world = None
+        registry.default = world = None
         found.append(leaked(before))
     return found
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import weft
 from support.storm.rank import Part, wait_for
-from weft.world import world as worlds
+from weft.world import registry
 
 _OUTLIVES = 4.0  # seconds that a child lives, longer than any time limit
 
@@ -152,7 +152,7 @@ def _end_child(calls: bool, ending: str) -> None:
         os._exit(0)
     if ending == "exit":
         sys.exit(0)
-    worlds._default = None
+    registry.default = None
     if dist.is_initialized() and dist.get_backend() == "weft":
         dist.destroy_process_group()
 

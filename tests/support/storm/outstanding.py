@@ -20,7 +20,7 @@ from torch import Tensor
 import weft
 from support import random_calls
 from support.storm.rank import Part
-from weft.world import world as worlds
+from weft.world import registry
 
 _M_PERTURB = -6
 
@@ -103,7 +103,7 @@ def dropped(part: Part) -> None:
     ctypes.CDLL(None).mallopt(_M_PERTURB, 0xA5)  # use of freed memory becomes visible
     _unanswered(part)
     if part.victim:
-        worlds._default = None
+        registry.default = None
         gc.collect()
         time.sleep(part.trial.delay)
 

@@ -27,7 +27,7 @@ from support.storm.calls import Call, calls, compiled, group_calls
 from support.storm.machine import starved
 from support.storm.trial import RIGHT, Kind, Trial
 from weft.process_group.worlds import operations_of
-from weft.world import world as worlds
+from weft.world import registry
 
 HANGS = 30.0  # seconds after which an unfinished rank counts as hanging
 _CLONE_NEWNET = 0x40000000
@@ -123,7 +123,7 @@ class Part:
             self._play(kind)
             # all ranks have finished: nothing that happens from here on is a loss
             os.read(self.go_in, 1)
-            worlds._default = None
+            registry.default = None
             if dist.is_initialized():
                 dist.destroy_process_group()
             if kind.alone:  # a store that torch makes of a launcher's variables keeps its pipe

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import weft
 from support.storm.rank import Part
-from weft.world.world import init_by_store
+from weft.world.start import init_by_store
 
 _ROUNDS = 20
 
