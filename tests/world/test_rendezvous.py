@@ -23,11 +23,12 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 import weft
 from weft.errors import PeerLost, PeerTimeout, WeftError
+from weft.world import default_group
 from weft.world import listener as listening
-from weft.world import rendezvous
 from weft.world.listener import Address, Listener
 from weft.world.peer_memory import Probe
-from weft.world.rendezvous import Announcement, RankInfo, StoreRendezvous, launcher_variables
+from weft.world.rendezvous import Announcement, RankInfo, StoreRendezvous
+from weft.world.variables import launcher_variables
 from weft.world.wire import decode, encode
 
 INFO = RankInfo(
@@ -203,9 +204,9 @@ def test_a_rank_that_is_not_started_is_named_in_time(context, text):
 
 
 def test_a_long_wait_is_logged(monkeypatch, caplog):
-    monkeypatch.setattr(rendezvous, "_PATIENCE", 0.1)
+    monkeypatch.setattr(default_group, "_PATIENCE", 0.1)
     with pytest.raises(PeerTimeout, match=r"waited 0.5 s for ranks 1, 2 of 3 to join the job"):
-        rendezvous._store(0, 3, "127.0.0.1", 0, 0.5)
+        default_group._store(0, 3, "127.0.0.1", 0, 0.5)
     assert [record.getMessage() for record in caplog.records] == [
         "rank 0 waits for ranks 1, 2 of 3 to join the job at 127.0.0.1:0"
     ]

@@ -15,7 +15,8 @@ from support.ranks import named_memory, none_left, on_ranks, sockets, start
 import weft
 import weft._native as _native
 from weft.world import memory
-from weft.world.rendezvous import default_group, launcher_variables
+from weft.world.default_group import default_group
+from weft.world.variables import launcher_variables
 
 
 def peers_see_each_other(world):

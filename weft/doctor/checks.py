@@ -41,15 +41,10 @@ from weft.process_group import in_place_of_gloo
 from weft.schedules.levels import OVERSUBSCRIBED_SIGNAL_LATENCY, SIGNAL_LATENCY
 from weft.schedules.thresholds import Thresholds
 from weft.world import World, init, placement, transports
+from weft.world.default_group import join, launched
 from weft.world.listener import addresses, family_of, named_interface
-from weft.world.rendezvous import (
-    StoreRendezvous,
-    host_identity,
-    join,
-    launched,
-    launcher_variables,
-    translated,
-)
+from weft.world.rendezvous import StoreRendezvous, host_identity
+from weft.world.variables import launcher_variables, translated
 from weft.world.wire import Kind, all_gather_values
 
 PING = 1  # bytes of a small message

@@ -14,8 +14,9 @@ from weft.schedules.device_options import DEFAULT, DeviceOptions
 from weft.world import placement, registry, renewal
 from weft.world.backend import Backend, backend_of
 from weft.world.connect import Known, Rendezvous
+from weft.world.default_group import STARTING, default_group
 from weft.world.door import Door
-from weft.world.rendezvous import STARTING, StoreRendezvous, default_group, member, rendezvous_of
+from weft.world.rendezvous import StoreRendezvous, member, rendezvous_of
 from weft.world.world import World, connect, place
 
 _TIMEOUT = 30.0  # default seconds of every wait of a world

@@ -1,0 +1,205 @@
+"""The default process group, by the variables of a launcher and a store that its ranks share."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from weft.errors import PeerLost, PeerTimeout, WeftError
+from weft.world.forked import keep_in_children
+from weft.world.listener import INTERFACE, choose_interface
+from weft.world.rendezvous import GIVE_UP, listed, time_left
+from weft.world.variables import job, translated
+
+STARTING = 300.0
+"""Default seconds for all ranks of a launcher to reach `weft.init`: imports may be slow."""
+
+_PATIENCE = 10.0  # seconds of waiting for ranks, after which a warning names them
+_NAMED = 15.0  # seconds in which the name of rank 0's host must become known
+_RETRY = 0.05  # seconds between attempts to connect to rank 0
+_log = logging.getLogger("weft")
+
+
+def default_group(
+    environment: Mapping[str, str] = os.environ, timeout: float = STARTING
+) -> dist.ProcessGroup | None:
+    """The default process group, initialised from the launcher's variables if it is not yet; None
+    for a process that no launcher started.
+
+    Raises as `launched` and `join` do.
+    """
+    if not dist.is_available():
+        raise WeftError("this torch is built without torch.distributed")
+    if not dist.is_initialized():
+        if not translated(environment):
+            return None
+        join(*launched(timeout), timeout)
+    return dist.group.WORLD
+
+
+def launched(timeout: float) -> tuple[Store, int, int]:
+    """The store that the ranks of a launcher share, this rank, and the number of ranks, once all
+    ranks have reached the store.
+
+    Raises `PeerTimeout` that names missing ranks, `PeerLost` if the store is lost meanwhile,
+    `WeftError` if rank 0 cannot serve it.
+    """
+    rank, ranks, address, port = (
+        os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    )
+    store = _store(int(rank), int(ranks), address, int(port), timeout)
+    choose_interface(address)
+    return store, int(rank), int(ranks)
+
+
+def _store(rank: int, ranks: int, address: str, port: int, timeout: float) -> Store:
+    deadline = time.monotonic() + timeout
+    where = f"{address}:{port}"
+    ours = f"job {job()}" if job() else "the job"
+    advice = "is it started, and are MASTER_ADDR and MASTER_PORT equal on all ranks and reachable?"
+    # else torchrun serves the store
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    _resolve(address, deadline)
+    try:
+        if not serves:
+            _reach(address, port, deadline)
+        tcp = TCPStore(
+            address,
+            port,
+            ranks,
+            serves,
+            time_left(deadline),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (RuntimeError, OSError) as error:
+        if serves:
+            raise WeftError(
+                f"rank 0 cannot listen on port {port} for the ranks of {ours}: {error}; another "
+                "job may use the port: set MASTER_PORT to a free one on all ranks"
+            ) from None
+        raise PeerTimeout(
+            f"rank {rank} waited {timeout:g} s for rank 0 of {ours} to listen at {where}: {advice} "
+            f"({error})"
+        ) from None
+    # The prefix separates jobs that use one port by chance, and a restarted job from its past.
+    store: Store = PrefixStore(
+        f"weft {job()} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}", tcp
+    )
+    store = PrefixStore(str(store.add(f"{rank}", 1)), store)
+    store.set(f"here {rank}", "")
+    keys = [f"here {peer}" for peer in range(ranks)]
+    warned = False
+    while True:
+        patience = min(time.monotonic() + _PATIENCE, deadline)
+        try:
+            with contextlib.suppress(dist.DistStoreError):  # a timeout
+                store.wait(keys, time_left(patience))
+                return store
+            missing = listed([peer for peer, key in enumerate(keys) if not store.check([key])])
+        except RuntimeError as error:
+            raise PeerLost(
+                f"rank {rank} lost the store at {where} while it waited for all {ranks} ranks to "
+                f"join {ours}; the process that serves it has died or given up: {error}"
+            ) from error
+        if missing and time.monotonic() >= deadline:
+            if serves:
+                time.sleep(GIVE_UP)  # ranks that started later read the missing ranks as well
+            raise PeerTimeout(
+                f"rank {rank} waited {timeout:g} s for {missing} of {ranks} to join {ours} at "
+                f"{where}: {advice}"
+            )
+        if missing and not warned:
+            _log.warning(
+                "rank %d waits for %s of %d to join %s at %s", rank, missing, ranks, ours, where
+            )
+            warned = True
+
+
+def _resolve(address: str, deadline: float) -> None:
+    """Return once the address of rank 0 has been resolved: the name of a container may be some
+    seconds late.
+    """
+    deadline = min(deadline, time.monotonic() + _NAMED)
+    warned = False
+    while True:
+        try:
+            socket.getaddrinfo(address, None)
+            return
+        except socket.gaierror as error:
+            why = error.strerror
+            possible = True
+        except UnicodeError:  # an empty or very long part
+            why = "no name of a host"
+            possible = False
+        text = (
+            f"MASTER_ADDR is {address!r}, which cannot be resolved ({why}): set it to the name or "
+            "address of rank 0's host"
+        )
+        if not possible or time.monotonic() >= deadline:
+            raise WeftError(text)
+        if not warned:
+            _log.warning("%s", text)
+            warned = True
+        time.sleep(_RETRY)
+
+
+def _reach(address: str, port: int, deadline: float) -> None:
+    """Return once a process listens at the address, `OSError` if none does in time: torch itself
+    would try for twice the limit.
+    """
+    while True:
+        try:
+            return socket.create_connection(
+                (address, port), max(0.001, deadline - time.monotonic())
+            ).close()
+        except OSError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_RETRY)
+
+
+def join(store: Store, rank: int, ranks: int, timeout: float) -> None:
+    """Initialise the default process group of ranks that share a store. Raises `PeerTimeout` if
+    they cannot connect.
+    """
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore("gloo", store),
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=timeout),
+        )
+    except RuntimeError as error:
+        raise PeerTimeout(
+            f"rank {rank} cannot connect to all {ranks} ranks by gloo: {error}; {INTERFACE} sets "
+            "the network interface, weft doctor finds the cause"
+        ) from error
+    _owned()
+    c10d._set_pg_timeout(c10d.default_pg_timeout)  # for later uses of the group
+
+
+def _owned() -> None:
+    """Note that weft made the default group: it ends with this process, and not in its children."""
+    keep_in_children(dist.group.WORLD)
+    atexit.register(_leave_group, os.getpid())
+
+
+def _leave_group(process: int) -> None:
+    """Destroy a group that weft made before the interpreter ends: its threads may still run Python.
+    A forked child has none of them.
+    """
+    if os.getpid() == process and dist.is_initialized():
+        dist.destroy_process_group()
