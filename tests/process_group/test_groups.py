@@ -59,13 +59,13 @@ def makes(world):
     if rank == 0:
         with pytest.raises(
             weft.PeerTimeout,
-            match=r"waited 0\.2 s for a message from rank 1 .*timed out after 0\.2 s",
+            match=r"waited 0\.2 s for a message from rank 1 .*timed out after a timeout of 0\.2 s",
         ):
             dist.recv(x, 1, group=short)
         with pytest.raises(
             weft.PeerTimeout,
             match=r"rank [12] \(pid \d+\) has not made the call, nor have others: [12]; py-spy"
-            r".* \(timed out after 0\.2 s\)",
+            r".* \(timed out after a timeout of 0\.2 s\)",
         ):
             dist.barrier(short)
     dist.barrier()

@@ -272,7 +272,7 @@ class Peers:
         return self.fail(
             PeerTimeout(
                 f"rank {self.rank} waited {seconds:g} s {doing}: {self.name_of(late)} {why}; "
-                f"{advice}{self.also(f'timed out after {seconds:g} s')}"
+                f"{advice}{self.also(f'timed out after a timeout of {seconds:g} s')}"
             )
         )
 
