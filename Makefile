@@ -87,6 +87,9 @@ check: .venv/installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
+# Hundreds of processes import weft: they find it compiled even where Python is told not to keep that.
+test test-all: export PYTHONDONTWRITEBYTECODE =
+
 test: .venv/installed
 	$(BIN)/python $(PYTEST) -m "not slow"
 

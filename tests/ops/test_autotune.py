@@ -3,6 +3,7 @@
 import json
 import os
 import random
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,8 +48,22 @@ def first_calls(world, operator, link, directory):
     return taken, choice.variant, weft.explain(a, b, operator=operator)
 
 
-@pytest.mark.parametrize("link", [False, True])
-@pytest.mark.parametrize("operator", sorted(OPERATORS))
+QUICK = [
+    ("all_gather_matmul", False),
+    ("all_gather_matmul", True),
+    ("matmul_reduce_scatter", True),
+    ("matmul_all_reduce", False),
+    ("all_to_all_matmul", True),
+]
+
+
+@pytest.mark.parametrize(
+    ("operator", "link"),
+    [
+        pytest.param(*each, marks=[] if each in QUICK else [pytest.mark.slow])
+        for each in product(sorted(OPERATORS), (False, True))
+    ],
+)
 def test_the_first_calls_measure_until_a_variant_is_selected(operator, link, tmp_path):
     (taken, variant, text), *others = on_ranks(first_calls, 2, operator, link, str(tmp_path))
     variants = {*taken}

@@ -102,7 +102,15 @@ def layers_over_hosts(sizes):
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 0)], ids=str)
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        pytest.param((0, 0, 1, 1), marks=pytest.mark.slow),
+        (0, 1, 0, 1),
+        pytest.param((0, 0, 0, 0), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_hosts_of_two_ranks(hosts):
     with weft.local_world(4, hosts=hosts, timeout=100) as local:
         assert local.run(lambda: layers_over_hosts((3, 0, 3, 2))) == [True] * 4

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import weft
 
+VISITS = "all_gather_matmul_reduce_scatter"
 ALGORITHMS = {
     "all_gather": ("auto", "push", "ring"),
     "reduce_scatter": ("auto", "push", "ring"),
@@ -28,6 +29,7 @@ ALGORITHMS = {
     "all_to_all_matmul": ("auto", "push", "by_expert", "sequential"),
     "matmul_all_to_all": ("auto", "push", "by_expert", "sequential"),
     "all_to_all_matmul_all_to_all": ("auto", "push", "sequential"),
+    VISITS: ("auto", "shared", "gathered"),
 }
 """Algorithms that ranks of several hosts may choose, by operator."""
 
@@ -46,7 +48,7 @@ class RandomCall(NamedTuple):
 def check(world: weft.World, seed: int, number: int) -> None:
     """Make `number` random calls, some of them asynchronous, and check their results."""
     pending: deque[tuple[RandomCall, weft.Handle]] = deque()
-    for call in islice(calls(seed, world.rank, world.ranks), number):
+    for call in islice(calls(seed, world.rank, world.hosts), number):
         while len(pending) > (AHEAD if call.asynchronous else 0):
             before, handle = pending.popleft()
             assert torch.equal(handle.wait(), before.wanted), before.name
@@ -59,8 +61,9 @@ def check(world: weft.World, seed: int, number: int) -> None:
         assert torch.equal(handle.wait(), call.wanted), call.name
 
 
-def calls(seed: int, rank: int, ranks: int) -> Iterator[RandomCall]:
-    """Endless random calls, the same on all ranks."""
+def calls(seed: int, rank: int, hosts: Sequence[int]) -> Iterator[RandomCall]:
+    """Endless random calls of ranks on these hosts, the same on all ranks."""
+    ranks = len(hosts)
     draw, every = random.Random(seed), range(ranks)
     for number in count():
         name = draw.choice([*ALGORITHMS])
@@ -71,7 +74,7 @@ def calls(seed: int, rank: int, ranks: int) -> Iterator[RandomCall]:
         )
         shards = (
             [draw.choice((rows, 0, rows + p)) for p in every]
-            if "all_gather" in name
+            if "all_gather" in name and name != VISITS
             else [rows] * ranks
         )
         parts = ranks if "scatter" in name or "to_all" in name else 1
@@ -80,7 +83,13 @@ def calls(seed: int, rank: int, ranks: int) -> Iterator[RandomCall]:
             {"algorithm": draw.choice(ALGORITHMS[name])} if ALGORITHMS[name] else {},
         )
         weight = _numbers(number, ranks, columns, 4)
-        if fused and "to_all" in name:
+        if name == VISITS:
+            counts = [[draw.choice((0, 1, rows)) for _ in {*hosts}] for _ in every]
+            inputs = [_numbers(number, r, sum(counts[r]), columns) for r in every]
+            parts_of_hosts = inputs[rank].split(counts[rank])
+            wanted = torch.cat([a * hosts.count(h) for h, a in enumerate(parts_of_hosts)])
+            options["input_split_sizes"] = counts[rank]
+        elif fused and "to_all" in name:
             counts = [[draw.choice((0, 1, rows)) for _ in every] for _ in every]
             inputs = [_numbers(number, r, sum(counts[r]), columns) for r in every]
             received = [a.split(row)[rank] for a, row in zip(inputs, counts, strict=True)]
@@ -90,7 +99,7 @@ def calls(seed: int, rank: int, ranks: int) -> Iterator[RandomCall]:
         else:
             inputs = [_numbers(number, r, shards[r] * parts, columns) for r in every]
             wanted = _result(name, inputs, rank, source)
-        if "all_gather" in name:
+        if "all_gather" in name and name != VISITS:
             options["shard_rows"] = shards
         others = [weight] if fused else [source] if name == "broadcast" else []
         asynchronous = not fused and draw.random() < 0.5

@@ -65,6 +65,7 @@ def test_a_trial_is_repeated_by_its_seed_kind_and_place():
         assert trial == trial_of(5, name, kind, (trial.place,))
 
 
+@pytest.mark.slow
 def test_an_unknown_kind_is_refused():
     done = run_storm("--kind", "kill,thunder")
     assert done.returncode == 2

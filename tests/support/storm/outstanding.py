@@ -143,7 +143,7 @@ def _started(part: Part, world: weft.World) -> Iterator[StartedCall]:
     draw, number = part.draw, 0
     random_ones = (
         call
-        for call in random_calls.calls(part.trial.seed, world.rank, world.ranks)
+        for call in random_calls.calls(part.trial.seed, world.rank, world.hosts)
         if call.asynchronous
     )
     symmetric = (
