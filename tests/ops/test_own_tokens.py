@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.checks.autograd import assert_same, leaves
 from support.inductor import QUICK
-from support.mixture import Mixture, defined, random
+from support.mixture import defined, of_rank, part, random
 from support.ranks import on_ranks
 
 import weft
@@ -39,19 +39,6 @@ def test_rows_of_tokens():
         assert sums.dtype is dtype
     nothing = visits.find(chosen[:0], [6], (0,))
     assert (nothing.counts, len(nothing.tokens), len(nothing.places)) == ([0], 0, 0)
-
-
-def of_rank(mixture: Mixture, rank: int, ranks: int) -> Mixture:
-    """The tokens of a rank, of which ranks have different numbers."""
-    own = slice(*[len(mixture.x) * at * at // ranks**2 for at in (rank, rank + 1)])
-    return mixture._replace(
-        x=mixture.x[own], chosen=mixture.chosen[own], scores=mixture.scores[own]
-    )
-
-
-def part(mixture: Mixture, sizes, rank, make=weft.pack_experts, **options):
-    first = sum(sizes[:rank])
-    return make(*mixture.part(first, first + sizes[rank]), first=first, **options)
 
 
 def random_layers(world, number):

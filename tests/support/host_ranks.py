@@ -28,13 +28,20 @@ from support.on_hosts.losses import (
     transports_differ,
 )
 from support.on_hosts.onesided import dies_while_called, one_sided
-from support.on_hosts.results import calls_at_random, operators, refusals, sums_to_the_bit
+from support.on_hosts.results import (
+    calls_at_random,
+    experts_of_hosts,
+    operators,
+    refusals,
+    sums_to_the_bit,
+)
 from support.on_hosts.traffic import traces, traffic
 from support.on_hosts.wires import cut_for_ever, few_calls, goes_on
 
 IN_A_WORLD = (
     operators,
     calls_at_random,
+    experts_of_hosts,
     sums_to_the_bit,
     refusals,
     traffic,

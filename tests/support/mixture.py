@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from weft.kernels.expert_methods import ACTIVATIONS
+from weft.kernels.experts import Experts, pack_experts
 
 
 class Mixture(NamedTuple):
@@ -73,3 +75,23 @@ def defined(
                 row = row + factor * (down[number - first] @ (ACTIVATIONS[activation](gate) * up))
         rows.append(row)
     return torch.stack(rows) if rows else x.clone()
+
+
+def of_rank(mixture: Mixture, rank: int, ranks: int) -> Mixture:
+    """The tokens of a rank, of which ranks have different numbers."""
+    own = slice(*[len(mixture.x) * at * at // ranks**2 for at in (rank, rank + 1)])
+    return mixture._replace(
+        x=mixture.x[own], chosen=mixture.chosen[own], scores=mixture.scores[own]
+    )
+
+
+def part(
+    mixture: Mixture,
+    sizes: Sequence[int],
+    rank: int,
+    make: Callable[..., Experts] = pack_experts,
+    **options: Any,
+) -> Experts:
+    """A rank's experts, of ranks with these numbers of them."""
+    first = sum(sizes[:rank])
+    return make(*mixture.part(first, first + sizes[rank]), first=first, **options)

@@ -56,7 +56,10 @@ def two_by_two(two_hosts, tmp_path_factory):
     """The results of two ranks on each of two hosts, the last of which has died."""
     folder = tmp_path_factory.mktemp("two_by_two")
     two_hosts.start(
-        SCRIPT, 2, "operators,calls_at_random,sums_to_the_bit,traces,traffic,killed", folder
+        SCRIPT,
+        2,
+        "operators,calls_at_random,experts_of_hosts,sums_to_the_bit,traces,traffic,killed",
+        folder,
     )
     ended = two_hosts.finish()
     assert (folder / "death").exists(), ended
@@ -225,7 +228,8 @@ def test_two_hosts_whose_name_has_no_address_that_others_reach(tmp_path, address
 @pytest.mark.slow
 def test_two_hosts_of_two_ranks_by_ucx_and_one_that_dies(tmp_path):
     with hosts(2, gbps=4, environment=by_ucx("eth0")) as net:
-        net.start(SCRIPT, 2, "operators,calls_at_random,sums_to_the_bit,one_sided,killed", tmp_path)
+        checks = "operators,calls_at_random,experts_of_hosts,sums_to_the_bit,one_sided,killed"
+        net.start(SCRIPT, 2, checks, tmp_path)
         ended = net.finish()
     assert (tmp_path / "death").exists(), ended
     assert found(tmp_path, "sums_to_the_bit", 4) == [None] * 4
