@@ -22,6 +22,8 @@ import weft
 SHAPES = {"all_gather_matmul": "1024x2048x128", "matmul_reduce_scatter": "1024x256x2048"}
 """Rows of all ranks x K x N: products that take less time than their rows over 1 Gbit/s."""
 
+WARM = 40  # calls, of which the first measure algorithms
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -46,14 +48,14 @@ def main() -> None:
             call = partial(getattr(weft, name), a, weft.pack(b))
             ways = {None: [], "int8": []}
             errors = {}
-            for number in range(given.rounds + 5):
+            for number in range(WARM + given.rounds):
                 for compress, times in ways.items():
                     weft.barrier()
                     begin = time.perf_counter()
                     result = call(compress=compress)
                     took = torch.tensor([time.perf_counter() - begin])
                     weft.all_reduce(took, op="max", out=took)
-                    if number >= 5:
+                    if number >= WARM:
                         times.append(took.item())
                     error = (result.double() - exact).abs().max() / exact.abs().max()
                     errors[compress] = error.item()

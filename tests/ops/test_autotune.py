@@ -173,6 +173,18 @@ def test_the_fastest_variant_is_selected_by_several_calls(times, wanted, calls, 
     assert (selection, len(made)) == (wanted, calls)
 
 
+def test_a_host_that_begins_late_makes_no_variant_fast():
+    """Rows that have arrived before make its own part of a call short, and its peer's long."""
+    trial, choice, of_late = trial_of({"push": 1000, "sequential": 900}), None, []
+    while choice is None:
+        took = 1000 if trial.next(CALL).variant.algorithm == "push" else 900
+        late = 300 if took == 1000 else 0
+        of_late.append((late, took, 0, 1))
+        if trial.record(0, took + late // 2, 0, 1):
+            choice, of_late = trial.end_round([[*trial.calls], of_late], (0, 1)), []
+    assert choice.variant.algorithm == "sequential"
+
+
 @pytest.mark.parametrize("preempted", range(8))
 def test_a_preempted_call_decides_nothing(preempted):
     fast = [900] * 8
