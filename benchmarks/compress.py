@@ -22,7 +22,7 @@ import weft
 SHAPES = {"all_gather_matmul": "1024x2048x128", "matmul_reduce_scatter": "1024x256x2048"}
 """Rows of all ranks x K x N: products that take less time than their rows over 1 Gbit/s."""
 
-WARM = 40  # calls, of which the first measure algorithms
+WARM = 100  # calls, of which the first measure algorithms
 
 
 def main() -> None:
