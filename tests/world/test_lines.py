@@ -126,7 +126,10 @@ def test_a_failure_reaches_other_hosts_after_all_first_carriers_have_left():
 
 def killed(world, victim, folder):
     weft.barrier()
+    (folder / f"ready{world.rank}").touch()
     if world.rank == victim:
+        while len([*folder.iterdir()]) < world.ranks:  # others may still be in the barrier
+            time.sleep(0.001)
         (folder / "death").write_text(repr(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)
     name, words, _ = error_of(weft.barrier)
