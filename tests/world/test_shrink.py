@@ -98,12 +98,20 @@ CALLS = {
 }
 
 
+def all_make(store, world, call):
+    """Make a call, and wait until all ranks have: else one that dies next ends it for others."""
+    call(world)
+    store.add(f"made in {world.identity}", 1)
+    while store.add(f"made in {world.identity}", 0) < world.ranks:
+        time.sleep(0.001)
+
+
 @ends(lambda ranks, victims, call: ranks - len(victims))
 def one_after_the_other(store, world, victims, call):
     found = []
     for victim in victims:
         mine = world.global_ranks[world.rank]
-        CALLS[call](world)
+        all_make(store, world, CALLS[call])
         if mine == victim:
             threading.Timer(0.02, die).start()
         until_lost(world, CALLS[call])
@@ -137,7 +145,7 @@ def test_the_others_go_on_after_each_loss(ranks, victims, call):
 
 @ends(lambda ranks, victims: ranks - len(victims))
 def at_once(store, world, victims):
-    CALLS["collective"](world)
+    all_make(store, world, CALLS["collective"])
     if world.rank in victims:
         store.add("dying", 1)
         store.wait(["dying"])
@@ -176,7 +184,7 @@ STEPS = [
 
 @ends(lambda ranks, second, step: ranks - 2)
 def during_the_shrink(store, world, second, step):
-    CALLS["collective"](world)
+    all_make(store, world, CALLS["collective"])
     if world.rank == 1:
         die()
     until_lost(world, CALLS["collective"])
@@ -269,7 +277,7 @@ def replaced(store, world, lost):
     if world.rank == 0:
         store.set("invitation", world.invitation())
     if lost:
-        CALLS["collective"](world)
+        all_make(store, world, CALLS["collective"])
         if world.rank == 1:
             die()
         until_lost(world, CALLS["collective"])
@@ -478,8 +486,8 @@ def launched():
 
 
 def by_launcher(world):
-    weft.all_reduce(torch.ones(8))
     if world.rank == 0:
+        CALLS["collective"](world)
         die()
     until_lost(world, CALLS["collective"])
     new = world.shrink()
