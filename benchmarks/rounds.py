@@ -26,13 +26,19 @@ def seconds(call: Call, calls: int, barrier: Call = weft.barrier) -> float:
 
 
 def alternating(
-    calls: Mapping[str, Call], numbers: Mapping[str, int], rounds: int
+    calls: Mapping[str, Call],
+    numbers: Mapping[str, int],
+    rounds: int,
+    barriers: Mapping[str, Call] | None = None,
 ) -> dict[str, list[float]]:
-    """The seconds of each call in every round, in which it is made this number of times."""
+    """The seconds of each call in every round, in which it is made this number of times, after its
+    own of the `barriers`, or weft's. Every other round is in reverse order.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            times[name].append(seconds(call, numbers[name]))
+    for turn in range(rounds):
+        for name in [*calls][:: -1 if turn % 2 else 1]:
+            barrier = barriers[name] if barriers else weft.barrier
+            times[name].append(seconds(calls[name], numbers[name], barrier))
     return times
 
 
@@ -44,10 +50,7 @@ def compared(calls: Mapping[str, Call], barriers: Mapping[str, Call], rounds: in
     first = torch.tensor([seconds(call, 3, barriers[name]) for name, call in calls.items()]).max()
     dist.all_reduce(first, dist.ReduceOp.MAX)
     number = max(1, min(500, int(SECONDS / first.item())))
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds):
-        for name in [*calls][:: -1 if turn % 2 else 1]:
-            times[name].append(seconds(calls[name], number, barriers[name]))
+    times = alternating(calls, dict.fromkeys(calls, number), rounds, barriers)
     ratio = median(a / b for a, b in zip(*times.values(), strict=True))
     microseconds = "".join(
         f"  {name} {1e6 * median(each):9.1f} us, at best {1e6 * min(each):9.1f}"

@@ -14,6 +14,7 @@ import os
 import socket
 from functools import partial
 from statistics import median
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,6 @@ KIB, MIB = 1 << 10, 1 << 20
 LARGE = 16 * MIB
 PIECE = MIB  # bytes of one call of the kernel
 PORT = 29401
-CALLS, LARGE_CALLS = 300, 2  # in a turn
-GLOO_CALLS = 10
 TOKEN = 96  # all-reduces
 WARM = 10  # calls in which weft measures its paths
 
@@ -76,68 +75,81 @@ def one_way(made: socket.socket, rank: int, values: memoryview) -> None:
     exchange(made, values if rank == 0 else values[:1], values[:1] if rank == 0 else values)
 
 
-def ratios(
-    name: str, calls: dict[str, Call], numbers: dict[str, int], rounds: int, halves: bool = False
-) -> list[str]:
-    """A row of the table: the microseconds of sockets, weft and gloo, and weft's and gloo's
-    relative to those of sockets.
-    """
-    for _ in range(WARM):
-        for call in calls.values():
-            call()
-    times = {call: median(each) for call, each in alternating(calls, numbers, rounds).items()}
-    if halves:
-        times["sockets"] /= 2
-    return [
-        name,
-        *(f"{1e6 * time:.1f}" for time in times.values()),
-        *(f"{times[each] / times['sockets']:.2f}" for each in ("weft", "gloo")),
-    ]
-
-
-def rows(world: weft.World, made: socket.socket, rounds: int) -> list[list[str]]:
-    """The rows of the table."""
-    found = []
-    small = {"sockets": CALLS, "weft": CALLS, "gloo": GLOO_CALLS}
-    large = dict.fromkeys(small, LARGE_CALLS)
-    for size, name in ((8, "8 B"), (8 * KIB, "8 KiB")):
-        values = torch.zeros(size // 4)
-        calls: dict[str, Call] = {
-            "sockets": partial(round_trip, made, world.rank, memoryview(bytearray(size))),
-            "weft": partial(weft.all_reduce, values, out=values),
-            "gloo": partial(dist.all_reduce, values.clone()),
-        }
-        found.append(ratios(f"message, all-reduce: {name}", calls, small, rounds, halves=True))
-    token = torch.zeros(2 * KIB)
-
-    def repeated(call: Call) -> None:
-        for _ in range(TOKEN):
-            call()
-
-    there = memoryview(bytearray(8 * KIB))
-    calls = {
-        "sockets": partial(repeated, partial(round_trip, made, world.rank, there)),
-        "weft": partial(repeated, partial(weft.all_reduce, token, out=token)),
-        "gloo": partial(repeated, partial(dist.all_reduce, token.clone())),
+def messages(made: socket.socket, rank: int, size: int, times: int = 1) -> dict[str, Call]:
+    """Messages of so many bytes, one after the other, and as many all-reduces."""
+    values = torch.zeros(size // 4)
+    calls: dict[str, Call] = {
+        "sockets": partial(round_trip, made, rank, memoryview(bytearray(size))),
+        "weft": partial(weft.all_reduce, values, out=values),
+        "gloo": partial(dist.all_reduce, values.clone()),
     }
-    once = {"sockets": 5, "weft": 5, "gloo": 1}
-    found.append(ratios(f"{TOKEN} of them", calls, once, rounds, halves=True))
+    return {name: partial(repeated, call, times) for name, call in calls.items()}
+
+
+def repeated(call: Call, times: int) -> None:
+    for _ in range(times):
+        call()
+
+
+def both_ways(made: socket.socket, world: weft.World) -> dict[str, Call]:
+    sent, received = (memoryview(bytearray(LARGE)) for _ in range(2))
     gathered = torch.zeros(world.ranks * LARGE // 4)
-    own, values = gathered.chunk(world.ranks)[world.rank], torch.zeros(LARGE // 4)
-    there, back = (memoryview(bytearray(LARGE)) for _ in range(2))
-    calls = {
-        "sockets": partial(exchange, made, there, back),
+    own = gathered.chunk(world.ranks)[world.rank]
+    return {
+        "sockets": partial(exchange, made, sent, received),
         "weft": partial(weft.all_gather, own, out=gathered),
         "gloo": partial(dist.all_gather_into_tensor, gathered, own),
     }
-    found.append(ratios("both ways, all-gather: 16 MiB", calls, large, rounds))
-    calls = {
-        "sockets": partial(one_way, made, world.rank, there),
+
+
+def from_rank_0(made: socket.socket, rank: int) -> dict[str, Call]:
+    values = torch.zeros(LARGE // 4)
+    return {
+        "sockets": partial(one_way, made, rank, memoryview(bytearray(LARGE))),
         "weft": partial(weft.broadcast, values, 0),
         "gloo": partial(dist.broadcast, values, 0),
     }
-    found.append(ratios("one way, broadcast: 16 MiB", calls, large, rounds))
-    return found
+
+
+class Measured(NamedTuple):
+    """A row of the table: its calls, how many of them a turn has, and the trips of each on the
+    sockets, of which one counts.
+    """
+
+    name: str
+    calls: dict[str, Call]
+    numbers: dict[str, int]
+    trips: int
+
+    def row(self, rounds: int) -> list[str]:
+        """The microseconds of sockets, weft and gloo, and those of weft and gloo relative to those
+        of sockets.
+        """
+        for call in self.calls.values():
+            repeated(call, WARM)
+        every = alternating(self.calls, self.numbers, rounds)
+        times = {name: median(each) for name, each in every.items()}
+        times["sockets"] /= self.trips
+        return [
+            self.name,
+            *(f"{1e6 * time:.1f}" for time in times.values()),
+            *(f"{times[each] / times['sockets']:.2f}" for each in ("weft", "gloo")),
+        ]
+
+
+def measured(made: socket.socket, world: weft.World) -> list[Measured]:
+    rank = world.rank
+    small, token, large = (
+        dict(zip(("sockets", "weft", "gloo"), numbers, strict=True))
+        for numbers in ((300, 300, 10), (5, 5, 1), (2, 2, 2))
+    )
+    return [
+        Measured("message, all-reduce: 8 B", messages(made, rank, 8), small, 2),
+        Measured("message, all-reduce: 8 KiB", messages(made, rank, 8 * KIB), small, 2),
+        Measured(f"{TOKEN} of them", messages(made, rank, 8 * KIB, TOKEN), token, 2),
+        Measured("both ways, all-gather: 16 MiB", both_ways(made, world), large, 1),
+        Measured("one way, broadcast: 16 MiB", from_rank_0(made, rank), large, 1),
+    ]
 
 
 def main() -> None:
@@ -150,8 +162,8 @@ def main() -> None:
     for column in table.columns[1:]:
         column.justify = "right"
     with weft.init() as world, connection(world.rank) as made:
-        for row in rows(world, made, rounds):
-            table.add_row(*row)
+        for each in measured(made, world):
+            table.add_row(*each.row(rounds))
     if world.rank == 0:
         Console(width=100).print(table)
     dist.destroy_process_group()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.checks.autograd import assert_same, leaves
 from support.inductor import QUICK
-from support.mixture import defined, of_rank, part, random
+from support.mixture import ALGORITHMS, check_algorithms, defined, of_rank, part, random
 from support.ranks import on_ranks
 
 import weft
@@ -18,7 +18,6 @@ from weft.engines import engine
 from weft.ops import visits
 from weft.ops.call import Selection
 
-ALGORITHMS = ("auto", "push", "sequential", "shared", "gathered")
 DIVISIONS = {1: [(8,)], 2: [(4, 4), (8, 0), (1, 7)], 3: [(3, 3, 2), (0, 2, 6)], 4: [(0, 0, 8, 0)]}
 """By the number of ranks, the experts of each: uneven, and ranks without one."""
 
@@ -69,21 +68,9 @@ def test_random_layers(ranks):
 
 
 def layers_over_hosts(sizes):
-    """All algorithms add up in one order, within hosts and then over them: the same bits."""
     world = weft.init()
-    rank = world.rank
     for tokens, dtype in product((0, 3, 300), (torch.float32, torch.bfloat16)):
-        mixture = random(tokens, 33, 20, 8, 3, dtype, seed=tokens)
-        own = of_rank(mixture, rank, world.ranks)
-        experts = part(mixture, sizes, rank)
-        tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-        found = [
-            weft.moe(*own[:3], experts, experts_of_ranks=sizes, algorithm=algorithm)
-            for algorithm in ALGORITHMS
-        ]
-        wanted = defined(*own)
-        torch.testing.assert_close(found[0].double(), wanted, rtol=tolerance, atol=tolerance)
-        assert all(torch.equal(each, found[0]) for each in found)
+        check_algorithms(world, random(tokens, 33, 20, 8, 3, dtype, seed=tokens), sizes)
     gradients(world, torch.float64, 1e-12)
     return True
 

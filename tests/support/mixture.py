@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import weft
 from weft.kernels.expert_methods import ACTIVATIONS
-from weft.kernels.experts import Experts, pack_experts
 
 
 class Mixture(NamedTuple):
@@ -89,9 +89,27 @@ def part(
     mixture: Mixture,
     sizes: Sequence[int],
     rank: int,
-    make: Callable[..., Experts] = pack_experts,
+    make: Callable[..., weft.Experts] = weft.pack_experts,
     **options: Any,
-) -> Experts:
+) -> weft.Experts:
     """A rank's experts, of ranks with these numbers of them."""
     first = sum(sizes[:rank])
     return make(*mixture.part(first, first + sizes[rank]), first=first, **options)
+
+
+ALGORITHMS = ("auto", "push", "sequential", "shared", "gathered")
+"""Of a layer whose tokens are each on one rank."""
+
+
+def check_algorithms(world: weft.World, mixture: Mixture, sizes: Sequence[int]) -> None:
+    """Each algorithm is near float64, and all add up in one order, within hosts and then over them:
+    the same bits.
+    """
+    own, experts = of_rank(mixture, world.rank, world.ranks), part(mixture, sizes, world.rank)
+    once, *others = (
+        weft.moe(*own[:3], experts, experts_of_ranks=sizes, algorithm=algorithm, world=world)
+        for algorithm in ALGORITHMS
+    )
+    tolerance = 1e-5 if once.dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(once.double(), defined(*own), rtol=tolerance, atol=tolerance)
+    assert all(torch.equal(each, once) for each in others)

@@ -67,16 +67,13 @@ def calls(seed: int, rank: int, hosts: Sequence[int]) -> Iterator[RandomCall]:
     draw, every = random.Random(seed), range(ranks)
     for number in count():
         name = draw.choice([*ALGORITHMS])
+        gathers = "all_gather" in name and name != VISITS
         rows, columns, source = (
             draw.choice((1, 7, 96, 500)),
             draw.choice((1, 5, 200)),
             draw.randrange(ranks),
         )
-        shards = (
-            [draw.choice((rows, 0, rows + p)) for p in every]
-            if "all_gather" in name and name != VISITS
-            else [rows] * ranks
-        )
+        shards = [draw.choice((rows, 0, rows + p)) for p in every] if gathers else [rows] * ranks
         parts = ranks if "scatter" in name or "to_all" in name else 1
         fused, options = (
             "matmul" in name,
@@ -99,7 +96,7 @@ def calls(seed: int, rank: int, hosts: Sequence[int]) -> Iterator[RandomCall]:
         else:
             inputs = [_numbers(number, r, shards[r] * parts, columns) for r in every]
             wanted = _result(name, inputs, rank, source)
-        if "all_gather" in name and name != VISITS:
+        if gathers:
             options["shard_rows"] = shards
         others = [weight] if fused else [source] if name == "broadcast" else []
         asynchronous = not fused and draw.random() < 0.5

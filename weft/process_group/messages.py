@@ -362,7 +362,7 @@ class Messages(Progress):
         error = PeerTimeout(
             f"rank {self.world.rank} waited {seconds:g} s for {self._describe(operation)}; check "
             "that the peer makes the call with this tag, or give the group a longer timeout"
-            f"{self.world.also(f'timed out after a timeout of {seconds:g} s')}"
+            f"{self.world.also_timed_out(seconds)}"
         )
         if operation in moved:
             self._end_all(self.world.fail(error))

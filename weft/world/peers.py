@@ -272,7 +272,7 @@ class Peers:
         return self.fail(
             PeerTimeout(
                 f"rank {self.rank} waited {seconds:g} s {doing}: {self.name_of(late)} {why}; "
-                f"{advice}{self.also(f'timed out after a timeout of {seconds:g} s')}"
+                f"{advice}{self.also_timed_out(seconds)}"
             )
         )
 
@@ -281,6 +281,10 @@ class Peers:
         frameworks recognise an error that another group survives.
         """
         return f" ({words})" if self.group_name else ""
+
+    def also_timed_out(self, seconds: float) -> str:
+        """As `also`, of a time limit; torch's own tests look for `timeout` as a word."""
+        return self.also(f"timed out after a timeout of {seconds:g} s")
 
     def fail(
         self, error: BaseException, culprit: int | None = None, in_background: bool = False

@@ -32,9 +32,7 @@ from weft.world.forked import keep
 from weft.world.membership import Membership
 from weft.world.peers import Peers
 from weft.world.relay import Relay
-from weft.world.rendezvous import (
-    RankInfo,
-)
+from weft.world.rendezvous import RankInfo
 from weft.world.signals import Signals
 
 

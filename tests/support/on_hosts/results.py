@@ -140,24 +140,12 @@ def calls_at_random(world):
 
 
 def experts_of_hosts(world):
-    """Layers of experts for the tokens of each rank, by every algorithm: near float64, and of one
-    order of sums, the same bits.
-    """
-    ranks, rank = world.ranks, world.rank
-    sizes = [(0, 3, 2)[(each + 1) % 3] for each in range(ranks)]
+    """Layers of experts for the tokens of each rank, by every algorithm."""
+    sizes = [(0, 3, 2)[(rank + 1) % 3] for rank in range(world.ranks)]
     for seed in range(12):
         tokens, dtype = (0, 3, 60)[seed % 3], (torch.float32, torch.bfloat16)[seed % 2]
         layer = mixture.random(tokens, 33, 20, sum(sizes), 2, dtype, seed)
-        own, experts = mixture.of_rank(layer, rank, ranks), mixture.part(layer, sizes, rank)
-        once, *others = (
-            weft.moe(*own[:3], experts, experts_of_ranks=sizes, algorithm=algorithm)
-            for algorithm in ("auto", "push", "sequential", "shared", "gathered")
-        )
-        tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-        torch.testing.assert_close(
-            once.double(), mixture.defined(*own), rtol=tolerance, atol=tolerance
-        )
-        assert all(torch.equal(each, once) for each in others)
+        mixture.check_algorithms(world, layer, sizes)
 
 
 def sums_to_the_bit(world):
