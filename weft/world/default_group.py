@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from weft.errors import PeerLost, PeerTimeout, WeftError
 from weft.world.forked import keep_in_children
 from weft.world.listener import INTERFACE, choose_interface
-from weft.world.rendezvous import GIVE_UP, listed, time_left
+from weft.world.rendezvous import listed, time_left
 from weft.world.variables import job, translated
 
 STARTING = 300.0
@@ -27,6 +27,7 @@ STARTING = 300.0
 
 _PATIENCE = 10.0  # seconds of waiting for ranks, after which a warning names them
 _NAMED = 15.0  # seconds in which the name of rank 0's host must become known
+_LATECOMERS = 0.5  # seconds that rank 0 serves the store after its own limit
 _RETRY = 0.05  # seconds between attempts to connect to rank 0
 _log = logging.getLogger("weft")
 
@@ -115,7 +116,7 @@ def _store(rank: int, ranks: int, address: str, port: int, timeout: float) -> St
             ) from error
         if missing and time.monotonic() >= deadline:
             if serves:
-                time.sleep(GIVE_UP)  # ranks that started later read the missing ranks as well
+                time.sleep(_LATECOMERS)  # ranks that started later read the missing ranks as well
             raise PeerTimeout(
                 f"rank {rank} waited {timeout:g} s for {missing} of {ranks} to join {ours} at "
                 f"{where}: {advice}"

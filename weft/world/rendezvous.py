@@ -29,7 +29,7 @@ from weft.world.wire import convert, decode, encode
 Info = TypeVar("Info")
 _MESSAGE_BYTES = 1 << 14  # of the messages of a `GroupRendezvous`
 _TAG = 0x7FFFFFFE  # of these messages
-GIVE_UP = 0.5  # seconds that a rank which gives up may take to inform the others
+_GIVE_UP = 2.0  # seconds that a rank which gives up may take to inform the others
 
 
 class RankInfo(NamedTuple):
@@ -86,31 +86,58 @@ class GroupRendezvous:
         naming one that runs another version of weft, belongs to another job, or sends another form
         of message.
         """
-        group = self.group
-        rank = self.rank
-        infos = [own] * self.ranks
         deadline = time.monotonic() + timeout
         in_flight = self._send(_announcement(own))
-        for peer in self.peers:
-            theirs = torch.empty(_MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
-            try:
-                group.recv([theirs], peer, _TAG).wait(time_left(deadline))
-            except RuntimeError as error:
-                if time.monotonic() < deadline:
-                    raise PeerLost(
-                        f"rank {peer} was lost while rank {rank} waited for its address: {error}"
-                    ) from error
-                raise PeerTimeout(
-                    f"rank {rank} waited {timeout:g} s for the address of rank {peer}"
-                ) from error
-            infos[peer] = _checked(rank, peer, theirs.numpy().tobytes().rstrip(b"\0"), type(own))
-        yield infos
-        _complete(in_flight, deadline)
+        try:
+            messages = self._receive(timeout)
+            yield [
+                own if peer == self.rank else _checked(self.rank, peer, messages[peer], type(own))
+                for peer in range(self.ranks)
+            ]
+        except BaseException:
+            # others still wait for this rank's record
+            deadline = min(deadline, time.monotonic() + _GIVE_UP)
+            raise
+        finally:
+            _complete(in_flight, deadline)
 
     def give_up(self, error: BaseException) -> None:
         """Send all ranks the reason in place of this rank's next record."""
-        deadline = time.monotonic() + GIVE_UP
-        _complete(self._send(_announcement(None, error)), deadline)
+        deadline = time.monotonic() + _GIVE_UP
+        in_flight = self._send(_announcement(None, error))
+        with contextlib.suppress(WeftError):
+            self._receive(_GIVE_UP)  # others wait until their records have arrived
+        _complete(in_flight, deadline)
+
+    def _receive(self, timeout: float) -> dict[int, bytes]:
+        """The messages of all peers. Once one is missing the others have little time for theirs:
+        this rank takes part in the whole exchange, as peers wait for its message.
+        """
+        messages = dict[int, bytes]()
+        failure: WeftError | None = None
+        deadline = time.monotonic() + timeout
+        for peer in self.peers:
+            theirs = torch.empty(_MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
+            try:
+                self.group.recv([theirs], peer, _TAG).wait(time_left(deadline))
+            except RuntimeError as error:
+                if failure is None:
+                    failure = (
+                        PeerLost(
+                            f"rank {peer} was lost while rank {self.rank} waited for its address: "
+                            f"{error}"
+                        )
+                        if time.monotonic() < deadline
+                        else PeerTimeout(
+                            f"rank {self.rank} waited {timeout:g} s for the address of rank {peer}"
+                        )
+                    )
+                    failure.__cause__ = error
+                    deadline = min(deadline, time.monotonic() + _GIVE_UP)
+            messages[peer] = theirs.numpy().tobytes().rstrip(b"\0")
+        if failure is not None:
+            raise failure
+        return messages
 
     def _send(self, announcement: bytes) -> list[dist.Work]:
         """Begin to send all peers a message."""
