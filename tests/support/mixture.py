@@ -63,8 +63,11 @@ def defined(
     down: Tensor,
     first: int = 0,
     activation: str = "silu",
+    magnitude: Callable[[Tensor], Tensor] = torch.positive,
 ) -> Tensor:
-    """The layer token by token, in float64."""
+    """The layer token by token, in float64; of `torch.abs`, the magnitudes of its summands added
+    up, to which rounding errors are proportional, as sums may cancel.
+    """
     x, scores, gate_up, down = (each.double() for each in (x, scores, gate_up, down))
     rows = []
     for token, numbers, factors in zip(x, chosen.tolist(), scores, strict=True):
@@ -72,7 +75,8 @@ def defined(
         for number, factor in zip(numbers, factors, strict=True):
             if 0 <= number - first < len(gate_up):
                 gate, up = (gate_up[number - first] @ token).chunk(2)
-                row = row + factor * (down[number - first] @ (ACTIVATIONS[activation](gate) * up))
+                hidden = ACTIVATIONS[activation](gate) * up
+                row = row + factor * (magnitude(down[number - first]) @ magnitude(hidden))
         rows.append(row)
     return torch.stack(rows) if rows else x.clone()
 
