@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -280,6 +281,8 @@ def _main(
         "RES_OPTIONS": "timeout:1 attempts:1",
     }
     try:
+        # the server of new processes ignores modules that it cannot import
+        assert "support.warm" in sys.modules, "ranks must start with support.warm imported"
         with context() as world_or_group:
             outcome = Outcome(fn(world_or_group, *args))
     except BaseException as error:

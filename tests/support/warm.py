@@ -9,7 +9,7 @@ import multiprocessing.popen_forkserver  # noqa: F401
 
 from torch._dynamo import trace_rules
 
-from support.ranks import look_through_less
+from support.ranks import collect_less_often
 
 _COLLAPSE = 25  # MADV_COLLAPSE
 _HUGE = 1 << 21  # bytes of a huge page
@@ -31,5 +31,5 @@ def _to_huge_pages() -> None:
 
 
 trace_rules.clear_lru_cache()  # otherwise every rank does that with its process group
-look_through_less()
+collect_less_often()
 _to_huge_pages()
