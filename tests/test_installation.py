@@ -184,6 +184,7 @@ def test_a_script_beside_the_sources_ends_with_the_cure(sources):
     assert 'run pip install -e ".[cli]" once, or start Python in another folder' in errors[-1]
 
 
+@pytest.mark.slow
 def test_the_command_among_the_sources_says_it_in_one_line(sources):
     status, _, errors = started_in(sources, "-m", "weft", "run", "weft/version.py")
     assert status == 1

@@ -14,6 +14,7 @@ def output_of(code):
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_names_are_listed_before_they_are_loaded():
     listed = output_of(
         "import rlcompleter, sys, weft; print(dir(weft), 'torch' in sys.modules, "
@@ -40,6 +41,7 @@ def test_the_command_without_its_extra_names_it(arguments):
     assert "typer, rich" in line
 
 
+@pytest.mark.slow
 def test_the_library_needs_no_extra():
     """Every module except the commands' and vLLM's plug-in is imported without libraries of extras."""
     imported = output_of(

@@ -50,6 +50,7 @@ def test_rungs_pass_on_a_cpu(tmp_path):
     assert states == dict.fromkeys(rungs, "ok")
 
 
+@pytest.mark.slow
 def test_the_ladder_goes_on_after_a_rung_that_hung(tmp_path):
     (log := tmp_path / "log").write_text('{"rung": "late: signals", "state": "begun"}\n')
     words = "--prefix", "late: ", "--only", "signals", "barriers"

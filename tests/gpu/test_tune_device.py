@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.caches import own_cache
 from support.ranks import on_ranks, stream_world
 from typer.testing import CliRunner
 
@@ -43,7 +44,7 @@ def measured_and_used(
     """The options that were measured. A stored variant is used by auto in a new world of the same
     hardware, on all ranks though rank 0 alone has it.
     """
-    os.environ["WEFT_CACHE"] = f"{shared}/{os.environ['RANK']}"
+    own_cache(f"{shared}/{os.environ['RANK']}")
     sys.setswitchinterval(1e-4)
     tune._PIECES, tuning._COPYING = (1, 2), (2,)
     tuning.TILES, tuning._SHARES = ((64, 64), (64, 128)), (4,)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import os
 from dataclasses import asdict
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.caches import own_cache
 from support.checks.all_gather_matmul import (
     back_to_back,
     bad_arguments,
@@ -263,7 +263,7 @@ def explained(world, directory):
     assert "ranks: direct" in text
     assert "staged" in text
     assert "predicted" not in text, "this machine is not calibrated"
-    os.environ["WEFT_CACHE"] = directory
+    own_cache(directory, torch.bfloat16)
     machine.remember({**asdict(machine.load("cpu")), "name": "this"})
     text = weft.explain(a, b)
     assert all(f"ms  {algorithm}, " in text for algorithm in ALGORITHMS)

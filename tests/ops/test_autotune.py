@@ -1,7 +1,6 @@
 """Autotune: the first calls of a size class measure variants and select the fastest."""
 
 import json
-import os
 import random
 from itertools import product
 from pathlib import Path
@@ -9,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.caches import own_cache
 from support.ranks import on_ranks
 
 import weft
@@ -28,7 +28,7 @@ def first_calls(world, operator, link, directory):
     """The variants of the calls of a class until the selection is final, the selected one, and its
     explanation.
     """
-    os.environ["WEFT_CACHE"] = directory
+    own_cache(directory)
     if link:
         world.emulate_link(0.2, 5.0)
     a, b, taken = torch.randn(400, 64), torch.randn(64, 32), []
@@ -259,7 +259,7 @@ def test_every_variant_gives_the_same_bits():
 
 
 def learned(world, directory):
-    os.environ["WEFT_CACHE"] = directory
+    own_cache(directory)
     a, b = torch.randn(400, 64), torch.randn(64, 32)
     while not selected(world):
         weft.all_gather_matmul(a, b)
@@ -291,7 +291,7 @@ def test_selections_are_cached_on_disk(tmp_path):
 
 def candidates_of_measured_classes(world, directory):
     """The candidates of a class that was measured earlier, whatever the rule selects."""
-    os.environ["WEFT_CACHE"] = f"{directory}/{world.rank}"  # both store, and one may do so late
+    own_cache(f"{directory}/{world.rank}")  # both store, and one may do so late
 
     def remember(case, measured):
         stored.remember(stored.key(case, engine(world).setting), measured)
@@ -316,7 +316,7 @@ def test_a_measured_variant_precedes_the_rule(tmp_path):
 
 
 def deterministic(world, directory):
-    os.environ["WEFT_CACHE"] = f"{directory}/{world.rank}"
+    own_cache(f"{directory}/{world.rank}")
     a, b = world.empty(400, 64), torch.randn(64, 32)
     case = Workload("all_gather_matmul", (400, 400), 64, 32, "float32", "float32", packed=False)
     name = stored.key(case, engine(world).setting)

@@ -5,11 +5,11 @@ of the commands.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, replace
 
 import pytest
 import torch
+from support.caches import own_cache
 from support.ranks import on_ranks
 from typer.testing import CliRunner
 
@@ -85,6 +85,7 @@ def test_free_communication_is_not_overlapped():
     assert few.variants[0][0].algorithm == "sequential"
 
 
+@pytest.mark.slow
 def test_a_better_machine_is_never_slower():
     on = machine.load("h100-nvlink-8")
     for operator in predict.OPERATORS:
@@ -302,7 +303,7 @@ def test_unknown_thresholds_of_a_profile_are_ignored():
 
 
 def measured(world, directory):
-    os.environ["WEFT_CACHE"] = str(directory)
+    own_cache(directory)
     calibrate._PASSES, calibrate._ROWS, calibrate._WIDTHS, calibrate._COPIED = (
         2,
         (1, 8),

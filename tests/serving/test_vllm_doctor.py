@@ -34,6 +34,7 @@ def wrong(lines):
     return [line.removeprefix("wrong: ") for line in lines if line.startswith("wrong: ")]
 
 
+@pytest.mark.slow
 def test_an_environment_without_vllm(tmp_path):
     status, lines = report(tmp_path)
     assert status == 1
@@ -48,6 +49,7 @@ def fake(folder, *, on_cpus=True, version="0.99.0+cpu", source=PLATFORM):
     modules(folder, {"vllm": "", "vllm.platforms": source.format(on_cpus=on_cpus)})
 
 
+@pytest.mark.slow
 def test_a_version_that_does_not_fit(tmp_path):
     fake(tmp_path)
     status, lines = report(tmp_path)
@@ -79,6 +81,7 @@ def test_a_vllm_that_cannot_be_imported(tmp_path):
     assert "vLLM cannot be imported: OSError: libnuma.so.1: no such file" in wrong(lines)
 
 
+@pytest.mark.slow
 def test_a_vllm_whose_imports_fail(tmp_path):
     fake(tmp_path)
     modules(tmp_path, {"vllm.distributed": "raise RuntimeError('no operator torchvision::nms')"})

@@ -118,16 +118,12 @@ FAILING = textwrap.dedent(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "code", "words"),
     [
-        pytest.param("sys.exit(3)", 3, "ended with exit code 3", marks=pytest.mark.slow),
-        pytest.param(
-            "os.kill(os.getpid(), signal.SIGKILL)",
-            137,
-            "was ended by SIGKILL",
-            marks=pytest.mark.slow,
-        ),
+        ("sys.exit(3)", 3, "ended with exit code 3"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was ended by SIGKILL"),
         ("1 / 0", 1, "failed: ZeroDivisionError: division by zero"),
     ],
 )

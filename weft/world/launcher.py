@@ -9,6 +9,7 @@ import pickle
 import re
 import signal
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
@@ -24,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from weft.checks import check_ranks
-from weft.world import hints, placement, reports, survivors
+from weft.world import hints, one_agent, placement, reports, survivors
 from weft.world.placement import threads_per_rank
 
 _LONG = 80
@@ -65,8 +66,7 @@ def launch(
         max_nodes=1,
         nproc_per_node=ranks,
         run_id="weft",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_backend=one_agent.BACKEND,
         max_restarts=0,
         monitor_interval=0.05,
         start_method="forkserver",
@@ -220,7 +220,9 @@ def run(
     try:
         with _quiet():
             command = [
-                "--standalone",
+                f"--rdzv-backend={one_agent.BACKEND}",
+                "--rdzv-endpoint=localhost:0",
+                f"--rdzv-id={uuid.uuid4()}",
                 f"--nproc-per-node={ranks}",
                 *(["--module"] if module else []),
                 script,
