@@ -139,6 +139,7 @@ def test_a_misspelt_command_gets_a_suggestion():
     assert "Did you mean 'bench'?" in " ".join(done.output.split())
 
 
+@pytest.mark.slow
 def test_weft_imports_nothing_that_only_the_benchmarks_need():
     """Each command is imported without the benchmarks and their libraries."""
     code = """

@@ -107,6 +107,7 @@ def test_a_rung_that_hangs_ends_the_ladder_with_stacks(tmp_path):
     assert line == {"rung": "signals", "state": "begun"}
 
 
+@pytest.mark.slow
 def test_unknown_rungs_are_refused(tmp_path):
     (log := tmp_path / "log").touch()
     done, states = climbed(log, "--only", "all_gather magic")

@@ -629,7 +629,12 @@ def test_another_engine_executes_the_same_benchmark(engine):
 
 @pytest.mark.data
 @pytest.mark.parametrize(
-    "operator", ["all-gather-matmul", "matmul-reduce-scatter", "matmul-all-reduce"]
+    "operator",
+    [
+        pytest.param("all-gather-matmul", marks=pytest.mark.slow),
+        "matmul-reduce-scatter",
+        pytest.param("matmul-all-reduce", marks=pytest.mark.slow),
+    ],
 )
 def test_baselines_in_chunks_are_verified(operator):
     made = bench_json(operator, *SMALL, "--dtype", "bfloat16", "--baseline", "gloo-chunks")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from unittest import mock
 
+import pytest
 from typer.testing import CliRunner
 
 from weft.cli import app
@@ -39,6 +40,7 @@ def smallest(program, lane, at, instruction):
 _compile = HostProgram._compile
 
 
+@pytest.mark.slow
 def test_a_fault_is_shown_with_the_command_that_repeats_it():
     with mock.patch.object(HostProgram, "_compile", smallest):
         found, printed = fuzzed("--plans", "44", code=1)

@@ -54,14 +54,8 @@ def test_the_kind_of_stores_is_chosen_by_a_variable(asked, stores, tmp_path):
     assert run(tmp_path / "program.py", program, asked).stdout.split() == [stores]
 
 
-@pytest.mark.parametrize(
-    "stores",
-    [
-        pytest.param("", marks=pytest.mark.slow),  # as in all other tests
-        pytest.param("cached", marks=pytest.mark.slow),
-        "streaming",
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stores", ["", "cached", "streaming"])
 def test_results_do_not_depend_on_the_kind_of_stores(stores, tmp_path):
     done = run(tmp_path / "program.py", PROGRAM, stores)
     assert done.stdout.split() == 2 * [stores or "adaptive"], done.stderr

@@ -50,9 +50,7 @@ def first_calls(world, operator, link, directory):
 
 QUICK = [
     ("all_gather_matmul", False),
-    ("all_gather_matmul", True),
     ("matmul_reduce_scatter", True),
-    ("matmul_all_reduce", False),
     ("all_to_all_matmul", True),
 ]
 

@@ -134,6 +134,7 @@ def one_after_another(world):
 
 
 @pytest.mark.data
+@pytest.mark.slow
 def test_layers_compile_without_graph_breaks():
     on_ranks(one_after_another, 2, limit=110)
 

@@ -20,13 +20,13 @@ def by_torch(members, seed, number):
 
 
 @pytest.mark.data
-@pytest.mark.parametrize(("ranks", "number"), [(2, 1200), (3, 500)])
+@pytest.mark.parametrize(("ranks", "number"), [(2, 600), (3, 250)])
 def test_calls_of_weft(ranks, number):
     on_ranks(by_weft, ranks, SEED, number)
 
 
 @pytest.mark.data
-@pytest.mark.parametrize(("ranks", "number"), [(2, 1000), (3, 350)])
+@pytest.mark.parametrize(("ranks", "number"), [(2, 500), (3, 175)])
 def test_calls_of_torch_distributed(ranks, number):
     on_ranks(by_torch, ranks, SEED, number, context=group)
 

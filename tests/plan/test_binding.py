@@ -181,7 +181,7 @@ def placed(world, plan, call, name):
     return tensor.copy_(call.inputs[rank][name]) if buffer.role == "input" else tensor
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_engines_bind_as_the_reference_does(ranks):
     for wrong, of in on_ranks(executed, ranks, 7, False):
         assert (wrong, of > 30) == (0, True)

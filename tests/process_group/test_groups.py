@@ -417,7 +417,7 @@ def test_a_future_raises_the_loss_of_a_rank():
     assert survivor.error is None, survivor.trace
 
 
-@pytest.mark.parametrize("first", ["torch", "weft"])
+@pytest.mark.parametrize("first", ["torch", pytest.param("weft", marks=pytest.mark.slow)])
 def test_importing_torch_and_weft_registers_the_backend(first):
     second = {"torch": "weft", "weft": "torch"}[first]
     code = f"import {first}, {second}; import torch.distributed as dist; assert dist.Backend.WEFT == 'weft'; dist.init_process_group('weft'); dist.barrier()"
@@ -605,7 +605,7 @@ def test_an_interrupted_message_closes_the_group():
 @pytest.mark.parametrize(
     "last",
     [
-        "dist.all_reduce(x, async_op=True)",
+        pytest.param("dist.all_reduce(x, async_op=True)", marks=pytest.mark.slow),
         "dist.all_reduce(x, async_op=True).get_future().then(print)",
     ],
 )

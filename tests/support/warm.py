@@ -10,6 +10,9 @@ import multiprocessing.popen_forkserver  # noqa: F401
 from torch._dynamo import trace_rules
 
 from support.ranks import collect_less_often
+from weft.world import placement, wire
+from weft.world.rendezvous import Announcement, RankInfo
+from weft.world.variables import launcher_variables
 
 _COLLAPSE = 25  # MADV_COLLAPSE
 _HUGE = 1 << 21  # bytes of a huge page
@@ -30,6 +33,12 @@ def _to_huge_pages() -> None:
                 libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _COLLAPSE)
 
 
+# what each rank would find out and import again
+placement.host_topology()
+launcher_variables({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"})
+"127.0.0.1".encode("idna")
+for record in (Announcement, RankInfo):
+    wire._converter(record)
 trace_rules.clear_lru_cache()  # otherwise every rank does that with its process group
 collect_less_often()
 _to_huge_pages()

@@ -107,6 +107,7 @@ def beyond_2_gib(world):
 
 
 @pytest.mark.data
+@pytest.mark.slow
 def test_segments_over_2_gib():
     on_ranks(beyond_2_gib, 2)
 
