@@ -11,6 +11,7 @@ import pickle
 import re
 import socket
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -202,6 +203,17 @@ def test_a_rank_that_is_not_started_is_named_in_time(context, text):
     for error in missed:
         assert isinstance(error, PeerTimeout), error
         assert re.search(text, str(error)), error
+
+
+@contextlib.contextmanager
+def strict():
+    """A world that is made where warnings are errors, as deprecations of torch."""
+    with warnings.catch_warnings(action="error"), weft.init(timeout=SOON) as world:
+        yield world
+
+
+def test_a_world_is_made_without_warnings():
+    assert on_ranks(nothing, 2, context=strict) == [None] * 2
 
 
 def test_a_long_wait_is_logged(monkeypatch, caplog):

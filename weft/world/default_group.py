@@ -30,6 +30,8 @@ _NAMED = 15.0  # seconds in which the name of rank 0's host must become known
 _LATECOMERS = 0.5  # seconds that rank 0 serves the store after its own limit
 _RETRY = 0.05  # seconds between attempts to connect to rank 0
 _log = logging.getLogger("weft")
+# public from torch 2.14 on
+_set_timeout = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout
 
 
 def default_group(
@@ -189,7 +191,7 @@ def join(store: Store, rank: int, ranks: int, timeout: float) -> None:
             "the network interface, weft doctor finds the cause"
         ) from error
     _owned()
-    c10d._set_pg_timeout(c10d.default_pg_timeout)  # for later uses of the group
+    _set_timeout(c10d.default_pg_timeout)  # for later uses of the group
 
 
 def _owned() -> None:
