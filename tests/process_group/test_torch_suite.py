@@ -12,6 +12,7 @@ import pytest
 
 SAMPLE = [
     "test_all_to_all_single_unequal_split",
+    "test_barrier_timeout_full_group",
     "test_grads_same_across_ranks_with_no_sync",
     "test_monitored_barrier_gloo_rank_0_timeout",
     "test_send_recv_with_tag",
