@@ -112,6 +112,7 @@ def with_options(compiled):
         compiled.append([variants(kernel) for kernel in kernels])
 
 
+@pytest.mark.slow
 def test_tiles_and_copies_of_options_compile_once_for_all_ranks():
     before = variants(all_gather_matmul_kernel)
     compiled = []

@@ -55,3 +55,11 @@ transports = pytest.mark.parametrize(
     "environment",
     [pytest.param({}, id="tcp"), pytest.param(by_ucx("eth0"), id="ucx", marks=needs_ucx)],
 )
+by_ucx_slowly = pytest.mark.parametrize(
+    "environment",
+    [
+        pytest.param({}, id="tcp"),
+        pytest.param(by_ucx("eth0"), id="ucx", marks=[needs_ucx, pytest.mark.slow]),
+    ],
+)
+"""As `transports`, of tests that are slow by UCX."""

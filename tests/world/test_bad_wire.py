@@ -7,7 +7,7 @@ import time
 
 import pytest
 from support.bad_wire import needs_wire, wired_hosts
-from support.ucx import by_ucx, needs_ucx, transports
+from support.ucx import by_ucx_slowly, transports
 
 pytestmark = needs_wire
 LIMIT = 60.0  # seconds
@@ -31,13 +31,7 @@ def results(folder, name, ranks):
         pytest.param(0.01, 0.020, 0.005, id="long", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize(
-    "environment",
-    [
-        pytest.param({}, id="tcp"),
-        pytest.param(by_ucx("eth0"), id="ucx", marks=[needs_ucx, pytest.mark.slow]),
-    ],
-)
+@by_ucx_slowly
 def test_packets_are_lost_late_and_in_another_order(tmp_path, loss, delay, jitter, environment):
     with wired_hosts(2, loss, delay, jitter, environment) as net:
         net.start_forked("few_calls", tmp_path)

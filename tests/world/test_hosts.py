@@ -14,7 +14,7 @@ import pytest
 from support import host_ranks
 from support.hosts import AHEAD, hosts, ip, needs_hosts
 from support.on_hosts.losses import LIMIT
-from support.ucx import by_ucx, needs_ucx, transports
+from support.ucx import by_ucx, by_ucx_slowly, needs_ucx, transports
 
 SCRIPT = Path(host_ranks.__file__)
 SOON = 5.0  # seconds; survivors take milliseconds, and the machine may be busy
@@ -186,7 +186,7 @@ def test_mpiexec_starts_ranks_on_two_hosts(two_hosts, tmp_path):
 
 
 @pytest.mark.data
-@transports
+@by_ucx_slowly
 def test_three_hosts_and_one_that_leaves_and_one_that_dies(tmp_path, environment):
     with hosts(3, gbps=1, environment=environment) as net:
         net.start_forked("operators,sums_to_the_bit,leaves,killed", tmp_path)
