@@ -32,7 +32,7 @@ def test_is_proved(plan):
     verify(plan)
 
 
-@settings(max_examples=20)
+@settings(max_examples=30)
 @given(plans.bound_plan(), seeds)
 def test_computes_its_operator_in_any_interleaving(plan, seed):
     calls = [plans.call(plan, seed + i) for i in range(3)]

@@ -15,6 +15,6 @@ def own_cache(folder: str | Path, *dtypes: torch.dtype) -> None:
     `dtypes` with results of the same and of float32, in the cache of all tests: they take seconds.
     """
     for dtype in (torch.float32, *dtypes):
-        for out_dtype in {dtype: None, torch.float32: None}:
+        for out_dtype in (dtype, torch.float32):
             fastest.method(dtype, out_dtype, "plain", 1, 1)
     os.environ["WEFT_CACHE"] = str(folder)

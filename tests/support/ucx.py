@@ -51,15 +51,17 @@ def _why_not() -> str:
 needs_ucx = pytest.mark.skipif(
     bool(_why_not()), reason=f"no UCX, as of the package libucx-cu12: {_why_not()}"
 )
-transports = pytest.mark.parametrize(
-    "environment",
-    [pytest.param({}, id="tcp"), pytest.param(by_ucx("eth0"), id="ucx", marks=needs_ucx)],
-)
-by_ucx_slowly = pytest.mark.parametrize(
-    "environment",
-    [
-        pytest.param({}, id="tcp"),
-        pytest.param(by_ucx("eth0"), id="ucx", marks=[needs_ucx, pytest.mark.slow]),
-    ],
-)
-"""As `transports`, of tests that are slow by UCX."""
+
+
+def _transports(*of_ucx: pytest.MarkDecorator) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        "environment",
+        [
+            pytest.param({}, id="tcp"),
+            pytest.param(by_ucx("eth0"), id="ucx", marks=[needs_ucx, *of_ucx]),
+        ],
+    )
+
+
+transports = _transports()
+by_ucx_slowly = _transports(pytest.mark.slow)

@@ -225,7 +225,7 @@ def test_memory_equals_the_model():
         connected = [stack.enter_context(listener.accept()) for _ in range(RANKS)]
         ranks = {connection.recv(): connection for connection in connected}
         chosen = settings(
-            max_examples=25,
+            max_examples=50,
             stateful_step_count=30,
             suppress_health_check=list(HealthCheck),
         )

@@ -208,8 +208,10 @@ def test_a_rank_that_is_not_started_is_named_in_time(context, text):
 @contextlib.contextmanager
 def strict():
     """A world that is made where warnings are errors, as deprecations of torch."""
-    with warnings.catch_warnings(action="error"), weft.init(timeout=SOON) as world:
-        yield world
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with weft.init(timeout=SOON) as world:
+            yield world
 
 
 def test_a_world_is_made_without_warnings():

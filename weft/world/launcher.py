@@ -221,7 +221,7 @@ def run(
         with _quiet():
             command = [
                 f"--rdzv-backend={one_agent.BACKEND}",
-                "--rdzv-endpoint=localhost:0",
+                "--rdzv-endpoint=localhost:0",  # torch warns without one
                 f"--rdzv-id={uuid.uuid4()}",
                 f"--nproc-per-node={ranks}",
                 *(["--module"] if module else []),
