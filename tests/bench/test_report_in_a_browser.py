@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -16,6 +19,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="the package play
 pytestmark = pytest.mark.slow
 
 DESKTOP, PHONE = (1280, 900), (390, 844)
+TIMEOUT = 30  # seconds
 MS = 1_000_000
 
 
@@ -112,8 +116,7 @@ def opened(browser, file):
     said, contexts = [], []
 
     def open_page(size=DESKTOP, **options):
-        width, height = size
-        context = browser.new_context(viewport={"width": width, "height": height}, **options)
+        context = browser.new_context(viewport=window(size), **options)
         contexts.append(context)
         shown = context.new_page()
         shown.on("console", lambda message: said.append(message.text))
@@ -126,6 +129,10 @@ def opened(browser, file):
     assert said == [file.as_uri()] * len(contexts)
     for context in contexts:
         context.close()
+
+
+def window(size):
+    return dict(zip(("width", "height"), size, strict=True))
 
 
 def view(shown):
@@ -353,3 +360,33 @@ def test_the_page_does_not_jump(opened):
     observer = "new PerformanceObserver(() => {})"
     shifts = f"(o => (o.observe({{type: 'layout-shift', buffered: true}}), o))({observer})"
     assert shown.evaluate(f"{shifts}.takeRecords().length") == 0
+
+
+def test_nothing_is_painted_before_the_program_ran(browser, file):
+    start, program, end = file.read_text().partition('<script id="program">')
+    may_go_on = threading.Event()
+
+    class InTwoParts(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.end_headers()
+            self.wfile.write(start.encode())
+            may_go_on.wait(TIMEOUT)
+            self.wfile.write(f"{program}{end}".encode())
+
+        def log_message(self, *_):
+            pass
+
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), InTwoParts))
+        stack.callback(server.shutdown)
+        threading.Thread(target=server.serve_forever).start()
+        shown = stack.enter_context(browser.new_page(viewport=window(PHONE), bypass_csp=True))
+        shown.goto(f"http://127.0.0.1:{server.server_port}", wait_until="commit")
+        shown.locator(".commands").wait_for(state="attached")
+        painted = "performance.getEntriesByType('paint').length > 0"
+        with pytest.raises(playwright.TimeoutError):
+            shown.wait_for_function(painted, polling=20, timeout=500)
+        may_go_on.set()
+        shown.wait_for_function(painted, polling=20)
