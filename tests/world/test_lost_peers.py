@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import die, start
+from torch.distributed import distributed_c10d
 
 import weft
 import weft._native as _native
@@ -138,10 +139,14 @@ def test_a_peer_that_is_lost_while_a_world_is_made(how, step):
 
 
 def absent(world):
+    store = distributed_c10d._get_default_store()
     if world.rank != 1:
-        weft.init(dist.group.WORLD, timeout=0.5)
+        try:
+            weft.init(dist.group.WORLD, timeout=0.5)
+        finally:
+            store.set(f"rank {world.rank} has waited", "")
     else:
-        time.sleep(2)
+        store.wait([f"rank {rank} has waited" for rank in (0, 2)])
 
 
 def test_a_rank_that_makes_no_world_is_named():

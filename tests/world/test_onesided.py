@@ -376,10 +376,10 @@ def interrupted(world):
     if world.rank == 1:
         weft.wait(signals, 0, ">=", 1)
         return None
-    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     start_time = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         weft.wait(signals, 0, ">=", 1)
     late = time.monotonic() - start_time
     weft.notify(signals, 0, 1)

@@ -14,6 +14,7 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -228,22 +229,29 @@ def test_a_long_wait_is_logged(monkeypatch, caplog):
 
 
 @contextlib.contextmanager
-def one_of_two_jobs():
+def one_of_two_jobs(folder):
     """A world of two ranks of a job, one of two jobs with the same port."""
     job, rank = divmod(int(os.environ["RANK"]), 2)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "WEFT_JOB": "AB"[job]}
-    with weft.init(timeout=2) as world:
-        yield world
+    try:
+        with weft.init(timeout=2) as world:
+            yield world
+    except WeftError:
+        (folder / f"{job} {rank}").touch()
+        raise
 
 
-def gathered(world):
+def gathered(_, folder):
     found = weft.all_gather(torch.tensor([float(ord(os.environ["WEFT_JOB"]))])).tolist()
-    time.sleep(2.5)  # the port is in use until the other job has given up
+    limit = time.monotonic() + SOON
+    while len([*folder.iterdir()]) < 2:  # the port is in use until the other job has given up
+        assert time.monotonic() < limit
+        time.sleep(0.01)
     return found
 
 
-def test_two_jobs_at_one_port_stay_separate():
-    outcomes = start(gathered, 4, context=one_of_two_jobs)
+def test_two_jobs_at_one_port_stay_separate(tmp_path):
+    outcomes = start(gathered, 4, tmp_path, context=partial(one_of_two_jobs, tmp_path))
     jobs = {"A": outcomes[:2], "B": outcomes[2:]}
     [complete] = [
         name for name, ranks in jobs.items() if not any(outcome.error for outcome in ranks)

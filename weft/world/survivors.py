@@ -27,10 +27,7 @@ def run(ranks: int, command: Sequence[str]) -> int:
     it, or this process.
     """
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    processes = [
-        subprocess.Popen(command, env=os.environ | _variables(rank, ranks, store.port))
-        for rank in range(ranks)
-    ]
+    processes: list[subprocess.Popen[bytes]] = []
     stopped: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -38,14 +35,17 @@ def run(ranks: int, command: Sequence[str]) -> int:
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
+        for rank in range(ranks):
+            variables = os.environ | _variables(rank, ranks, store.port)
+            processes.append(subprocess.Popen(command, env=variables))
         codes = _ended(processes, stopped)
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         for process in processes:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if stopped:
         print(f"weft run: stopped by {signal.Signals(stopped[0]).name}", file=sys.stderr)
         return 128 + stopped[0]
