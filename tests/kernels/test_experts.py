@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.mixture import Mixture, defined, random
 
 import weft
-from weft.kernels import half
+from weft.kernels import expert_methods, half
 from weft.kernels.expert_methods import METHODS
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -115,6 +115,23 @@ def test_bits_of_a_token_depend_on_no_other_and_on_no_number_of_threads(dtype):
             assert torch.equal(whole, by("native", mixture))
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("each", "method"),
+    [
+        ((9.0, 9.0, 9.0, 9.0), "native"),
+        ((1.0, 1.0, 1.0, 1.0), "native"),
+        ((0.9, 0.9, 0.9, 0.9), "native"),
+        ((0.7, 0.7, 0.7, 0.7), "each"),
+        ((1.4, 1.0, 0.5, 0.3), "each"),  # one for all numbers of rows
+        ((1.0, 1.0, 1.0, 0.5), "native"),
+    ],
+)
+def test_one_method_is_used_for_any_number_of_rows(each, method):
+    """The times of ``each``, those of ``native`` being 1, by the number of rows."""
+    times = [{"native": 1.0, "each": time} for time in each]
+    assert expert_methods._fastest(times) == method
 
 
 @pytest.mark.skipif(not half.COLUMNS, reason="this processor lacks the instructions")

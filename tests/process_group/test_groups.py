@@ -201,12 +201,20 @@ def test_the_peers_of_a_rank_that_drops_its_group_are_told():
 
 def loses_a_peer(asynchronous, _):
     """What rank 0 keeps of a group whose call failed, after `destroy_process_group`."""
-    dist.init_process_group("weft")
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    # for both groups: a rank that is early with its second one would find the store of the first
+    store = dist.TCPStore("localhost", port, 2, rank == 0)
+
+    def init(name):
+        named = dist.PrefixStore(name, store)
+        dist.init_process_group("weft", store=named, rank=rank, world_size=2)
+
+    init("first")
     dist.all_reduce(torch.ones(1))
     dist.destroy_process_group()
     gc.collect()
     before = resources()
-    dist.init_process_group("weft")
+    init("second")
     if dist.get_rank():
         die()
     with contextlib.suppress(weft.PeerLost):

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 import weft
+from weft.kernels import half
 from weft.kernels.expert_methods import ACTIVATIONS
+from weft.kernels.experts import PackedExperts
 
 
 class Mixture(NamedTuple):
@@ -96,9 +98,14 @@ def part(
     make: Callable[..., weft.Experts] = weft.pack_experts,
     **options: Any,
 ) -> weft.Experts:
-    """A rank's experts, of ranks with these numbers of them."""
+    """A rank's experts, of ranks with these numbers of them; packed ones by weft's own call, whose
+    bits for a token do not depend on the number of rows.
+    """
     first = sum(sizes[:rank])
-    return make(*mixture.part(first, first + sizes[rank]), first=first, **options)
+    experts = make(*mixture.part(first, first + sizes[rank]), first=first, **options)
+    if isinstance(experts, PackedExperts) and experts.dtype != torch.float64 and half.COLUMNS:
+        experts.method = "native"
+    return experts
 
 
 ALGORITHMS = ("auto", "push", "sequential", "shared", "gathered")

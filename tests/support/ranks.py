@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import multiprocessing
@@ -111,16 +112,32 @@ def reference_world() -> Iterator[weft.World]:
         yield made
 
 
-_tried = itertools.count()
+_PORTS = 500  # of a process
+
+
+@functools.cache
+def _own_ports() -> tuple[Iterator[int], socket.socket]:
+    """Ports below those that the kernel gives to connections, which other processes of tests leave
+    alone as long as this one has the socket.
+    """
+    for first in range(10_000, 30_000, _PORTS):
+        mine = socket.socket(socket.AF_UNIX)
+        try:
+            mine.bind(f"\0weft-test-ports-{first}")
+        except OSError:
+            mine.close()
+        else:
+            return itertools.cycle(range(first, first + _PORTS)), mine
+    raise RuntimeError("too many processes run tests")
 
 
 def free_port() -> int:
-    """A port for a rendezvous that no other process is likely to take before a rank listens there:
-    it is below those that the kernel gives to connections, and processes try others.
-    """
+    """A port for a rendezvous that no other process is likely to take before a rank listens there."""
+    ports, _ = _own_ports()
     while True:
-        port = 10_000 + (97 * os.getpid() + next(_tried)) % 20_000
+        port = next(ports)
         with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
             return port
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -31,15 +32,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 _NATIVE = (torch.float16, torch.bfloat16, torch.float32)
 _ROWS = (1, 4, 16, 64)
-"""Rows of each expert at which the methods are timed; other numbers are treated as the nearest one
-below.
-"""
+"""Rows of each expert at which the methods are timed."""
 _WIDTHS = {"small": 256, "large": 1024}
 """Widths of the timed experts, both of tokens and between the products."""
 _LARGE = 512 * 512
 """Elements of a matrix from which on an expert counts as large."""
 _TIMED = 4  # experts
-_ROUNDS = 4  # of timing, one of which warms up
+_ROUNDS = 6  # of timing, one of which warms up
+_WORTH = 1.25
+"""How many times as fast as ``native`` another method must be: it has other bits for other numbers
+of rows.
+"""
 
 
 class Shape(NamedTuple):
@@ -138,33 +141,27 @@ METHODS = {"native": Method(_packed_natively, _natively), "each": Method(_packed
 """
 
 
-def fastest(experts: Experts, rows: int) -> str:
-    """The name of the fastest method for packed experts and a call of so many `rows`, one for each
-    choice. It does not depend on what the router has chosen, and so neither do bits.
+def fastest(experts: Experts) -> str:
+    """The name of the fastest method for packed experts. It depends neither on the number of rows
+    nor on what the router has chosen, so with ``native`` the bits of a token do not, either.
     """
-    pack: Any = type(experts)
-    return _fastest_for(pack, experts.dtype, experts.shape, rows, torch.get_num_threads())
-
-
-@functools.lru_cache(4096)
-def _fastest_for(pack: Any, dtype: torch.dtype, shape: Shape, rows: int, threads: int) -> str:
-    if dtype not in _NATIVE or not half.COLUMNS:
+    if experts.dtype not in _NATIVE or not half.COLUMNS:
         return "each"
-    count, width, inner = shape
+    _, width, inner = experts.shape
     size = "large" if width * inner >= _LARGE else "small"
-    nearest = max(case for case in _ROWS if case <= max(rows // max(count, 1), 1))
-    return _table(pack, dtype, threads)[size][str(nearest)]
+    pack: Any = type(experts)
+    return _table(pack, experts.dtype, torch.get_num_threads())[size]
 
 
 @functools.cache
-def _table(pack: Any, dtype: torch.dtype, threads: int) -> dict[str, dict[str, str]]:
-    """The fastest method by the size of an expert and its rows, for those that `pack` makes."""
+def _table(pack: Any, dtype: torch.dtype, threads: int) -> dict[str, str]:
+    """The fastest method by the size of an expert, for those that `pack` makes."""
     software = f"torch {torch.__version__} {threads} threads"
 
-    def fits(found: dict[str, dict[str, str]]) -> bool:
-        return all(found[size][str(rows)] in METHODS for size in _WIDTHS for rows in _ROWS)
+    def fits(found: dict[str, str]) -> bool:
+        return all(found[size] in METHODS for size in _WIDTHS)
 
-    table: dict[str, dict[str, str]] = cache.once(
+    table: dict[str, str] = cache.once(
         cache.of_this_machine(f"experts-{name(dtype)}", software),
         lambda: _measure(pack, dtype),
         fits,
@@ -173,22 +170,32 @@ def _table(pack: Any, dtype: torch.dtype, threads: int) -> dict[str, dict[str, s
 
 
 @torch.inference_mode(False)
-def _measure(
-    pack: Callable[[Tensor, Tensor], Experts], dtype: torch.dtype
-) -> dict[str, dict[str, str]]:
-    def timed(width: int) -> dict[str, str]:
+def _measure(pack: Callable[[Tensor, Tensor], Experts], dtype: torch.dtype) -> dict[str, str]:
+    def timed(width: int) -> str:
         experts = pack(
             torch.randn(_TIMED, 2 * width, width, dtype=dtype, device="cpu"),
             torch.randn(_TIMED, width, width, dtype=dtype, device="cpu"),
         )
-        return {str(rows): _fastest(experts, rows) for rows in _ROWS}
+        return _fastest([_times(experts, rows) for rows in _ROWS])
 
     with torch.no_grad():
         return {size: timed(width) for size, width in _WIDTHS.items()}
 
 
-def _fastest(experts: Any, rows: int) -> str:
-    """The method with the least time for so many rows of each expert."""
+def _fastest(seconds: Sequence[dict[str, float]]) -> str:
+    """The method for all numbers of rows, of which the times are given: by the mean, over these, of
+    how many times as fast as ``native`` it is.
+    """
+
+    def gain(method: str) -> float:
+        return statistics.geometric_mean(timed["native"] / timed[method] for timed in seconds)
+
+    best = max(METHODS, key=gain)
+    return best if gain(best) >= _WORTH else "native"
+
+
+def _times(experts: Any, rows: int) -> dict[str, float]:
+    """The least time of each method for so many rows of each expert."""
     tokens = rows * experts.shape.number
     x = torch.randn(tokens, experts.shape.width, dtype=experts.dtype, device="cpu")
     chosen = (torch.arange(tokens, device="cpu") % experts.shape.number).unsqueeze(1)
@@ -201,4 +208,4 @@ def _fastest(experts: Any, rows: int) -> str:
             run(form, experts, x, chosen, scores, out)
             if number:
                 least[method] = min(least[method], time.perf_counter() - start)
-    return min(least, key=lambda method: least[method])
+    return least

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,14 +86,11 @@ class Experts:
     def check_unchanged(self) -> None:
         """Raise `ValueError` if these weights can no longer be used."""
 
-    def sums(
-        self, x: Tensor, chosen: Tensor, scores: Tensor, out: Tensor, rows: int | None = None
-    ) -> None:
+    def sums(self, x: Tensor, chosen: Tensor, scores: Tensor, out: Tensor) -> None:
         """Write each token's sum over its choices to `out` (tokens, K), of the dtype of `x`, or in
         float32: for the choices of these experts, their results times their scores.
 
-        `x` is (tokens, K), `chosen` and `scores` (tokens, top), scores in float32, or float64. The
-        tokens may be a part of a call of `rows` tokens.
+        `x` is (tokens, K), `chosen` and `scores` (tokens, top), scores in float32, or float64.
         """
 
         def weights(number: int) -> tuple[Tensor, Tensor]:
@@ -145,11 +143,14 @@ class PackedExperts(Experts):
                 self._forms[method] = methods.METHODS[method].packed(self)
         return self._forms[method]
 
-    def sums(
-        self, x: Tensor, chosen: Tensor, scores: Tensor, out: Tensor, rows: int | None = None
-    ) -> None:
-        method = methods.fastest(self, (rows or len(x)) * chosen.shape[1])
-        methods.METHODS[method].run(self.form(method), self, x, chosen, scores, out)
+    @functools.cached_property
+    def method(self) -> str:
+        """The name of the method by which they are computed."""
+        return methods.fastest(self)
+
+    def sums(self, x: Tensor, chosen: Tensor, scores: Tensor, out: Tensor) -> None:
+        run = methods.METHODS[self.method].run
+        run(self.form(self.method), self, x, chosen, scores, out)
 
 
 def pack_experts(
@@ -159,8 +160,8 @@ def pack_experts(
 
     Arguments and errors are those of `Experts`; operators take the result in its place. It keeps
     both tensors, and a copy of them in the layout of the fastest product: weft's own, which
-    computes gate, up, activation and down of all experts in one call, or one after another by
-    `pack`, whichever was faster on this machine for about as many rows.
+    computes gate, up, activation and down of all experts in one call, unless one expert after
+    another by `pack` was faster on this machine by a quarter.
 
     Packing is the promise of `weft.pack`: the weights do not change as long as the result is used.
     A call that is recorded, or compiled, multiplies by `gate_up` and `down` themselves, which get
@@ -265,7 +266,7 @@ class RoutedExperts(PreparedWeight):
 
     def multiply(self, x: Tensor, out: Tensor, bias: Tensor | None, rows: int) -> None:
         if len(x):
-            self.experts.sums(*self.split(x), out, rows)
+            self.experts.sums(*self.split(x), out)
         if bias is not None:
             out.add_(bias)
 
