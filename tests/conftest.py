@@ -1,8 +1,9 @@
-"""Set-up of all tests: started processes find the helpers, new ranks have all modules imported, and
-the user's cache is left alone.
+"""Set-up of all tests: started processes find the helpers, new ranks have all modules imported, the
+user's cache is left alone, and slow tests have a longer time limit.
 """
 
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +23,19 @@ if "WEFT_CACHE" not in os.environ:
     _compiled.mkdir(parents=True, exist_ok=True)
     Path(_cache.name, "torch").symlink_to(_compiled)
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 settings.register_profile("untimed", deadline=None)  # the machine may be busy
 settings.load_profile("untimed")
+
+SLOW = 600  # seconds that a slow test may take, a multiple of what it does on idle cores
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -42,7 +42,6 @@ sys.meta_path.insert(0, Finder)
 """
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.slow
 def test_a_core_that_moves_nothing_fails_every_data_test(tmp_path):
     """Build a core whose copies do nothing and run tests marked ``data`` on it: none may pass."""

@@ -8,7 +8,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_the_core_on_threads_plainly_and_under_sanitizers():
     done = subprocess.run([ROOT / "native/tests/run.sh"], capture_output=True, text=True)

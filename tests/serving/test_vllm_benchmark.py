@@ -35,7 +35,6 @@ def run(*arguments):
 
 @pytest.mark.data
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @needs_vllm
 def test_the_same_tokens_on_every_variant(tmp_path):
     saved, picture = tmp_path / "vllm.json", tmp_path / "vllm.png"

@@ -13,7 +13,6 @@ LIMIT = 60.0  # seconds: generous, vLLM without weft may wait for minutes
 
 @needs_vllm
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_killed_worker_ends_the_engine_and_is_named_by_weft_or_vllm(tmp_path, lost):
     words = llm(tmp_path / "model", tensor_parallel_size=2)
@@ -35,7 +34,6 @@ def test_a_killed_worker_ends_the_engine_and_is_named_by_weft_or_vllm(tmp_path, 
 
 @needs_vllm
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_stopped_worker_ends_the_engine_after_the_time_limit_and_is_named(tmp_path):
     words = llm(tmp_path / "model", tensor_parallel_size=2, distributed_timeout_seconds=20)
     with engine(words, VLLM_CPU_OMP_THREADS_BIND="0|1") as vllm:

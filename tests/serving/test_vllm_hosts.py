@@ -16,7 +16,6 @@ OWN_MEMORY = ["sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
 @needs_vllm
 @needs_hosts
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_two_hosts_give_the_tokens_of_one_process_and_name_a_lost_rank(tmp_path):
     folder, port = tmp_path / "model", 29401
     with engine(llm(folder, "end"), VLLM_CPU_OMP_THREADS_BIND="0,1", VLLM_PLUGINS="") as vllm:
