@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from subprocess import Popen
+from unittest import mock
 
 import pytest
 
@@ -78,30 +79,32 @@ def test_a_signal_ends_all_ranks(run, capfd):
     assert "stopped by SIGTERM" in capfd.readouterr().err
 
 
-def test_a_signal_while_ranks_are_started_ends_all(run, monkeypatch):
+@pytest.fixture
+def at_the_second_start(monkeypatch):
+    """Calls a function when the second rank is about to be started; the list of those started."""
     started = []
 
-    def start(*args, **options):
-        started.append(process := Popen(*args, **options))
-        if len(started) == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return process
+    def install(act):
+        def start(*args, **options):
+            if len(started) == 1:
+                act()
+            started.append(process := Popen(*args, **options))
+            return process
 
-    monkeypatch.setattr(survivors.subprocess, "Popen", start)
+        monkeypatch.setattr(survivors.subprocess, "Popen", start)
+        return started
+
+    return install
+
+
+def test_a_signal_while_ranks_are_started_ends_all(run, at_the_second_start):
+    started = at_the_second_start(lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert run("time.sleep(60)") == 128 + signal.SIGTERM
     assert [process.returncode for process in started] == [-signal.SIGTERM] * 3
 
 
-def test_no_rank_stays_when_one_cannot_be_started(run, monkeypatch):
-    started = []
-
-    def start(*args, **options):
-        if started:
-            raise OSError("no more processes")
-        started.append(process := Popen(*args, **options))
-        return process
-
-    monkeypatch.setattr(survivors.subprocess, "Popen", start)
+def test_no_rank_stays_when_one_cannot_be_started(run, at_the_second_start):
+    started = at_the_second_start(mock.Mock(side_effect=OSError("no more processes")))
     with pytest.raises(OSError, match="no more processes"):
         run("time.sleep(60)")
-    assert started[0].returncode == -signal.SIGKILL
+    assert [process.returncode for process in started] == [-signal.SIGKILL]

@@ -145,7 +145,9 @@ class PackedExperts(Experts):
 
     @functools.cached_property
     def method(self) -> str:
-        """The name of the method by which they are computed."""
+        """The name of the method by which they are computed, chosen at the first call for the
+        threads that torch has then.
+        """
         return methods.fastest(self)
 
     def sums(self, x: Tensor, chosen: Tensor, scores: Tensor, out: Tensor) -> None:
@@ -269,12 +271,6 @@ class RoutedExperts(PreparedWeight):
             self.experts.sums(*self.split(x), out)
         if bias is not None:
             out.add_(bias)
-
-    def prepare(self, x: Tensor, out: Tensor, rows: int) -> Run:
-        def run(x: Tensor, weight: RoutedExperts, out: Tensor, bias: Tensor | None) -> None:
-            weight.multiply(x, out, bias, rows)
-
-        return run
 
     def check_unchanged(self) -> None:
         self.experts.check_unchanged()
