@@ -14,6 +14,8 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "hosts/full_sockets.hpp"
+
 namespace weft {
 
 namespace {
@@ -643,6 +645,8 @@ void UcxTransport::close_all() {
       if (!ucp_.worker_progress(worker_)) sched_yield();
     for (Peer* peer : connected_)
       for (Arrival& arrival : peer->inbox) drop(arrival);
+    // UCX tells a peer over TCP of its end, and waits without a limit until the socket takes that
+    shut_full_sockets(epoll_);
     ucp::RequestParams by_force{};
     by_force.mask = ucp::RequestParams::kFlags;
     by_force.flags = ucp::RequestParams::kCloseByForce;

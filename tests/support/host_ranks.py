@@ -18,6 +18,7 @@ import weft
 from support.on_hosts.commands import benches, doctor, doctor_by_ucx
 from support.on_hosts.losses import (
     cut_off,
+    full_socket,
     gives_up,
     halfway,
     has_a_child,
@@ -59,7 +60,7 @@ WITHOUT_A_WORLD = (
     halfway,
     transports_differ,
 )
-WITH_A_FOLDER = (benches, cut_off, killed, dies_while_called, goes_on, cut_for_ever)
+WITH_A_FOLDER = (benches, cut_off, full_socket, killed, dies_while_called, goes_on, cut_for_ever)
 CHECKS = {check.__name__: check for check in (*IN_A_WORLD, *WITHOUT_A_WORLD, *WITH_A_FOLDER)}
 
 

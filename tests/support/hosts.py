@@ -210,18 +210,34 @@ class Hosts:
             stdout=out,
             stderr=out,
             text=True,
-            env=environment | self.environment,
+            env=environment | self.environment | {"PYTHONFAULTHANDLER": "1"},
             start_new_session=True,
         )
         self.running.append((agent, out))
 
+    def wait_for(self, *files: Path, limit: float = 60.0) -> None:
+        """Wait until all these files exist, or an agent has ended, whose output says why."""
+        deadline = time.monotonic() + limit
+        while missing := [file.name for file in files if not file.exists()]:
+            if any(agent.poll() is not None for agent, _ in self.running):
+                return
+            if time.monotonic() > deadline:
+                self.finish(limit=0)
+                raise AssertionError(f"no {', '.join(missing)} after {limit:.0f} s")
+            time.sleep(0.01)
+
     def finish(self, limit: float = 90.0) -> list[tuple[int, str]]:
-        """Wait for all agents; their exit codes and output."""
+        """Wait for all agents; their exit codes and output, with the stacks of ranks that did not
+        end.
+        """
         deadline, ended = time.monotonic() + limit, []
         for agent, out in self.running:
             try:
                 agent.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
+                self._signal(signal.SIGABRT)  # Python's fault handler prints the stacks
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    agent.wait(10)
                 kill(agent)
             out.seek(0)
             ended.append((agent.returncode, out.read()))
@@ -231,17 +247,18 @@ class Hosts:
         self.running.clear()
         return ended
 
-    def over(self) -> bool:
-        """Whether any agent has ended."""
-        return any(agent.poll() is not None for agent, _ in self.running)
+    def _signal(self, number: signal.Signals) -> None:
+        """Send a signal to all processes on the hosts."""
+        for name in [*self.names, self.hub]:
+            for pid in command(["ip", "netns", "pids", name], check=False).split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), number)
 
     def close(self) -> None:
         for agent, _ in self.running:
             kill(agent)
+        self._signal(signal.SIGKILL)
         for name in [*self.names, self.hub]:
-            for pid in command(["ip", "netns", "pids", name], check=False).split():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
             ip("netns", "delete", name, check=False)
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
 

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -32,14 +31,6 @@ def two_hosts():
 
 def found(folder, part, ranks):
     return [json.loads((folder / f"{part}{rank}").read_text()) for rank in range(ranks)]
-
-
-def wait_for(net, *files):
-    deadline = time.monotonic() + 60
-    while (
-        not all(file.exists() for file in files) and not net.over() and time.monotonic() < deadline
-    ):
-        time.sleep(0.02)
 
 
 def assert_death_was_reported(folder, ranks):
@@ -107,9 +98,9 @@ def test_a_host_that_is_cut_off_and_the_next_job(two_by_two, two_hosts, tmp_path
         "doctor,cut_off,operators,sums_to_the_bit,refusals,mismatch,gives_up,benches",
         tmp_path,
     )
-    wait_for(two_hosts, *(tmp_path / f"running{rank}" for rank in range(2)))
+    two_hosts.wait_for(*(tmp_path / f"running{rank}" for rank in range(2)))
     two_hosts.cut_off(1)
-    wait_for(two_hosts, *(tmp_path / f"gave_up{rank}" for rank in range(2)))
+    two_hosts.wait_for(*(tmp_path / f"gave_up{rank}" for rank in range(2)))
     two_hosts.reconnect(1)
     (tmp_path / "reconnected").touch()
     for code, text in two_hosts.finish():
@@ -243,9 +234,9 @@ def test_two_hosts_by_ucx_that_make_other_calls_and_one_that_is_cut_off(tmp_path
         net.start_forked(
             "doctor_by_ucx,has_a_child,transports_differ,mismatch,refusals,cut_off", tmp_path
         )
-        wait_for(net, *(tmp_path / f"running{rank}" for rank in range(2)))
+        net.wait_for(*(tmp_path / f"running{rank}" for rank in range(2)))
         net.cut_off(1)
-        wait_for(net, *(tmp_path / f"gave_up{rank}" for rank in range(2)))
+        net.wait_for(*(tmp_path / f"gave_up{rank}" for rank in range(2)))
         net.reconnect(1)
         (tmp_path / "reconnected").touch()
         [(code, text)] = net.finish()
@@ -256,5 +247,22 @@ def test_two_hosts_by_ucx_that_make_other_calls_and_one_that_is_cut_off(tmp_path
     printed, _ = found(tmp_path, "doctor_by_ucx", 2)
     assert re.search(r"Rows go to other hosts by UCX 1\.\d+\.\d+, which has tcp/eth0 \(", printed)
     for name, words, seconds, _ in found(tmp_path, "cut_off", 2):
+        assert name == "PeerTimeout", words
+        assert seconds < LIMIT + SOON
+
+
+@pytest.mark.data
+@needs_ucx
+def test_a_full_socket_of_ucx_does_not_keep_a_world_open(tmp_path):
+    """UCX would wait for room in it until the kernel gives the connection up."""
+    environment = by_ucx("eth0") | {"UCX_TCP_SNDBUF": "2k"}
+    with hosts(2, environment=environment) as net:
+        net.start_forked("full_socket", tmp_path)
+        net.wait_for(*(tmp_path / f"running{rank}" for rank in range(2)))
+        net.cut_off(1)
+        (tmp_path / "cut").touch()
+        [(code, text)] = net.finish(30)
+    assert code == 0, text
+    for name, words, seconds in found(tmp_path, "full_socket", 2):
         assert name == "PeerTimeout", words
         assert seconds < LIMIT + SOON

@@ -90,6 +90,22 @@ def cut_off(folder):
     return *found, went_on
 
 
+def full_socket(folder):
+    """A host is cut off, and the next message fills the socket of its sender, but is not cut in
+    two: with a buffer of UCX_TCP_SNDBUF=2k.
+    """
+    row = torch.ones(512)
+    with weft.init(timeout=20) as world:
+        for _ in range(20):  # all that precedes the row itself is sent
+            weft.all_gather(row)
+        (folder / f"running{world.rank}").touch()
+        while not (folder / "cut").exists():
+            time.sleep(0.01)
+        began = time.monotonic()
+        name, text, _ = error_of(lambda: weft.all_gather(row, timeout=LIMIT))
+    return name, text, time.monotonic() - began
+
+
 def leaves():
     """A rank that leaves its world is named by the ranks that still need it, and only that rank is
     lost.
