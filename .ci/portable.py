@@ -50,6 +50,7 @@ SOURCES = sorted(
 FLAGS = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread"]
 COLUMNS = ["x86-64, glibc", "Arm, glibc", "x86-64, musl", "Arm, musl", "the module"]
 
+BEGUN = time.monotonic()
 DOWNLOAD = 100.0  # seconds that all downloads may take
 UNAVAILABLE = 75  # exit status where there is no mirror of Debian, or nothing can be unpacked
 
@@ -68,13 +69,13 @@ class Build:
     meaning: str
 
 
-def download(command: Command, begun: float) -> None:
-    """Run a command that downloads, as long as the time since `begun` allows."""
-    left = begun + DOWNLOAD - time.monotonic()
+def download(command: Command) -> None:
+    """Run a command that downloads, as long as the time of all downloads allows."""
+    left = BEGUN + DOWNLOAD - time.monotonic()
     subprocess.run(command, check=True, timeout=max(left, 0))
 
 
-def unpack(release: str, begun: float) -> Path:
+def unpack(release: str) -> Path:
     """A folder with the compilers of a release and all that they need, in which weft's sources are
     in /weft.
     """
@@ -112,10 +113,9 @@ def unpack(release: str, begun: float) -> Path:
         }
         apt = ["apt-get", "-qq", *(f"-o{name}={value}" for name, value in options.items())]
         packages = [package for several in COMPILERS[release].values() for package in several]
-        download([*apt, "update"], begun)
+        download([*apt, "update"])
         download(
-            [*apt, "install", "--yes", "--download-only", "--no-install-recommends", *packages],
-            begun,
+            [*apt, "install", "--yes", "--download-only", "--no-install-recommends", *packages]
         )
         tar: Command = [
             "tar",
@@ -139,7 +139,7 @@ def unpack(release: str, begun: float) -> Path:
     return root
 
 
-def install_zig(begun: float) -> Path:
+def install_zig() -> Path:
     folder = HOME / "zig"
     zig = folder / "ziglang/zig"
     if not zig.exists():
@@ -154,7 +154,7 @@ def install_zig(begun: float) -> Path:
             "--target",
             folder,
         ]
-        download([*pip, "ziglang"], begun)
+        download([*pip, "ziglang"])
     return zig
 
 
@@ -235,11 +235,10 @@ def failure(build: Build) -> str:
 
 
 def main() -> int:
-    begun = time.monotonic()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        zig = pool.submit(install_zig, begun)
+        zig = pool.submit(install_zig)
         try:
-            list(pool.map(unpack, COMPILERS, [begun] * len(COMPILERS)))
+            list(pool.map(unpack, COMPILERS))
             zig.result()
             for release in COMPILERS:
                 subprocess.run(
@@ -253,7 +252,7 @@ def main() -> int:
         builds = [build for release in COMPILERS for build in builds_of(release)]
         builds += builds_for_musl(zig.result(), "--run-musl" in sys.argv)
         print(
-            f"{len(builds)} builds; compilers unpacked after {time.monotonic() - begun:.0f} s",
+            f"{len(builds)} builds; compilers unpacked after {time.monotonic() - BEGUN:.0f} s",
             flush=True,
         )
         failures = dict(zip(builds, pool.map(failure, builds), strict=True))
@@ -265,7 +264,7 @@ def main() -> int:
     for compiler in ["", *dict.fromkeys(build.compiler for build in builds)]:
         row = [cells.get((compiler, column), "") if compiler else column for column in COLUMNS]
         print(f"{compiler:14}", *(f"{cell:14}" for cell in row))
-    print(f"{time.monotonic() - begun:.0f} s")
+    print(f"{time.monotonic() - BEGUN:.0f} s")
     return 1 if any(failures.values()) else 0
 
 

@@ -215,8 +215,11 @@ class Hosts:
         )
         self.running.append((agent, out))
 
-    def wait_for(self, *files: Path, limit: float = 60.0) -> None:
-        """Wait until all these files exist, or an agent has ended, whose output says why."""
+    def wait_for(self, folder: Path, name: str, limit: float = 60.0) -> None:
+        """Wait until the rank of each host has written its file of this name and its number, or an
+        agent has ended, whose output says why.
+        """
+        files = [folder / f"{name}{rank}" for rank in range(len(self.names))]
         deadline = time.monotonic() + limit
         while missing := [file.name for file in files if not file.exists()]:
             if any(agent.poll() is not None for agent, _ in self.running):

@@ -36,7 +36,7 @@ def test_packets_are_lost_late_and_in_another_order(tmp_path, loss, delay, jitte
 def test_a_wire_that_is_cut_for_three_seconds(tmp_path, environment):
     with wired_hosts(2, delay=0.0005, environment=environment) as net:
         net.start_forked("goes_on", tmp_path)
-        net.wait_for(tmp_path / "calling0", tmp_path / "calling1")
+        net.wait_for(tmp_path, "calling")
         net.cut_off(1)
         time.sleep(3)
         net.reconnect(1)
@@ -53,7 +53,7 @@ def test_a_host_without_power_is_named(tmp_path, environment):
     """Its process ends while its wire is cut: neither end nor reset of a connection arrives."""
     with wired_hosts(2, delay=0.0005, environment=environment) as net:
         net.start_forked("cut_for_ever", tmp_path)
-        net.wait_for(tmp_path / "calling0", tmp_path / "calling1")
+        net.wait_for(tmp_path, "calling")
         net.cut_off(1)
         (tmp_path / "cut").touch()
         net.finish()

@@ -98,9 +98,9 @@ def test_a_host_that_is_cut_off_and_the_next_job(two_by_two, two_hosts, tmp_path
         "doctor,cut_off,operators,sums_to_the_bit,refusals,mismatch,gives_up,benches",
         tmp_path,
     )
-    two_hosts.wait_for(*(tmp_path / f"running{rank}" for rank in range(2)))
+    two_hosts.wait_for(tmp_path, "running")
     two_hosts.cut_off(1)
-    two_hosts.wait_for(*(tmp_path / f"gave_up{rank}" for rank in range(2)))
+    two_hosts.wait_for(tmp_path, "gave_up")
     two_hosts.reconnect(1)
     (tmp_path / "reconnected").touch()
     for code, text in two_hosts.finish():
@@ -234,9 +234,9 @@ def test_two_hosts_by_ucx_that_make_other_calls_and_one_that_is_cut_off(tmp_path
         net.start_forked(
             "doctor_by_ucx,has_a_child,transports_differ,mismatch,refusals,cut_off", tmp_path
         )
-        net.wait_for(*(tmp_path / f"running{rank}" for rank in range(2)))
+        net.wait_for(tmp_path, "running")
         net.cut_off(1)
-        net.wait_for(*(tmp_path / f"gave_up{rank}" for rank in range(2)))
+        net.wait_for(tmp_path, "gave_up")
         net.reconnect(1)
         (tmp_path / "reconnected").touch()
         [(code, text)] = net.finish()
@@ -258,7 +258,7 @@ def test_a_full_socket_of_ucx_does_not_keep_a_world_open(tmp_path):
     environment = by_ucx("eth0") | {"UCX_TCP_SNDBUF": "2k"}
     with hosts(2, environment=environment) as net:
         net.start_forked("full_socket", tmp_path)
-        net.wait_for(*(tmp_path / f"running{rank}" for rank in range(2)))
+        net.wait_for(tmp_path, "running")
         net.cut_off(1)
         (tmp_path / "cut").touch()
         [(code, text)] = net.finish(30)
