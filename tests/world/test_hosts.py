@@ -123,7 +123,7 @@ def test_a_host_that_is_cut_off_and_the_next_job(two_by_two, two_hosts, tmp_path
         for words in ("eth0 10.77.0.1", "eth0 10.77.0.2", "(rank 1) is 90.0 s ahead of that of")
     ), late
     gbps = float(re.search(r"0 - 1 *│ *([0-9.]+)", late)[1])
-    assert 0 < gbps < 1.1 * 4, late
+    assert 0 < gbps < 1.02 * 4, late  # nothing but a burst is faster, 1.5% of the bytes
     [kind, text_of_peer], own = found(tmp_path, "gives_up", 2)
     assert (kind, text_of_peer) == (
         "PeerLost",

@@ -50,6 +50,7 @@ from weft.world.wire import Kind, all_gather_values
 PING = 1  # bytes of a small message
 ROUNDS = 20  # small messages
 BULK = 8 << 20  # bytes of a large one
+BULK_ROUNDS = 3  # large messages
 PRODUCT = 1024  # rows and columns of the product that is timed
 NEW = 32 << 20  # bytes of a tensor that is filled
 _CLOCK_ERROR = 1.0  # seconds; hosts whose clocks differ by more are reported
@@ -363,16 +364,20 @@ def _links(world: World) -> dict[tuple[int, int], tuple[float, float]]:
         torch.zeros(PING, dtype=torch.uint8, device="cpu"),
         torch.zeros(BULK, dtype=torch.uint8, device="cpu"),
     )
+    messages = [small] * ROUNDS + [large] * BULK_ROUNDS
     for one, other in itertools.combinations(range(world.ranks), 2):
         barrier(world)
-        if world.hosts[one] == world.hosts[other] or world.rank not in (one, other):
+        if world.hosts[one] == world.hosts[other]:
             continue
-        peer = other if world.rank == one else one
-        trips = min(_trip(small, peer, world.rank == one) for _ in range(ROUNDS))
-        bulk = min(_trip(large, peer, world.rank == one) for _ in range(3))
-        found.append(
-            Link(one, other, 2 * 8 * BULK / max(bulk - trips, 1e-9) / 1e9, 1e6 * trips / 2)
-        )
+        if world.rank == one:
+            seconds = [_round_trip(message, other) for message in messages]
+            trip, bulk = min(seconds[:ROUNDS]), min(seconds[ROUNDS:])
+            gbps = 2 * 8 * BULK / max(bulk - trip, 1e-9) / 1e9
+            found.append(Link(one, other, gbps, 1e6 * trip / 2))
+        elif world.rank == other:
+            for message in messages:
+                dist.recv(message, one)
+                dist.send(message, one)
     return {
         (link.one, link.other): (link.gbps, link.latency)
         for links in _of_all_ranks(world, found, list[Link])
@@ -380,11 +385,15 @@ def _links(world: World) -> dict[tuple[int, int], tuple[float, float]]:
     }
 
 
-def _trip(tensor: torch.Tensor, peer: int, first: bool) -> float:
-    """Seconds of a round trip of a message."""
+def _round_trip(message: torch.Tensor, peer: int) -> float:
+    """Seconds in which a message reaches a peer and comes back.
+
+    Of the two ranks only the one that sends first sees all of them: bytes may arrive before the
+    other one receives.
+    """
     start = _native.now()
-    for sends in (first, not first):
-        (dist.send if sends else dist.recv)(tensor, peer)
+    dist.send(message, peer)
+    dist.recv(message, peer)
     return (_native.now() - start) / 1e9
 
 
