@@ -33,7 +33,8 @@ constexpr std::chrono::milliseconds kFlushing{100};
 // A call or a refusal, in front of its text.
 struct TextHeader {
   Kind kind;
-  uint8_t reserved[7];
+  uint8_t lane;
+  uint8_t reserved[6];
   uint64_t call, digest, size;
 };
 static_assert(sizeof(TextHeader) == 32);
@@ -253,7 +254,7 @@ std::string UcxTransport::message(const Label& label, std::string_view text) con
   size_t length = std::min(text.size(), kTextLimit);
   // no part of a UTF-8 character
   while (length < text.size() && length && (text[length] & 0xc0) == 0x80) --length;
-  const TextHeader header{label.kind, {}, label.call, label.digest, length};
+  const TextHeader header{label.kind, label.lane, {}, label.call, label.digest, length};
   std::string made(reinterpret_cast<const char*>(&header), sizeof header);
   return made.append(text.substr(0, length));
 }
@@ -595,7 +596,8 @@ void UcxTransport::told(Peer& peer, const char* texts, size_t size) {
                      "a message of unknown kind " + std::to_string(static_cast<int>(header.kind)));
     if (header.size > kTextLimit || header.size > static_cast<size_t>(end - texts))
       return garbled(peer, "a text of " + std::to_string(header.size) + " bytes");
-    receiver_.told(peer.number, {header.kind, 0, header.call, header.digest}, {texts, header.size});
+    const Label label{header.kind, header.lane, header.call, header.digest};
+    receiver_.told(peer.number, label, {texts, header.size});
     texts += header.size;
   }
 }

@@ -32,6 +32,7 @@ from support.on_hosts.onesided import dies_while_called, one_sided
 from support.on_hosts.results import (
     calls_at_random,
     experts_of_hosts,
+    many_shapes,
     operators,
     refusals,
     sums_to_the_bit,
@@ -44,6 +45,7 @@ IN_A_WORLD = (
     calls_at_random,
     experts_of_hosts,
     sums_to_the_bit,
+    many_shapes,
     refusals,
     traffic,
     traces,

@@ -164,6 +164,16 @@ def test_a_peer_that_is_lost_in_the_middle_of_a_message(two_hosts, tmp_path, env
 
 @pytest.mark.data
 @pytest.mark.slow
+@transports
+def test_calls_of_many_shapes(two_hosts, tmp_path, environment):
+    two_hosts.start_forked("many_shapes", tmp_path, environment=environment)
+    [(code, text)] = two_hosts.finish()
+    assert code == 0, text
+    assert found(tmp_path, "many_shapes", 2) == [None] * 2
+
+
+@pytest.mark.data
+@pytest.mark.slow
 def test_mpiexec_starts_ranks_on_two_hosts(two_hosts, tmp_path):
     mpiexec = shutil.which(
         "mpiexec.hydra", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}"

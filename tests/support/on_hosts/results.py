@@ -20,6 +20,13 @@ def whole(rank, *shape, call=0):
     ).float()
 
 
+def many_shapes(world):
+    """Calls of more shapes than peers remember the texts of."""
+    for n in range(1, 401):
+        total = weft.all_reduce(torch.full((n,), float(world.rank)))
+        assert torch.equal(total, torch.full((n,), float(sum(range(world.ranks)))))
+
+
 def operators(world):
     """Every operator and collective with every algorithm, on new data each time, equals the
     single-process result.
