@@ -333,6 +333,7 @@ bool TcpTransport::progress(int milliseconds) {
       continue;
     }
     if (events[i].events & EPOLLOUT) flush(*peer);
+    if (events[i].events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) peer->hung_up = true;
     if (events[i].events & ~EPOLLOUT) receive(*peer);
   }
   look_for_waiting();
@@ -341,7 +342,7 @@ bool TcpTransport::progress(int milliseconds) {
 
 // Receive what has arrived from a peer, as far as its messages have places.
 void TcpTransport::receive(Peer& peer) {
-  if (peer.later && !consume(peer)) return;
+  if (aborted_.load(std::memory_order_acquire) || (peer.later && !consume(peer))) return;
   for (size_t taken = 0; !peer.over && !peer.later && !aborted_.load(std::memory_order_relaxed);) {
     iovec pieces[kParts + 1];
     size_t count = 0, direct = 0;
@@ -372,7 +373,8 @@ void TcpTransport::receive(Peer& peer) {
     peer.position += placed;
     peer.end += got - placed;
     consume(peer);
-    if (got < direct + room) return;  // that is all: an event will tell of more
+    // that is all: an event will tell of more
+    if (got < direct + room && !peer.hung_up) return;
     if ((taken += got) >= kTurn) return again(peer);
   }
 }

@@ -747,6 +747,87 @@ void test_rows_that_wait_for_a_rank_of_this_host() {
   network.abort();
 }
 
+// A rank that two transports connect: its rows have a place once it has one.
+struct Receiving : Transport::Receiver {
+  Transport::Place place(int, const Label&, size_t) override {
+    return rows.base ? Transport::Place{Transport::Place::here, rows} : Transport::Place{};
+  }
+  void raise(int) override { ++raised; }
+  void told(int, const Label&, std::string_view) override { ++calls; }
+  void ended(int, const std::string& broken) override { ends += broken.empty(); }
+  void garbled(int, const std::string&) override { CHECK(false); }
+
+  Strided rows;
+  int raised = 0, calls = 0, ends = 0;
+};
+
+struct Connected {
+  Connected() {
+    int pair[2];
+    CHECK(!socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair));
+    const auto nothing = std::make_shared<const std::string>();
+    here.connect(1, pair[0], nothing);
+    there.connect(0, pair[1], nothing);
+    for (TcpTransport* each : {&here, &there})
+      while (each->progress(0)) {
+      }
+  }
+
+  Receiving at_here, at_there;
+  TcpTransport here{2, at_here}, there{2, at_there};
+};
+
+// A message and the end behind it, of which one event tells.
+void test_an_end_behind_a_message() {
+  Connected ranks;
+  ranks.there.announce(
+      0, std::make_shared<const std::string>(ranks.there.message({Kind::call, 0, 1, 2}, "a call")));
+  ranks.there.end(0);
+  while (ranks.here.progress(0)) {
+  }
+  CHECK(ranks.at_here.calls == 1);
+  CHECK(ranks.at_here.ends == 1);
+}
+
+// The end behind rows that have no place when an event tells of it, more than are read ahead.
+void test_an_end_behind_rows_that_wait() {
+  Connected ranks;
+  static char sent[40 << 10], received[sizeof sent];
+  std::memset(sent, 7, sizeof sent);
+  CHECK(ranks.there.put(0, {Kind::rows, 0, 1, 2}, {{sent, 1, sizeof sent, sizeof sent}}, SIZE_MAX,
+                        [] {}));
+  while (ranks.here.progress(0)) {
+  }
+  CHECK(ranks.here.waiting());
+  ranks.there.end(0);
+  while (ranks.here.progress(0)) {
+  }
+  ranks.at_here.rows = {received, 1, sizeof received, sizeof received};
+  while (ranks.here.progress(0)) {
+  }
+  CHECK(ranks.at_here.raised == 1);
+  CHECK(!std::memcmp(sent, received, sizeof sent));
+  CHECK(ranks.at_here.ends == 1);
+}
+
+// Rows that have waited for a place are not received after an abort: R4 of the network.
+void test_rows_that_wait_when_a_world_is_aborted() {
+  Connected ranks;
+  char sent[100], memory[sizeof sent] = {};
+  std::memset(sent, 7, sizeof sent);
+  CHECK(ranks.there.put(0, {Kind::rows, 0, 1, 2}, {{sent, 1, sizeof sent, sizeof sent}}, SIZE_MAX,
+                        [] {}));
+  while (ranks.here.progress(0)) {
+  }
+  CHECK(ranks.here.waiting());
+  ranks.here.abort();
+  ranks.at_here.rows = {memory, 1, sizeof memory, sizeof memory};
+  while (ranks.here.progress(0)) {
+  }
+  CHECK(ranks.at_here.raised == 0);
+  CHECK(std::count(memory, memory + sizeof memory, 0) == sizeof memory);
+}
+
 void test_a_wait_ends_early() {
   Host host(2, 64);
   Executor& executor = *host.executors[0];
@@ -1096,6 +1177,9 @@ int main() {
   test_network(3, 20, 300'000);
   test_kinds_of_stores();
   test_rows_that_wait_for_a_rank_of_this_host();
+  test_an_end_behind_a_message();
+  test_an_end_behind_rows_that_wait();
+  test_rows_that_wait_when_a_world_is_aborted();
   test_a_wait_ends_early();
   test_letters();
   test_lanes_end_together();
