@@ -13,6 +13,7 @@ from support.loopback import LIMIT, each_rank, one_world, two_worlds
 from support.process_resources import leaked, resources
 
 import weft
+import weft._native as _native
 from weft.errors import PeerLost
 from weft.world.control import LONGEST
 
@@ -97,6 +98,47 @@ def test_closing_ends_the_wait_for_a_peer_that_receives_nothing():
         world.fail(RuntimeError("enough"))
         with pytest.raises(weft.WeftError):
             handle.wait()
+
+
+def test_no_row_arrives_after_an_error_although_another_thread_closes_the_world():
+    """That thread has not reached the network yet when a call raises its error."""
+    with two_worlds() as (world, _):
+        abort, called = world.relay.close, threading.Event()
+        main = threading.current_thread()
+
+        def close():
+            if threading.current_thread() is main:
+                called.set()
+            else:
+                assert called.wait(LIMIT)
+            abort()
+
+        world.relay.close = close
+        failing = threading.Thread(target=world.fail, args=(RuntimeError("broken"), 0, True))
+        failing.start()
+        with pytest.raises(weft.WeftError, match="broken"):
+            weft.all_gather(torch.ones(2, 2), world=world)
+        assert called.is_set()
+        failing.join()
+
+
+def test_a_world_ends_its_threads_before_the_interpreter():
+    """A thread that closes the world because of a peer, and has not done so yet."""
+    with one_world() as (world, _, _):
+        threads = list[threading.Thread]()
+
+        def slowly(error):
+            threads.append(threading.current_thread())
+            while world.closed is None:
+                time.sleep(0.001)
+            time.sleep(1)  # longer than the world waits for its peer
+
+        world.before_failure = slowly
+        world.relay._note(_native.Trouble.garbled, 1, 0, "a message")
+        while not threads:
+            time.sleep(0.001)
+        world.close()
+        assert not any(thread.is_alive() for thread in (*threads, world.relay.forwarder))
 
 
 @pytest.mark.parametrize(

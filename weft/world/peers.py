@@ -292,7 +292,8 @@ class Peers:
         """Close the world because of `error`, notify all peers, and return it; from a thread
         `in_background` the next call raises it.
         """
-        if self.closed is None and not self.forked:
+        first = self.closed is None and not self.forked
+        if first:
             self.before_failure(error)
             text = error.how if isinstance(error, PeerLost) else str(error)
             text = text.encode(errors="replace")[:8000].decode(errors="ignore")
@@ -300,8 +301,11 @@ class Peers:
             self.unreported = in_background
             self.closed = f"{type(error).__name__}: {error}"
             self.failed_at = time.monotonic()
-            if self.relay is not None:
-                self.relay.close()  # no message may arrive in memory that is returned to the caller
+        if self.relay is not None and not self.forked:
+            # no message may arrive in memory that is returned to the caller, by which the thread
+            # that fails first may not have closed the relay yet
+            self.relay.close()
+        if first:
             self.recorded = flight.write(self, error, culprit)
             _log.info("world %s has failed: %s", self.identity, self.closed)
         if not (in_background or self.forked):

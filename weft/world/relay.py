@@ -34,6 +34,7 @@ from weft.world.transports import TCP, UCX
 
 _NOTICED = 0.5  # seconds until all threads have noticed that a peer hung up
 _LINGER = 0.5  # seconds that peers have to receive messages under way and to hang up
+_CLOSING = 5.0  # seconds; a close, all of whose waits have limits, takes less
 _ABORT, _FAREWELL = b"a", b"f"  # the first bytes of these letters
 _BYE = b"b"  # before a rank that leaves ends a connection for control
 _Handler = Callable[[int], object]  # takes the events of a descriptor
@@ -88,9 +89,10 @@ class Relay:
         self.forwarding = threading.Lock()  # of lines, and letters of the mesh, in their order
         self.lanes = Lanes(lambda error: self.fail(error, rank))
         self.forwarder: threading.Thread | None = None
+        self.resolving = list[threading.Thread]()  # what is wrong with peers
         self.stopping = False  # the thread
         self.changed = True  # what it polls
-        self.closing = threading.Lock()
+        self.closing = threading.RLock()  # a signal handler may interrupt a close, and close too
         self.closed = False
 
     def start(
@@ -192,6 +194,16 @@ class Relay:
         self.remote.close()
         self.disown()
 
+    def join(self) -> None:
+        """Wait, up to a time limit, for the threads of a relay that is closed; one of them may be
+        what closes it. A return from native code to an interpreter that has ended aborts the
+        process.
+        """
+        deadline = time.monotonic() + _CLOSING
+        if self.forwarder is not None:
+            join([self.forwarder], deadline)
+        join(self.resolving, deadline)
+
     def _note_trouble(self) -> None:
         """Deal with what the network has noticed of peers, each on a thread that may wait."""
         assert self.network is not None
@@ -202,7 +214,11 @@ class Relay:
                 self._note(kind, peer, call, text)
 
     def _note(self, kind: _native.Trouble, peer: int, call: int, text: str) -> None:
-        started(lambda error: self.fail(error, self.rank), self._resolve, kind, peer, call, text)
+        self.resolving.append(
+            started(
+                lambda error: self.fail(error, self.rank), self._resolve, kind, peer, call, text
+            )
+        )
 
     def _connected(self, peer: int, descriptor: int) -> None:
         assert self.network is not None

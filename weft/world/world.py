@@ -391,6 +391,7 @@ class World(Peers):
                 self.engine.abandon()
         if self.relay is not None:
             self.relay.close()
+            self.relay.join()
         self.deferred = None
         if self.engine is not None:
             self.engine.release()
