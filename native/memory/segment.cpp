@@ -26,6 +26,10 @@ namespace {
   throw std::system_error(errno, std::generic_category(), action);
 }
 
+// Bytes of one system call: older kernels undo one that a signal interrupts, as a profiler's timer
+// does again and again.
+constexpr size_t kAllocated = 16 << 20;
+
 // Allocate all pages of a file at once (G1), on this rank's node.
 void allocate(char* base, size_t bytes, int fd) {
   if (!bytes) return;
@@ -35,9 +39,12 @@ void allocate(char* base, size_t bytes, int fd) {
   madvise(base, bytes, MADV_HUGEPAGE);
   const bool plenty = !sysinfo(&memory) && bytes < memory.freeram / 2 * memory.mem_unit;
   if (plenty) madvise(base, bytes, MADV_POPULATE_WRITE);
-  do errno = posix_fallocate(fd, 0, static_cast<off_t>(bytes));
-  while (errno == EINTR);
-  if (errno) fail("fallocate");
+  for (size_t done = 0; done < bytes; done += kAllocated) {
+    const size_t size = std::min(kAllocated, bytes - done);
+    do errno = posix_fallocate(fd, static_cast<off_t>(done), static_cast<off_t>(size));
+    while (errno == EINTR);
+    if (errno) fail("fallocate");
+  }
   if (!plenty) madvise(base, bytes, MADV_POPULATE_WRITE);
 }
 

@@ -27,7 +27,7 @@ void bind_memory(nb::module_& m) {
 
   nb::class_<Mapping>(m, "Mapping");
   nb::class_<File>(m, "File");
-  m.def("create_mapping", &Mapping::create);
+  m.def("create_mapping", &Mapping::create, "bytes"_a, Unlocked());
   m.def("attach_mapping", &Mapping::attach);
   m.def("part_of_mapping", &Mapping::part, "whole"_a, "offset"_a, "bytes"_a);
 

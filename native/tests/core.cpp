@@ -1,5 +1,6 @@
 // Tests of the native core, with threads in place of processes so that a sanitizer sees all ranks:
 // copies, sums, waits, lanes, lost peers.
+#include <fcntl.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -26,6 +27,13 @@
 #include "memory/transfers.hpp"
 
 using namespace weft;
+
+// In place of the system's: a call for more bytes than these is interrupted, again and again.
+constexpr size_t kInterrupted = 32 << 20;
+extern "C" int posix_fallocate(int fd, off_t offset, off_t bytes) {
+  if (static_cast<size_t>(bytes) > kInterrupted) return EINTR;
+  return fallocate(fd, 0, offset, bytes) ? errno : 0;
+}
 
 #define CHECK(condition)                                                                 \
   do {                                                                                   \
@@ -1041,6 +1049,14 @@ void test_transfers() {
 
 // A producer and a consumer use a slot alternately. It is plain memory, so a sanitizer detects
 // accesses without an order.
+// Memory is allocated where a timer interrupts every call that takes long, which older kernels
+// undo.
+void test_allocation_under_a_timer() {
+  constexpr size_t kSize = 3 * kInterrupted;
+  const auto [mapping, file] = Mapping::create(kSize);
+  std::memset(mapping->base(), 1, kSize);
+}
+
 void test_signal_arrays() {
   Host host(2, 8 * sizeof(Counter));
   int mailbox = 0;
@@ -1187,6 +1203,7 @@ int main() {
   test_strided_copies();
   test_copies_in_tiles();
   test_transfers();
+  test_allocation_under_a_timer();
   test_signal_arrays();
   std::puts("native core: all checks passed");
 }
