@@ -124,6 +124,7 @@ FAILING = textwrap.dedent(
     [
         ("sys.exit(3)", 3, "ended with exit code 3"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was ended by SIGKILL"),
+        ("os.kill(os.getpid(), 35)", 163, "was ended by signal 35"),
         ("1 / 0", 1, "failed: ZeroDivisionError: division by zero"),
     ],
 )

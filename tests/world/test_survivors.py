@@ -50,6 +50,11 @@ def run(tmp_path):
             0,
             "was ended by SIGKILL; 2 left",
         ),
+        (
+            "if rank == 1: os.kill(os.getpid(), 35)\nawait_end(1)",
+            0,
+            "was ended by signal 35; 2 left",
+        ),
         ("if rank == 0: sys.exit(3)\nawait_end(0)", 0, "ended with exit code 3; 2 left"),
         ("if rank: await_end(rank - 1)\nsys.exit(4 + rank)", 4, "rank 2"),
         (

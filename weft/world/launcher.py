@@ -162,9 +162,7 @@ def _how(failure: ProcessFailure) -> str:
     """A phrase for how a rank ended."""
     if message := _message(failure):
         return f"failed: {message}"
-    if failure.exitcode < 0:
-        return f"was ended by {signal.Signals(-failure.exitcode).name}"
-    return f"ended with exit code {failure.exitcode}"
+    return survivors.how_ended(failure.exitcode)
 
 
 def _summary(failure: ProcessFailure) -> str:

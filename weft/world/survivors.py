@@ -70,11 +70,9 @@ def _ended(processes: Sequence[subprocess.Popen[bytes]], stopped: list[int]) -> 
             codes.append(process.returncode)
             if process.returncode and not stopped:
                 rank = processes.index(process)
+                how = how_ended(process.returncode)
                 left = f"; {len(running)} left" if running else ""
-                print(
-                    f"weft run: rank {rank} (pid {process.pid}) {_how(process.returncode)}{left}",
-                    file=sys.stderr,
-                )
+                print(f"weft run: rank {rank} (pid {process.pid}) {how}{left}", file=sys.stderr)
         time.sleep(_LOOK)
     return codes
 
@@ -93,10 +91,14 @@ def _variables(rank: int, ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def _how(code: int) -> str:
-    return (
-        f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    )
+def how_ended(code: int) -> str:
+    """A phrase for how a process ended, by its exit code: below 0 that of a signal."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:  # most real-time signals have no name
+        return f"was ended by signal {-code}"
 
 
 def _status(code: int) -> int:
