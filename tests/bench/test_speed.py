@@ -64,7 +64,7 @@ def test_the_table_of_a_kind_of_processor_is_kept(tmp_path, monkeypatch):
 def test_every_group_runs(group):
     weft = Path(sys.executable).with_name("weft")
     command = [weft, "run", "-n", "2", FOLDER / "calls.py", group, "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     times = json.loads(done.stdout.splitlines()[-1])
     assert times

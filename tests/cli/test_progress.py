@@ -59,7 +59,7 @@ def test_a_benchmark_shows_each_step_and_ctrl_c_ends_it(shown):
         ) as process,
     ):
         os.close(writer)
-        seen, limit = b"", time.monotonic() + 60
+        seen, limit = b"", time.monotonic() + 180
         while shown.encode() not in seen:
             assert time.monotonic() < limit, seen
             seen += screen.read(1 << 16)
