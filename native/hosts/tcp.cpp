@@ -138,8 +138,7 @@ bool TcpTransport::put(int number, const Label& label, const std::vector<Strided
   if (peer.broken || peer.ending || aborted_.load(std::memory_order_relaxed)) return true;
   Sent sent = Sent::full;
   if (peer.fd >= 0 && peer.queue.empty()) sent = send(peer, out, at_once);
-  if (sent == Sent::all) return true;
-  if (sent == Sent::broken) return true;
+  if (sent == Sent::all || sent == Sent::broken) return true;
   out.done = std::move(done);
   peer.queue.push_back(std::move(out));
   out = {};
@@ -153,12 +152,12 @@ void TcpTransport::announce(int number, std::shared_ptr<const std::string> messa
   Outgoing out = outgoing(std::move(messages));
   const std::lock_guard lock(peer.sending);
   if (peer.broken || peer.ending || aborted_.load(std::memory_order_relaxed)) return;
-  if (peer.fd >= 0 && peer.queue.empty()) {
-    const Sent sent = send(peer, out, kTurn);
-    if (sent == Sent::all || sent == Sent::broken) return;
-  }
+  Sent sent = Sent::full;
+  if (peer.fd >= 0 && peer.queue.empty()) sent = send(peer, out, kTurn);
+  if (sent == Sent::all || sent == Sent::broken) return;
   peer.queue.push_back(std::move(out));
   unsent_.fetch_add(1, std::memory_order_acq_rel);
+  if (sent == Sent::some) again(peer);
 }
 
 TcpTransport::Outgoing TcpTransport::outgoing(std::shared_ptr<const std::string> messages) const {

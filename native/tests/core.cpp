@@ -1,11 +1,13 @@
 // Tests of the native core, with threads in place of processes so that a sanitizer sees all ranks:
 // copies, sums, waits, lanes, lost peers.
 #include <fcntl.h>
+#include <netinet/in.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cassert>
 #include <cmath>
 #include <cstdio>
@@ -769,13 +771,33 @@ struct Receiving : Transport::Receiver {
   int raised = 0, calls = 0, ends = 0;
 };
 
+std::array<int, 2> pair_of_sockets() {
+  std::array<int, 2> made;
+  CHECK(!socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, made.data()));
+  return made;
+}
+
+// The ends of a connection that takes some MiB at once.
+std::array<int, 2> large_connection() {
+  sockaddr_in address{};
+  address.sin_family = AF_INET, address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof address;
+  const auto at = reinterpret_cast<sockaddr*>(&address);
+  const int server = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0),
+            one = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), bytes = 8 << 20;
+  CHECK(!bind(server, at, size) && !listen(server, 1) && !getsockname(server, at, &size));
+  CHECK(!connect(one, at, size));
+  setsockopt(one, SOL_SOCKET, SO_SNDBUFFORCE, &bytes, sizeof bytes);
+  const int other = accept4(server, nullptr, nullptr, SOCK_CLOEXEC);
+  close(server);
+  return {one, other};
+}
+
 struct Connected {
-  Connected() {
-    int pair[2];
-    CHECK(!socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair));
+  explicit Connected(std::array<int, 2> sockets = pair_of_sockets()) {
     const auto nothing = std::make_shared<const std::string>();
-    here.connect(1, pair[0], nothing);
-    there.connect(0, pair[1], nothing);
+    here.connect(1, sockets[0], nothing);
+    there.connect(0, sockets[1], nothing);
     for (TcpTransport* each : {&here, &there})
       while (each->progress(0)) {
       }
@@ -795,6 +817,23 @@ void test_an_end_behind_a_message() {
   }
   CHECK(ranks.at_here.calls == 1);
   CHECK(ranks.at_here.ends == 1);
+}
+
+// More announcements than are sent in one turn, by a connection that takes them all: no event tells
+// that the rest can be sent.
+void test_a_long_announcement() {
+  constexpr int kCalls = 6000;
+  Connected ranks(large_connection());
+  std::string messages;
+  for (int call = 1; call <= kCalls; ++call)
+    messages += ranks.here.message({Kind::call, 0, 1, 2}, std::string(512, 'x'));
+  ranks.here.announce(1, std::make_shared<const std::string>(std::move(messages)));
+  Deadline deadline(kTimeout);
+  while (ranks.at_there.calls < kCalls && !deadline.passed()) {
+    ranks.here.progress(0);
+    ranks.there.progress(1);
+  }
+  CHECK(ranks.at_there.calls == kCalls);
 }
 
 // The end behind rows that have no place when an event tells of it, more than are read ahead.
@@ -1194,6 +1233,7 @@ int main() {
   test_kinds_of_stores();
   test_rows_that_wait_for_a_rank_of_this_host();
   test_an_end_behind_a_message();
+  test_a_long_announcement();
   test_an_end_behind_rows_that_wait();
   test_rows_that_wait_when_a_world_is_aborted();
   test_a_wait_ends_early();
