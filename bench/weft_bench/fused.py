@@ -281,11 +281,8 @@ class Subject(Views):
         return {self.streamed: self.view(call)}
 
     def _in_chunks(self) -> dict[str, View]:
-        """The view of the products alone, cut as where rows arrive, if they are of all rows."""
-        plan = self.products_alone()
-        if bind(plan, self.rows).buffers["x"].rows[self.world.rank] != len(self.x):
-            return {}
-        call = partial(self._multiply, plan)
+        """The view of the products alone, cut as where rows arrive."""
+        call = partial(self._multiply, self.products_alone())
         return {IN_CHUNKS: self.views["compute"]._replace(call=call)}
 
     def tensors(self) -> dict[str, Tensor]:

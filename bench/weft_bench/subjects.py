@@ -20,6 +20,7 @@ from weft.measure.timing import Stopwatch
 from weft.ops.operator import find
 from weft.plan import Plan
 from weft.plan.binding import bind
+from weft.schedules.lanes import products_alone
 from weft.schedules.peers import one_rank_per_host
 from weft.schedules.workload import Variant, Workload
 from weft.world import World
@@ -225,12 +226,15 @@ class Defined(Subject):
         request = operator.request(
             workload, Variant(operator.baseline), hosts=world.hosts.if_several
         )
-        plan = bind(operator.plan(request), self.rows)
-        input_rows = plan.buffers["a"].rows
+        plan = operator.plan(request)
+        input_rows = bind(plan, self.rows).buffers["a"].rows
+        products = bind(products_alone(plan, operator.exchanges), self.rows)
+        product_rows = products.buffers["x"].rows[rank]
         result_rows = [operator.result_rows(self.rows, rank) for rank in range(world.ranks)]
         self.problem = Definition(
             record.reference,
             input_rows,
+            product_rows,
             result_rows,
             (k, n),
             self.dtype,
@@ -240,8 +244,8 @@ class Defined(Subject):
             device=world.device,
         )
         self.a = world.empty(max(input_rows), k, dtype=self.dtype)[: input_rows[rank]]
-        self.x = torch.empty_like(self.a)
-        self.product = self.empty(input_rows[rank], n, dtype=self.out_dtype)
+        self.x = self.empty(product_rows, k, dtype=self.dtype)
+        self.product = self.empty(product_rows, n, dtype=self.out_dtype)
         self.out = self.result(result_rows, n)
         communication = bind(operator.communicate(request), self.rows)
         formats = operator.buffers(workload)
@@ -259,8 +263,8 @@ class Defined(Subject):
         self.shares = {"shard_rows": self.rows}
 
     def renew(self, run: int) -> None:
-        self.a.copy_(self.problem.rows(run))
-        self.x.copy_(self.a)
+        self.a.copy_(self.problem.given(self.world.rank, run))
+        self.x.copy_(self.problem.rows(run))
 
 
 class Exchanged(Defined):

@@ -118,16 +118,18 @@ class Problem:
 
 
 class Definition(Problem):
-    """Random rows and a random weight of each rank, and an operator's results by its definition.
+    """Random inputs and a random weight of each rank, and an operator's results by its definition.
 
     `input_rows` and `result_rows` are the numbers of rows of each rank's input and result. Every
-    rank draws the operands of all ranks.
+    rank draws the operands of all ranks. `product_rows` is the number of rows that this rank
+    multiplies: its product alone is of so many other `rows`.
     """
 
     def __init__(
         self,
         reference: Reference,
         input_rows: Sequence[int],
+        product_rows: int,
         result_rows: Sequence[int],
         shape: tuple[int, int],
         dtype: torch.dtype,
@@ -140,7 +142,7 @@ class Definition(Problem):
         k, n = shape
         seeds = [seed + 1000 * r for r in range(len(input_rows))]
         where = {"seed": seeds[rank], "rank": rank}
-        super().__init__(input_rows[rank], k, n, dtype, out_dtype, **where, device=device)
+        super().__init__(product_rows, k, n, dtype, out_dtype, **where, device=device)
         self.reference = reference
         self.rank = rank
         self.input_rows = input_rows
@@ -152,12 +154,15 @@ class Definition(Problem):
         ]
         self.weights = [self.random(k, n, dtype, seeds[r] + 1 + r) for r in range(len(input_rows))]
 
+    def given(self, rank: int, run: int) -> Tensor:
+        """The input of a rank in this run."""
+        return self.inputs[rank][run : run + self.input_rows[rank]]
+
     def check_result(self, out: Tensor, run: int) -> Check:
         """Compare this rank's result with the run's exact one; each product may be rounded to the
         dtype of the result before it is added.
         """
-        windows = zip(self.inputs, self.input_rows, strict=True)
-        inputs = [a[run : run + rows].double() for a, rows in windows]
+        inputs = [self.given(rank, run).double() for rank in range(len(self.inputs))]
         weights = [b.double() for b in self.weights]
         exact = self.reference(inputs, weights, self.result_rows)[self.rank]
         sizes = [a.abs() for a in inputs], [b.abs() for b in weights]

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -660,6 +661,34 @@ def test_gloo_is_refused_for_an_operator_without_baselines(monkeypatch):
     assert outcome.exit_code == 2
     said = " ".join(outcome.stderr.replace("│", " ").split())
     assert "matmul-all-reduce has no baseline to compare with" in said
+
+
+def products_of_uneven_rows(world, operator):
+    """The rows of the product alone, the names of the views, and those with wrong results."""
+    settings = FusedSettings(operator, shape=Shape(4, 24, 8), algorithm="sequential")
+    if operator == "all_gather_matmul_reduce_scatter":
+        settings = replace(settings, algorithm="gathered")
+    subject = case.subject(operator)(settings, world, Stopwatch(world))
+    _, checks = verify(subject, world, lambda: None)
+    wrong = [name for name, check in checks.items() if check.wrong]
+    return len(subject.product), [*subject.views], wrong
+
+
+@pytest.mark.parametrize(
+    ("operator", "rows"),
+    [
+        ("all_gather_matmul_reduce_scatter", [4, 4, 4]),
+        ("all_to_all_matmul", [6, 3, 3]),
+        ("all_to_all_matmul_all_to_all", [6, 3, 3]),
+    ],
+)
+def test_the_product_alone_has_all_rows_that_a_rank_multiplies(operator, rows):
+    """The four rows are 2, 1 and 1 of three ranks."""
+    found = on_ranks(products_of_uneven_rows, 3, operator)
+    assert [of_rank for of_rank, _, _ in found] == rows
+    for _, names, wrong in found:
+        assert names == ["compute", "communicate", "sequential", "pipelined", "compute in chunks"]
+        assert wrong == []
 
 
 def one_process(world, operator, shape, dtype):

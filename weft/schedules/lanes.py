@@ -166,11 +166,11 @@ def products_alone(plan: Plan, exchanges: str) -> Plan:
     the beginning: no rank waits, moves rows or adds them up.
 
     ``product = x @ weight``, both with the blocks that a rank multiplies: those of its ``out``, or
-    of ``partial`` products, if ranks exchange rows of ``a``, else those of its ``a``. There is one
-    weight.
+    of products that are ``partial``, or ``made`` to return, if ranks exchange rows of ``a``, else
+    those of its ``a``. There is one weight.
     """
     gathers = exchanges == "a"
-    made = "partial" if "partial" in plan.buffers else "out"
+    made = next(name for name in ("partial", "made", "out") if name in plan.buffers)
     rows = plan.buffers[made if gathers else "a"]
 
     def alone(one: Compute) -> Compute:
