@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from typer.testing import CliRunner
 
 import weft
@@ -347,6 +349,26 @@ def fail():
         if world.rank == 1:
             raise ValueError("seven is not eight")
         weft.all_gather_matmul(torch.ones(40, 2), torch.eye(2))
+
+
+GLOO = (
+    "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] {} "
+    "[127.0.0.1]:44224. This is typically caused by a remote worker crashing."
+)
+
+
+@pytest.mark.parametrize("lost", ["Connection closed by peer", "Connection reset by peer"])
+def test_a_rank_that_has_lost_a_peer_in_gloo_is_not_the_first(lost, tmp_path):
+    """Even if its error is of an earlier second."""
+    failures = {}
+    for rank, message in enumerate((GLOO.format(lost), "ValueError: the cause")):
+        file = tmp_path / f"{rank}.json"
+        file.write_text(
+            json.dumps({"message": {"message": message, "extraInfo": {"timestamp": rank}}})
+        )
+        failures[rank] = ProcessFailure(rank, pid=7, exitcode=1, error_file=str(file))
+    first, _ = launcher._first(ChildFailedError("ranks", failures))
+    assert first == 1
 
 
 def test_launch_names_the_failed_rank_and_its_error():

@@ -30,6 +30,8 @@ from weft.world.placement import threads_per_rank
 
 _LONG = 80
 """Characters from which on the last line of `run` does not repeat an exception."""
+_LOST = re.compile(r"PeerLost|RuntimeError: \[\S+/gloo/\S+\] .*(by peer|Broken pipe)")
+"""The beginning of a message on the end of another rank, in weft's words or in gloo's."""
 
 
 def launch(
@@ -137,7 +139,7 @@ def _first(error: ChildFailedError) -> tuple[int, ProcessFailure]:
         failure = failed[1]
         return (
             failure.exitcode == -signal.SIGTERM and not _message(failure),
-            _message(failure).startswith("PeerLost"),
+            bool(_LOST.match(_message(failure))),
             failure.timestamp,
         )
 
