@@ -19,7 +19,7 @@ from support.vllm_client import BIN, ROOT, needs_vllm
 from weft_bench.harness import host
 from weft_bench.vllm import __main__ as main
 from weft_bench.vllm import measure, models, picture, tables
-from weft_bench.vllm.engines import Answer
+from weft_bench.vllm.engines import Answer, Engine
 
 
 def run(*arguments):
@@ -125,6 +125,28 @@ def test_other_tokens_are_wrong_results():
     text = printed(found)
     assert "NOT VERIFIED" in text
     assert "weft-communicator WRONG" in text
+
+
+def test_engines_that_end_are_not_verified(monkeypatch, tmp_path):
+    def rows(model, mode, *_):
+        if mode == "compiled":
+            raise RuntimeError("an engine ended")
+        return [row for row in result()["rows"] if (row["model"], row["mode"]) == (model, mode)]
+
+    monkeypatch.setattr(models, "save", lambda model, folder: model)
+    monkeypatch.setattr(measure, "_rows", rows)
+    monkeypatch.setattr(measure, "version", lambda package: "0")
+    found = measure.measure(measure.Settings(models=("llama",)), tmp_path)
+    assert found["failed"] == {"llama, compiled": "an engine ended"}
+    assert not found["verified"]
+    assert "NOT VERIFIED" not in printed(found), "of the rows that are shown"
+
+
+def test_an_engine_that_has_ended_says_why(tmp_path):
+    engine = Engine({}, {}, tmp_path / "engine.log")
+    engine.end()  # without a model it ends by itself
+    with pytest.raises(RuntimeError, match=r"an engine ended:\n(.*\n)+.*Error"):
+        engine.generate([[1]], tokens=1)
 
 
 @pytest.mark.parametrize("neighbours", [(), (0, 2)])

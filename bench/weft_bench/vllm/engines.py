@@ -52,7 +52,9 @@ class Engine:
         self._receive()
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int, top: int = 0) -> Answer:
-        """Serve prompts together: `tokens` tokens for each, and the `top` likeliest of each."""
+        """Serve prompts together: `tokens` tokens for each, and the `top` likeliest of each. Raises
+        `RuntimeError` if the engine has ended.
+        """
         self._send({"prompts": prompts, "tokens": tokens, "top": top})
         return Answer(**self._receive())
 
@@ -84,11 +86,18 @@ class Engine:
 
     def _send(self, request: Any) -> None:
         assert self._process.stdin
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._ended() from None
 
     def _receive(self) -> Any:
         assert self._process.stdout
         if line := self._process.stdout.readline():
             return json.loads(line)
-        raise RuntimeError(f"an engine ended:\n{self._log.read_text()[-_SHOWN:]}")
+        raise self._ended()
+
+    def _ended(self) -> RuntimeError:
+        """The error of an engine that has ended, with the end of its log."""
+        return RuntimeError(f"an engine ended:\n{self._log.read_text()[-_SHOWN:]}")

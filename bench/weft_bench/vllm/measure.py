@@ -86,7 +86,8 @@ def measure(settings: Settings, logs: Path) -> dict[str, Any]:
     Each of `rows` is an engine: `prefill_ms`, `first_ms` (from the request to the first token of
     the slowest sequence) are medians over the rounds; `token_ms` and `neighbours_ms`, between two
     tokens of every sequence, have the median of the rounds' medians and the p99 of all. `failed`
-    has the error of every model and mode of which an engine ended; they have no rows.
+    has the error of every model and mode of which an engine ended; they have no rows, and the
+    result is not `verified`.
     """
     kinds = [(model, mode) for model in settings.models for mode in settings.modes]
     steps = len(kinds) * len(settings.variants) * (2 + settings.rounds)
@@ -104,7 +105,7 @@ def measure(settings: Settings, logs: Path) -> dict[str, Any]:
         "ranks": RANKS,
         "rows": rows,
         "failed": failed,
-        "verified": all(verified(row) for row in rows),
+        "verified": not failed and all(verified(row) for row in rows),
         "options": asdict(settings),
         "date": utc(),
         "machine": host(len(cores()), len(cores()) // RANKS),

@@ -108,12 +108,13 @@ def _notes(result: dict[str, Any]) -> Sequence[Text | str]:
     against = base(result, result["rows"][0])["variant"]
     compared = f"{SEQUENCES * TOKENS} tokens of {SEQUENCES} sequences are the first variant's"
     least = min(row["shared_top"] for row in result["rows"])
+    shown = {"verified": all(map(verified, result["rows"]))}  # engines that ended have no rows
     return (
         f"x: how many times as fast as {against}. Medians of {result['options']['rounds']} rounds "
         f"in which the engines of a model take turns; p99 of all tokens. Batches have prompts of "
         f"{PROMPT} tokens.",
         tables.verdict(
-            result,
+            shown,
             f"{compared}, and at least {least:.0%} of the likeliest tokens at each.",
         ),
         tables.machine(result),
