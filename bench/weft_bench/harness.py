@@ -94,7 +94,8 @@ def environment(world: World, settings: Any, **baselines: str) -> dict[str, Any]
     if world.device.type == "cuda":
         on_gpu = gpu(world.device, min(world.ranks, torch.cuda.device_count()))
         on_gpu["nccl_most_channels"] = nccl.channels()
-    cores = len(frozenset[int]().union(*world.cores))
+    on_hosts = zip(world.hosts, world.cores, strict=True)
+    cores = len({(host, core) for host, own in on_hosts for core in own})
     return {
         "options": options_of(settings),
         "date": utc(),
@@ -112,7 +113,9 @@ def waited() -> float:
 
 
 def host(cores: int, threads: int) -> dict[str, Any]:
-    """The properties of this host, `cores` of which are used, by ranks of `threads` threads."""
+    """The properties of this host, and the `cores` of all hosts together that are used, by ranks of
+    `threads` threads.
+    """
     return {
         "cpu": cache.processor().partition(":")[0] or platform.processor() or platform.machine(),
         "cores": cores,

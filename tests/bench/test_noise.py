@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from rich.console import Console
 
 from weft_bench import noise, page, tables
+from weft_bench.harness import environment
+from weft_bench.settings.serving import ServingSettings
 
 
 def time(median, least):
@@ -89,6 +94,12 @@ def test_a_busy_machine_and_too_many_threads_are_noticed(changes, words):
     assert all(text.startswith(word) for text, word in zip(found, words, strict=True))
     beside = {"ranks": 2, "neighbours": 1, "machine": machine | {"threads_per_rank": 1}}
     assert [*tables.disturbed(beside)] == [], "as asked for"
+
+
+def test_cores_of_several_hosts_may_have_the_same_numbers():
+    cores = [frozenset(numbers) for numbers in ((0, 1), (1,), (0, 1))]
+    world = SimpleNamespace(hosts=(0, 0, 1), cores=cores, device=torch.device("cpu"))
+    assert environment(world, ServingSettings())["machine"]["cores"] == 4
 
 
 def test_terminal_and_page_name_noise_alike():
