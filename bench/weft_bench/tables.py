@@ -88,16 +88,18 @@ def is_scaled(result: dict[str, Any], name: str) -> bool:
 
 
 def cut_short(result: dict[str, Any]) -> Iterator[Text]:
-    """A warning of measured calls that had fewer runs than were asked for, being slow."""
-    asked = options_of(result).get("iterations", 0)
+    """A warning of measured calls that had fewer runs than were asked for, and why."""
+    options = options_of(result)
+    asked = options.get("iterations", 0)
     runs = {name: time.get("runs", asked) for name, time in times_of(result).items()}
     if few := {name: number for name, number in runs.items() if number < asked}:
-        least, most = min(few.values()), max(few.values())
+        names, least, most = ", ".join(few), min(few.values()), max(few.values())
         measured = f"{least}" if least == most else f"{least} to {most}"
-        verb = "is" if len(few) == 1 else "are"
-        yield Text(
-            f"{', '.join(few)} {verb} too slow for {asked} runs: {measured} measured.", "yellow"
-        )
+        if "seconds" in options:  # preparations take a part of them, too
+            why = f"--seconds {options['seconds']:g} left no time for {asked} runs of {names}"
+        else:
+            why = f"{names} {'is' if len(few) == 1 else 'are'} too slow for {asked} runs"
+        yield Text(f"{why}: {measured} measured.", "yellow")
 
 
 def milliseconds(times: Mapping[str, float]) -> Iterator[str]:

@@ -195,21 +195,20 @@ def test_interleaving_runs_every_view_in_every_round():
     assert [times[name].iterations for name in "abc"] == [4, 4, 4]
 
 
-def test_a_view_beyond_the_budget_is_run_once(monkeypatch):
-    monkeypatch.setattr(timing, "BUDGET", 0.0)
-    calls = []
-    with weft.init() as world:
-        times = Stopwatch(world).interleave(
-            {"slow": lambda: calls.append(1)}, warmup=3, iterations=20
-        )
-    assert times["slow"].iterations == len(calls) == 1
-
-
 class Paced(Stopwatch):
     """A stopwatch by which each call takes its number of seconds, without waiting for them."""
 
     def time(self, call, calls=1):
         return float(call())
+
+
+def test_beyond_the_budget_slow_views_run_once_and_quick_ones_a_few_times():
+    with weft.init() as world:
+        times = Paced(world).interleave(
+            {"slow": lambda: 1.0, "quick": lambda: 0.01}, warmup=3, iterations=20, budget=0.0
+        )
+    runs = {name: time.iterations for name, time in times.items()}
+    assert runs == {"slow": 1, "quick": timing.FEWEST}
 
 
 def test_iterations_fit_into_the_budget_of_a_call():
@@ -520,6 +519,13 @@ def test_tables_mark_slower_wrong_and_emulated():
     )
     assert "too slow for 20 runs: 3 measured" in text_of(
         result(baselines={GLOO: Statistics(6.0, 6.0, 5.0, 7.0, 7.0, 3)})
+    )
+    options = ENVIRONMENT["options"] | {"seconds": 60.0}
+    assert f"--seconds 60 left no time for 20 runs of {GLOO}: 3 measured" in text_of(
+        result(
+            baselines={GLOO: Statistics(6.0, 6.0, 5.0, 7.0, 7.0, 3)},
+            environment=ENVIRONMENT | {"options": options},
+        )
     )
 
 

@@ -31,9 +31,11 @@ from weft.world.memory import exchange
 
 BUDGET = 24.0
 """The most seconds for all iterations of all views, each of which has an equal share: slower views
-get fewer iterations, but `FEWEST`, unless one takes a quarter of it.
+get fewer iterations, but `FEWEST`, unless a call takes a quarter of it and is not `QUICK`.
 """
 FEWEST = 3
+QUICK = 0.05
+"""Seconds: calls that take less have their `FEWEST` runs even where no time is left."""
 
 TIMEOUT = 600.0  # seconds; a baseline may take longer on one rank than on another
 
@@ -197,7 +199,7 @@ class Stopwatch:
 
         There is at least one warm-up round. The first one finds views whose iterations would take
         longer than their share of the budget, by default `BUDGET`: they get fewer iterations. If a
-        single call takes a quarter of it, its first time is the only one.
+        single call takes a quarter of it, and is not `QUICK`, its first time is the only one.
         """
         budget = BUDGET if budget is None else budget
 
@@ -213,7 +215,7 @@ class Stopwatch:
         share = budget / len(views)
         most = [
             0
-            if seconds >= budget / 4
+            if seconds >= max(QUICK, budget / 4)
             else min(iterations, max(FEWEST, int(share / max(seconds, 1e-9))))
             for seconds in first
         ]
