@@ -15,6 +15,7 @@ from weft.cli.values import Shape
 from weft.plan.trace import Trace
 from weft.predict import figures
 from weft.schedules.device_options import DEFAULT, DeviceOptions, tile_of
+from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import ORDERS, Variant
 from weft_bench import cascade, noise, tables
 from weft_bench.alone import ALONE
@@ -147,8 +148,9 @@ def _table(report: dict[str, Any], rows: Times, compared: Times) -> Table:
 
 
 def overlaps(report: dict[str, Any]) -> bool:
-    """Whether the measured algorithm is another than the sequential one beside it."""
-    return report.get("algorithm") != "sequential"
+    """Whether the measured algorithm is another than the one without overlap beside it."""
+    operator = OPERATORS.get(report["benchmark"].replace("-", "_"))
+    return operator is None or report["algorithm"] != operator.baseline
 
 
 def called(report: dict[str, Any], name: str) -> str:

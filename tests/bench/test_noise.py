@@ -25,6 +25,7 @@ def result(compute, communicate, sequential, pipelined, **more):
     hidden = 100 * (1 - (medians["pipelined"] - medians["compute"]) / medians["communicate"])
     limit = max(medians["compute"], medians["communicate"])
     return {
+        "benchmark": "all-gather-matmul",
         "algorithm": "push",
         "times_ms": times,
         "speedup": medians["sequential"] / medians["pipelined"],

@@ -529,9 +529,15 @@ def test_tables_mark_slower_wrong_and_emulated():
     )
 
 
-def test_no_speedup_is_stated_where_nothing_overlaps():
-    text = text_of(result(choice=Selection(Variant("sequential"), "few rows")))
-    assert "weft (sequential)" in text
+@pytest.mark.parametrize(
+    ("operator", "algorithm"),
+    [("all_gather_matmul", "sequential"), ("all_gather_matmul_reduce_scatter", "gathered")],
+)
+def test_no_speedup_is_stated_where_nothing_overlaps(operator, algorithm):
+    settings = FusedSettings(operator, shape=Shape(1000, 1000, 500))
+    choice = Selection(Variant(algorithm), "few rows")
+    text = text_of(result(settings=settings, choice=choice))
+    assert f"weft ({algorithm})" in text
     assert "Nothing overlaps" in text
     for figure in ("speedup ", "overlap ", "limit ratio"):
         assert figure not in text, figure
