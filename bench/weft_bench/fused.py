@@ -7,7 +7,7 @@ Each operator has its `Subject`; measurement, verification and tracing are the s
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -205,8 +205,10 @@ class Subject(Views):
     ) -> None:
         """Emulate a link on which communication takes as long as `compute`."""
         self.renew(0)
-        moved = next(iter(self.moved.values()))
-        row_bytes = moved.shape[1] * moved.itemsize
+        buffers = self.call.operator.buffers(self.call.workload)
+        row_bytes = {
+            name: rows.columns * self.dtypes[name].itemsize for name, rows in buffers.items()
+        }
         alone = stopwatch.interleave({"compute": compute}, 1, 5)["compute"].median
         plan = bind(self.plan(), self.rows)
         gbps = balanced_gbps(plan, row_bytes, 1e-3 * alone, latency)
@@ -472,14 +474,17 @@ def measure(
         )
 
 
-def balanced_gbps(gather: Plan, row_bytes: int, compute: float, latency_us: float) -> float:
+def balanced_gbps(
+    plan: Plan, row_bytes: Mapping[str, int], compute: float, latency_us: float
+) -> float:
     """The bandwidth in Gbit/s at which the copies to and from peers take `compute` seconds on the
-    rank with the most bytes.
+    rank with the most bytes; `row_bytes` are those of a row of each buffer. Raises `ValueError` if
+    the copies' latency alone takes longer.
     """
     bits = 0.0
-    for lanes in gather.lanes:
+    for lanes in plan.lanes:
         moved = [
-            i.src.rows
+            i.src.rows * row_bytes[i.src.buffer]
             for lane in lanes.values()
             for i in lane
             if isinstance(i, Copy) and i.src.rank != i.dst.rank
@@ -491,5 +496,5 @@ def balanced_gbps(gather: Plan, row_bytes: int, compute: float, latency_us: floa
                 f"({1e3 * compute:.3f} ms): "
                 "choose a lower latency or larger chunks, or give the bandwidth"
             )
-        bits = max(bits, sum(moved) * row_bytes * 8 / left)
+        bits = max(bits, sum(moved) * 8 / left)
     return float(f"{bits / 1e9:.4g}")

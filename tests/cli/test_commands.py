@@ -27,10 +27,12 @@ from weft.measure import timing
 from weft.measure.timing import Statistics, Stopwatch, summarize
 from weft.ops import stored
 from weft.ops.call import Selection
+from weft.plan.binding import bind
 from weft.plan.trace import Span, Trace
 from weft.predict import figures
 from weft.predict.planners import PLANNERS
-from weft.schedules.workload import Variant, Workload
+from weft.schedules.operators import OPERATORS
+from weft.schedules.workload import Request, Variant, Workload
 from weft_bench import fused, plots, report, saved, scaled, torch_products, verification, views
 from weft_bench import subjects as case
 from weft_bench.alone import ALONE
@@ -701,6 +703,14 @@ def test_the_product_alone_has_all_rows_that_a_rank_multiplies(operator, rows):
     for _, names, wrong in found:
         assert names == ["compute", "communicate", "sequential", "pipelined", "compute in chunks"]
         assert wrong == []
+
+
+def test_a_balanced_link_takes_rows_there_and_products_back():
+    """A rank of two puts ten rows of 1000 bytes to the other, and ten products of 400 bytes."""
+    operator = OPERATORS["all_to_all_matmul_all_to_all"]
+    plan = bind(operator.communicate(Request(2, 1, "push")), [10, 10])
+    row_bytes = {"a": 1000, "inbox": 1000, "made": 400, "back": 400, "out": 400}
+    assert fused.balanced_gbps(plan, row_bytes, compute=1e-3, latency_us=0.0) == 0.112
 
 
 def one_process(world, operator, shape, dtype):
