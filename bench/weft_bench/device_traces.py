@@ -123,7 +123,8 @@ def show(trace: Trace, console: Console) -> None:
         for kind in ("matmul", "other", "reduce", "copy", _HOST, "wait", "notify")
         if any(span.kind == kind for span in trace.spans)
     ]
-    console.print(f"{trace.title}: {1e3 * trace.seconds:.3f} ms; milliseconds of each stream")
+    heading = f"{trace.title}: {1e3 * trace.seconds:.3f} ms; milliseconds of each stream"
+    console.print(heading, markup=False)
     made = tables.table(("device", "stream", "launches", *kinds), left=("device", "stream"))
     for device, lane in trace.lanes:
         spans = [span for span in trace.spans if (span.rank, span.lane) == (device, lane)]

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.text import Text
 from torch import Tensor
 
@@ -250,7 +251,7 @@ def _print_rows(rows: Sequence[dict[str, Any]], console: Console, p99: bool) -> 
     for place in places:
         columns += [f"{'in' if place else 'out of'} place\nus", *(["\np99 us"] if p99 else [])]
         columns += ["algbw\nGB/s", "busbw\nGB/s", "\n#wrong"]
-    table = tables.table([*columns, *(f"\nvs {name}" for name in baselines)])
+    table = tables.table([*columns, *(f"\nvs {escape(name)}" for name in baselines)])
     for _, of_size in groupby(rows, key=lambda row: row["size_bytes"]):
         found = {(row["implementation"], row["in_place"]): row for row in of_size}
         head = [str(next(iter(found.values()))[key]) for key in ("size_bytes", "count", "dtype")]
@@ -261,7 +262,7 @@ def _print_rows(rows: Sequence[dict[str, Any]], console: Console, p99: bool) -> 
             for baseline in baselines:
                 row = None if name in baselines else found.get((baseline, first))
                 cells.append(tables.ratio(row["time_us"]["median"] / ours) if row else Text())
-            table.add_row(*head, name, *cells)
+            table.add_row(*head, escape(name), *cells)
             head = [""] * 3
         table.add_section()
     tables.print_wide(console, table)

@@ -23,6 +23,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
@@ -171,7 +172,7 @@ def main(
     console.print(_table(results))
     worse = [*_worse(results)]
     for text in worse:
-        console.print(f"[bold red]wrong:[/] {text}", soft_wrap=True)
+        console.print(f"[bold red]wrong:[/] {escape(text)}", soft_wrap=True)
     raise typer.Exit(bool(worse))
 
 

@@ -83,12 +83,13 @@ def test_the_part_of_copying_that_is_hidden(write, tmp_path):
 
 
 def test_a_trace_of_each_rank(tmp_path):
-    of_torch(tmp_path / "rank0.json")
+    of_torch(tmp_path / "[rank0].json")
     packed = tmp_path / "rank1.json.gz"
-    packed.write_bytes(gzip.compress((tmp_path / "rank0.json").read_bytes()))
-    files = [str(tmp_path / "rank0.json"), str(packed)]
+    packed.write_bytes(gzip.compress((tmp_path / "[rank0].json").read_bytes()))
+    files = [str(tmp_path / "[rank0].json"), str(packed)]
     shown = CliRunner().invoke(app, ["show", *files, "--plot", str(tmp_path / "t.png")])
     assert shown.exit_code == 0, shown.output
+    assert "[rank0].json: 13.000 ms" in shown.stdout
     assert shown.stdout.count("device 0: 75 % of copying is hidden behind computations") == 2
     (tmp_path / "result.json").write_text('{"benchmark": "p2p"}')
     shown = CliRunner().invoke(app, ["show", files[0], str(tmp_path / "result.json")])

@@ -156,6 +156,13 @@ def test_several_results_are_one_curve_over_channels(of_channels, tmp_path, monk
         assert len({line.get_color() for line in axes.lines}) == len(labels)
 
 
+def test_names_of_files_are_shown_as_they_are(of_channels):
+    later = of_channels[1].rename(of_channels[1].with_name("[later].json"))
+    shown = CliRunner().invoke(app, ["show", str(of_channels[0]), str(later)])
+    assert shown.exit_code == 0, shown.output
+    assert "weft ([later])" in shown.output
+
+
 def test_results_that_do_not_compare_are_refused(of_channels, tmp_path):
     other = json.loads(of_channels[0].read_text()) | {"ranks": 7}
     file = tmp_path / "other.json"

@@ -156,6 +156,21 @@ def test_a_lack_of_memory_for_a_world_is_no_lack_of_a_connection(monkeypatch):
     assert "No connection" not in printed
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, weft.SymmetricMemoryError])
+def test_errors_are_printed_as_they_are(kind, monkeypatch):
+    error = "[/__w/gloo/pair.cc:553] Connection closed by peer [fe80::1]:7040"
+
+    def refused(**_):
+        raise kind(error)
+
+    monkeypatch.setattr(doctor, "init", refused)
+    console = Console(width=200, record=True, file=StringIO())
+    assert not doctor.diagnose(console)
+    assert error in console.export_text()
+    doctor._print([report(0, shared="no [pages]")], {}, console)
+    assert "no [pages]" in console.export_text()
+
+
 def test_other_programs_on_the_cores_are_noticed_but_no_fault():
     idle, disturbed = report(0, cores=(0,)), report(1, cores=(1,), waited=0.34)
     [(kind, text)] = doctor._notes([idle, disturbed, report(2, "two")])

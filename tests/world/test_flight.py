@@ -103,7 +103,7 @@ def test_the_rank_and_the_call_are_named(tmp_path, how, cause, advice):
 
 def fail_in_group(world, folder):
     os.environ[flight.VARIABLE] = str(folder)
-    pair = dist.new_group([0, 1], backend="weft", group_desc="the pair")
+    pair = dist.new_group([0, 1], backend="weft", group_desc="the [pair]")
     works = [dist.all_reduce(torch.ones(4), async_op=True) for _ in range(2)]
     for work in works:
         work.wait()
@@ -116,10 +116,13 @@ def test_calls_through_torch_distributed_have_their_groups_name(tmp_path):
     outcomes = start(fail_in_group, 3, tmp_path, context=group)
     assert outcomes[1] is None
     found = {each.group.partition(" ")[2]: each for each in read([tmp_path])}
-    assert "the pair" in found
-    why, _ = explanation(found["the pair"], difference(found["the pair"]))
-    assert f"rank 1 (pid {found['the pair'].ranks[1].pid}) died before call" in why
+    pair = found["the [pair]"]
+    why, _ = explanation(pair, difference(pair))
+    assert f"rank 1 (pid {pair.ranks[1].pid}) died before call" in why
     assert "broadcast((6,) float32, source=0)" in why
+    printed = StringIO()
+    doctor.diagnose([tmp_path], Console(file=printed, width=300))
+    assert "the [pair], failed at" in printed.getvalue()
     if "default_pg" in found:  # rank 2 may only learn of the death when it leaves
         made = [call.call for call in found["default_pg"].ranks[1].calls.values()]
         assert "all_reduce((4,) float32, op=sum)" in made

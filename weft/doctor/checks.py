@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -106,13 +107,12 @@ def diagnose(console: Console) -> bool:
         variables = launcher_variables(os.environ) or {}
         address, port = (variables.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
         place = f"{socket.gethostname()} ({_listed(addresses())})"
-        console.print(
-            f"[bold red]No connection[/]: {place} cannot join the job at {address}:{port}: "
-            f"{error}\n"
+        text = (
+            f"{place} cannot join the job at {address}:{port}: {error}\n"
             f"Is {address or 'MASTER_ADDR'} the address of the first host on a network that this "
-            f"host can reach, is port {port} open there, and was the job started on every host?",
-            soft_wrap=True,
+            f"host can reach, is port {port} open there, and was the job started on every host?"
         )
+        console.print(f"[bold red]No connection[/]: {escape(text)}", soft_wrap=True)
         return False
     with world:
         with progress("examining ranks and links", 2, shown=world.rank == 0) as advance:
@@ -134,18 +134,18 @@ def diagnose(console: Console) -> bool:
             if world.ranks > 1 and not world.hosts.several:
                 why = next(filter(None, staged), "")
                 how = f"are staged, since {why}" if why else "can be read in place"
-                console.print(f"Peers' ordinary tensors {how}.", soft_wrap=True)
+                console.print(f"Peers' ordinary tensors {how}.", soft_wrap=True, markup=False)
             for on in _by_host(everyone):
                 console.print(memory.sentence(on), soft_wrap=True)
             console.print(_setup(), soft_wrap=True)
             console.print(_stores(stores), soft_wrap=True)
             console.print(_gloo(replaced), soft_wrap=True)
             console.print(_new_memory(), soft_wrap=True)
-            console.print(_measurements(), soft_wrap=True)
+            console.print(_measurements(), soft_wrap=True, markup=False)
             _print_problems(problems, console)
             noted = [*_notes(everyone)]
             for kind, text in noted:
-                console.print(f"[bold yellow]{kind}:[/] {text}", soft_wrap=True)
+                console.print(f"[bold yellow]{kind}:[/] {escape(text)}", soft_wrap=True)
             if not problems:
                 besides = "Besides, nothing" if noted else "Nothing"
                 console.print(
@@ -277,7 +277,7 @@ def _listed(addresses: Mapping[str, str]) -> str:
 
 def _print_problems(problems: Sequence[str], console: Console) -> None:
     for problem in problems:
-        console.print(f"[bold red]wrong:[/] {problem}", soft_wrap=True)
+        console.print(f"[bold red]wrong:[/] {escape(problem)}", soft_wrap=True)
 
 
 def _report(world: World) -> RankReport:
@@ -514,7 +514,7 @@ def _print(
             report.interface or "by name",
             ",".join(map(str, report.cores)),
             str(report.threads),
-            report.shared,
+            escape(report.shared),
             ", ".join(f"{name} {rate:.0f}" for name, rate in report.providers.items()),
         )
     console.print(table)

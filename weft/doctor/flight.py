@@ -31,6 +31,7 @@ def diagnose(paths: Sequence[Path], console: Console) -> None:
             f"World {world.name} of {len(world.ranks)} ranks{group}, failed at "
             f"{moment(world.failed)}",
             highlight=False,
+            markup=False,
         )
         console.print(_table(world, found))
         for text in _errors(world):
