@@ -24,6 +24,12 @@ from weft.version import __version__
 PROFILE = "machine"
 """The name of the profile that ``weft calibrate`` stores, per machine."""
 
+_NAMES = (
+    ("CPU implementer", "CPU variant", "CPU part"),
+    ("model name", "cpu family", "model"),
+)
+"""The lines of /proc/cpuinfo that tell processors apart, on Arm and on x86."""
+
 _WRITING = 1.0  # seconds that another process may take to write a file
 
 Fits = Callable[[Any], object]
@@ -48,15 +54,23 @@ def of_this_machine(name: str, and_also: str = "") -> str:
 
 @functools.cache
 def processor() -> str:
-    """Model, family and model number of this machine's processor."""
+    """What tells this machine's processor from others."""
     try:
-        first, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")
+        return _named(Path("/proc/cpuinfo").read_text())
     except OSError:
         return platform.processor()
+
+
+def _named(cpuinfo: str) -> str:
+    """Model, family and model number of the first processor; on Arm, where the kernel has none of
+    them, implementer, variant and part.
+    """
+    first, _, _ = cpuinfo.partition("\n\n")
     lines = dict(line.split("\t", 1) for line in first.splitlines() if "\t" in line)
-    return ":".join(
-        lines.get(key, "").strip(" \t:") for key in ("model name", "cpu family", "model")
-    )
+    for keys in _NAMES:
+        if not lines.keys().isdisjoint(keys):
+            return ":".join(lines.get(key, "").strip(" \t:") for key in keys)
+    return platform.machine()
 
 
 def stored(name: str, fits: Fits) -> Any:

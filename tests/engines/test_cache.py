@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import platform
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -49,6 +50,15 @@ def test_the_path_of_the_directory(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/y")
     assert str(cache.directory()) == "/y/.cache/weft"
+
+
+def test_processors_are_told_apart():
+    x86 = "processor\t: 0\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\nflags\t\t: fpu"
+    assert cache._named(f"{x86}\n\n{x86.replace('17', '1')}") == "AMD EPYC:25:17"
+    neoverse = "processor\t: 0\nCPU implementer\t: 0x41\nCPU architecture: 8\nCPU variant\t: 0x3\n"
+    parts = [cache._named(f"{neoverse}CPU part\t: {part}\n") for part in ("0xd0c", "0xd40")]
+    assert parts == ["0x41:0x3:0xd0c", "0x41:0x3:0xd40"]
+    assert cache._named("processor\t: 0\nisa\t: rv64\n") == platform.machine()
 
 
 def test_without_a_home_directory(monkeypatch):
