@@ -23,7 +23,7 @@ from weft.predict import answers as answering
 from weft.predict import machine
 from weft.predict.forecast import forecast
 from weft.predict.interpolation import RateGrid
-from weft.predict.machine import LinkRate
+from weft.predict.machine import LinkRate, ProductRate
 from weft.schedules.thresholds import Thresholds
 from weft.schedules.workload import Variant
 
@@ -270,6 +270,16 @@ def test_interpolation_between_measurements():
     grid = RateGrid(((1, 4), (10, 1000)), (1, 100, 2, 200))
     points = (1, 10), (4, 1000), (1, 100), (2, 100), (9, 5), (0.5, 5000)
     assert [grid.at(*point) for point in points] == pytest.approx([1, 200, 10, 10 * 2**0.5, 2, 100])
+
+
+def test_ranks_without_rows_are_predicted_by_measured_products():
+    factors = RateGrid(((1, 64), (64, 1 << 20)), (2, 1, 2, 1))
+    calibrated(products={"float32": ProductRate(1.0, 10.0, 5.0, factors)})
+    mine = machine.load("this")
+    assert mine.product(0, 64, 64, "float32", True) == 0 < mine.product(1, 64, 64, "float32", True)
+    assert "4 ranks, 2x64x64" in command(
+        "predict", "all-gather-matmul", "-n", 4, "--shape", "2x64x64"
+    )
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,9 @@ class ProductRate:
     factors: RateGrid | None = None
 
     def seconds(self, rows: int, k: int, n: int, itemsize: int) -> float:
-        """The time of one product."""
+        """The time of one product; engines skip one of no rows."""
+        if not rows:
+            return 0.0
         fit = (
             self.fixed_us * 1e-6
             + k * n * itemsize / (self.weight_gbs * 1e9)
