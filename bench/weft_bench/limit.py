@@ -96,9 +96,12 @@ def _lost(result: dict[str, Any], compute: float, limit: float) -> dict[str, flo
 def _sentences(
     views: dict[str, float], limit: float, lost: dict[str, float], digits: int
 ) -> Iterator[str]:
-    (compute, computing), (communicate, _), _, (own, time) = views.items()
+    (compute, computing), (communicate, communicating), _, (own, time) = views.items()
     longer, other = (compute, communicate) if computing == limit else (communicate, compute)
-    where = "above it" if time >= limit else "below it, which is noise"
+    where = "above it"
+    if time < limit:
+        noisy = time < noise.least(own, computing, communicating)
+        where = f"below it, {'which is noise' if noisy else f'as {communicate} copies more rows'}"
 
     def ms(value: float, sign: str = "") -> str:
         return f"{round(value, digits) + 0.0:{sign}.{digits}f} ms"

@@ -58,6 +58,16 @@ def test_more_than_is_possible_is_noise():
     assert len([*tables.noisy(OVER)]) == 1
 
 
+def test_an_operator_may_be_faster_than_its_communication_alone():
+    """It reads rows in place that communicate copies; independent calls do the same alone."""
+    fused = result(time(4, 3.9), time(40, 39.9), time(44, 43), time(20, 19.9))
+    assert fused["limit_ratio"] == 0.5
+    assert noise.doubts(fused) == {}
+    times = fused["times_ms"]
+    independent = fused | {"times_ms": {**times, "overlapped": times["pipelined"]}}
+    assert {*noise.doubts(independent)} == {"limit_ratio"}
+
+
 def test_differences_below_those_of_the_runs_are_noise():
     assert {*noise.doubts(SHORT)} == {"speedup", "overlap_percent"}
     assert tables.compared(time(80, 70), time(78, 69)).plain == "1.0x"

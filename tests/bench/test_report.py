@@ -159,6 +159,8 @@ def test_the_limit_without_parts():
     noisy = of(10.0, 8.0, 18.0, 9.5, chunking_ms=-0.5, exposed_ms=0.0)
     assert [part.name for part in limit_of(noisy).bars[-1].parts] == ["pipelined"]
     assert "0.500 ms below it, which is noise" in limit_of(noisy).sentences[0]
+    in_place = of(8.0, 10.0, 18.0, 9.5)
+    assert "0.500 ms below it, as communicate copies more rows" in limit_of(in_place).sentences[0]
     streamed = of(10.0, 8.0, 18.0, 17.0, chunking_ms=1.0, exposed_ms=2.0)
     streamed["streamed_ms"] = {"direct": {"median": 20.0}}
     assert len(limit_of(streamed).sentences) == 1

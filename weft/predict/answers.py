@@ -9,7 +9,7 @@ from weft.predict import figures, overlap
 from weft.predict.collectives import collective_candidates
 from weft.predict.copies import ASYNCHRONOUS, copies
 from weft.predict.forecast import forecast, savings
-from weft.predict.machine import Machine
+from weft.predict.machine import THIS, Machine
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Variant, Workload
 
@@ -191,7 +191,8 @@ def words(result: dict[str, Any]) -> list[str]:
         lines.append(
             f"The bottleneck is {RESOURCES[next(iter(saved))]}: {', '.join(saved.values())}."
         )
-    if result["limit_ratio"] < 1 - _WORTH:
+    impossible = times["pipelined"] < (1 - _WORTH) * times["compute"]
+    if result["machine"] == THIS and impossible:
         lines.append(
             "The times contradict each other: less than the product alone. So the profile was "
             "measured while other programs used the cores; measure it again by weft calibrate."
