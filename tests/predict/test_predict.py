@@ -224,6 +224,10 @@ def test_predictions_next_to_a_measured_run(tmp_path):
     assert "not the JSON of weft bench" in command(
         "predict", "matmul-all-reduce", "--compare", tmp_path / "run.json", status=2
     )
+    emulated = run | {"link": {"gbps": 10.0, "latency_us": 0.0}}
+    (tmp_path / "run.json").write_text(json.dumps(emulated))
+    compared = ["predict", "all-gather-matmul", "--compare", tmp_path / "run.json"]
+    assert "was emulated: omit it" in command(*compared, "--link", 3, status=2)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from typer import Option
 
 from weft.cli.conditions import Unless
-from weft.cli.values import option, positive
+from weft.cli.values import not_negative, option, positive
 from weft.schedules.operators import OPERATORS
 
 FUSED = tuple(name.replace("_", "-") for name in OPERATORS)
@@ -53,8 +53,9 @@ _THREADS = "Compute threads per rank; default: its cores."
 Threads = Annotated[int | None, Option(min=1, help=_THREADS), Unless(no_threads)]
 _EMULATED = "Gbit/s of an emulated link, as for weft bench."
 EmulatedGbps = Annotated[float | None, option(positive, "GBPS", _EMULATED, keep=False)]
+_LATENCY = "Latency of the emulated link."
 EmulatedLatency = Annotated[
-    float, Option(min=0, help="Latency of the emulated link."), Unless(no_link)
+    float, option(not_negative, "US", _LATENCY, keep=False), Unless(no_link)
 ]
 _JSON = "Write the result as JSON; -: stdout."
 Json = Annotated[str | None, Option("--json", metavar="FILE|-", help=_JSON)]

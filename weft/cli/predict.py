@@ -17,7 +17,16 @@ from weft.cli import options
 from weft.cli.common import FUSED, Dtype, EmulatedGbps, EmulatedLatency, Json, Plot, Trace
 from weft.cli.conditions import Also, Unless
 from weft.cli.options import refuse
-from weft.cli.values import SHAPE, Shape, of_sizes, parse_sizes, product
+from weft.cli.values import (
+    SHAPE,
+    Shape,
+    not_negative,
+    of_sizes,
+    option,
+    parse_sizes,
+    positive,
+    product,
+)
 from weft.predict import COLLECTIVES, answers, candidates, copies, trace, workload
 from weft.predict import machine as profiles
 from weft.predict import overlap as concurrent
@@ -34,6 +43,12 @@ EVERY = Also({*MOVING, *COMPARE, *SWEEP})
 def _swept(settings: Question, name: str) -> str:
     swept = (settings.sweep or "").startswith(f"{name}=")
     return "the sweep sets it: omit it" if swept else ""
+
+
+def _emulated(settings: Question) -> str:
+    return (
+        "--link-gbps emulates a link in its place: omit one of them" if settings.link_gbps else ""
+    )
 
 
 def _no_bytes(settings: Question) -> str:
@@ -145,19 +160,25 @@ class Question:
     ] = None
     link: Annotated[
         float | None,
-        typer.Option(
-            metavar="GB/s",
-            help="Bandwidth of the link between ranks, in place of the profile's.",
+        option(
+            positive,
+            "GB/s",
+            "Bandwidth of the link between ranks, in place of the profile's.",
+            keep=False,
         ),
         EVERY,
         Unless(partial(_swept, name="link")),
+        Unless(_emulated),
     ] = None
     latency_us: Annotated[
         float | None,
-        typer.Option(min=0, help="Latency of the link, in place of the profile's."),
+        option(not_negative, "US", "Latency of the link, in place of the profile's.", keep=False),
         EVERY,
+        Unless(_emulated),
     ] = None
-    link_gbps: Annotated[EmulatedGbps, COLLECTIVE, OVERLAP, SWEEP] = None
+    link_gbps: Annotated[
+        EmulatedGbps, COLLECTIVE, OVERLAP, SWEEP, Unless(partial(_swept, name="link"))
+    ] = None
     link_latency_us: Annotated[EmulatedLatency, COLLECTIVE, OVERLAP, SWEEP] = 0.0
     compare: Annotated[
         Path | None,
@@ -217,6 +238,8 @@ class Question:
         if "times_ms" not in found or found.get("benchmark") != self.operator:
             refuse("--compare", f"{self.compare} is not the JSON of weft bench {self.operator}")
         link = found["link"] or {"gbps": None, "latency_us": 0.0}
+        if link["gbps"] and (self.link is not None or self.latency_us is not None):
+            refuse("--link / --latency-us", f"the link of {self.compare} was emulated: omit it")
         same = ("ranks", "dtype", "out_dtype", "algorithm", "chunk_rows")
         changes: dict[str, Any] = {name: found[name] for name in same}
         changes |= {f"link_{name}": value for name, value in link.items()}

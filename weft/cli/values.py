@@ -84,6 +84,14 @@ def positive(text: str) -> float:
     raise ValueError(f"expected a positive number; got {text!r}")
 
 
+def not_negative(text: str) -> float:
+    """The number of a text. Raises `ValueError` unless it is finite and at least 0."""
+    with suppress(ValueError):
+        if 0 <= float(text) < float("inf"):
+            return float(text)
+    raise ValueError(f"expected a number of at least 0; got {text!r}")
+
+
 def numbers(text: str) -> None:
     """Check positive numbers such as ``4,8,16``."""
     if not all(part.strip().isdecimal() and int(part) for part in text.split(",")):

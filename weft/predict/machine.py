@@ -215,7 +215,7 @@ class Machine:
         def changed(link: LinkRate) -> LinkRate:
             return replace(
                 link,
-                gbs=gbs or link.gbs,
+                gbs=link.gbs if gbs is None else gbs,
                 latency_us=link.latency_us if latency_us is None else latency_us,
             )
 

@@ -11,7 +11,7 @@ from typer import Option
 from weft.cli import common
 from weft.cli.common import Device, Dtype, Engine, Threads
 from weft.cli.conditions import Unless
-from weft.cli.values import SHAPE, Shape, product
+from weft.cli.values import SHAPE, Shape, not_negative, option, product
 from weft.schedules import all_gather_matmul
 from weft.schedules.device_options import TILES, DeviceOptions, tile_name, tile_of
 from weft.schedules.workload import Operator, Order
@@ -42,7 +42,9 @@ Timeline = Annotated[
     Path | None, Option(metavar="FILE.png|svg", help=_TIMELINE), Unless(reasons.over_time)
 ]
 _LATENCY = "Latency of each transfer on the emulated link."
-Latency = Annotated[float | None, Option(min=0, help=_LATENCY), Unless(common.no_link)]
+Latency = Annotated[
+    float | None, option(not_negative, "US", _LATENCY, keep=False), Unless(common.no_link)
+]
 _BIAS = "Add a bias to the result: each rank's, or one of all ranks to a sum."
 _COMM_THREADS = "Threads that move rows in the background."
 CommThreads = Annotated[int, Option(min=1, help=_COMM_THREADS), Unless(reasons.comm_threads)]
