@@ -48,7 +48,7 @@ def measured_and_used(
     sys.setswitchinterval(1e-4)
     tune._PIECES, tuning._COPYING = (1, 2), (2,)
     tuning.TILES, tuning._SHARES = ((64, 64), (64, 128)), (4,)
-    ((found, name, _),) = tune.measure_streams([CASE], 1, place)
+    ((found, name, *_),) = tune.measure_streams([CASE], 1, place)
     assert [each.median for each in found] == sorted(each.median for each in found)
     products = "triton" if place["engine"] == "interpreter" else "torch"
     made = {"products": products, "streams": True, "timeout": 20}

@@ -5,6 +5,7 @@ of the commands.
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict, replace
 
 import pytest
@@ -374,6 +375,25 @@ def test_this_machine_is_measured(tmp_path):
         for variants, found in zip(requested, answers, strict=True)
     )
     assert all(0 < answer.least <= answer.median for found in answers for answer in found)
+
+
+def beside_others(world, directory):
+    own_cache(directory)
+    case = predict.workload("all_gather_matmul", 2, (8, 16, 8), "float32")
+    found = []
+    for waited in (lambda: 0, time.monotonic_ns):  # never, and all the time
+        tune.waited_for_core = waited
+        found += tune.measure([tune.TuningCase(case, [Variant("push")])], 1, 1)
+    return [each.busy for each in found], world.oversubscribed
+
+
+def test_what_is_tuned_beside_other_programs_is_marked(tmp_path):
+    (busy, oversubscribed), _ = on_ranks(beside_others, 2, tmp_path / "of ranks")
+    assert busy == [False, not oversubscribed]
+    times = [tune.VariantTime(Variant("push"), 2.0, 1.0)]
+    for marked in (True, False):
+        tune._remembered([tune.CaseTimes(times, "a class", 1, marked)])
+        assert stored.find("a class").busy == marked
 
 
 def test_a_tuned_variant_is_found_for_its_setting_and_machine_only(monkeypatch):

@@ -36,7 +36,9 @@ from weft.schedules.operators import COLLECTIVES
 from weft.schedules.workload import Variant, Workload
 
 if TYPE_CHECKING:
-    from weft.measure.tune import VariantTime
+    from weft.measure.tune import CaseTimes
+
+_BUSY = " Ranks had to wait for cores meanwhile, so calls will measure again."
 
 
 def calibrate(
@@ -296,10 +298,10 @@ def _tune_host(settings: Tune) -> None:
         for each in workloads
     ]
     with options.failing("weft tune", settings.json_file):
-        times = tuning.tune(
+        tuned = tuning.tune(
             cases, settings.iterations, options.threads_for(settings.threads, settings.ranks)
         )
-    _show(settings, workloads, times, lambda each, variant: 1e3 * predict.time(each, variant, on))
+    _show(settings, workloads, tuned, lambda each, variant: 1e3 * predict.time(each, variant, on))
 
 
 def _tune_collective(settings: Tune) -> None:
@@ -314,19 +316,20 @@ def _tune_collective(settings: Tune) -> None:
         for size in sizes
     ]
     with options.failing("weft tune", settings.json_file):
-        times = tuning.tune(
+        tuned = tuning.tune(
             cases, settings.iterations, options.threads_for(settings.threads, ranks)
         )
     console = Console(stderr=settings.json_file == "-")
     shown = table((settings.operator, "path", "measured ms"), left=(settings.operator, "path"))
     results = []
-    for size, found in zip(sizes, times, strict=True):
-        rows = [{**variant.to_json(), "measured_ms": median} for variant, median, _ in found]
+    for size, found in zip(sizes, tuned, strict=True):
+        rows = [{**variant.to_json(), "measured_ms": median} for variant, median, _ in found.times]
         results.append({"operator": settings.operator, "bytes": size, "ways": rows})
-        for variant, median, _ in found:
+        for variant, median, _ in found.times:
             shown.add_row(f"{size} bytes", str(variant), f"{median:.4f}")
     console.print(shown)
-    console.print("Stored: the first path of each size.", highlight=False)
+    again = _BUSY if any(found.busy for found in tuned) else ""
+    console.print(f"Stored: the first path of each size.{again}", highlight=False)
     options.write_json({"tuned": results}, settings.json_file)
 
 
@@ -335,25 +338,25 @@ def _tune_streams(settings: Tune) -> None:
 
     workloads = _workloads(settings)
     with options.failing("weft tune", settings.json_file):
-        times = tuning.tune_streams(workloads, settings.iterations, settings.place)
-    _show(settings, workloads, times)
+        tuned = tuning.tune_streams(workloads, settings.iterations, settings.place)
+    _show(settings, workloads, tuned)
 
 
 def _show(
     settings: Tune,
     workloads: list[Workload],
-    times: list[list[VariantTime]],
+    tuned: list[CaseTimes],
     predicted: Callable[[Workload, Variant], float] | None = None,
 ) -> None:
     """Print a table for each workload, and write the JSON; `predicted` gives milliseconds."""
     console = Console(stderr=settings.json_file == "-")
     results = []
-    for shape, workload, found in zip(settings.shape or (), workloads, times, strict=True):
+    for shape, workload, found in zip(settings.shape or (), workloads, tuned, strict=True):
         heading = f"{settings.operator} {shape}"
         columns = "rows per piece", *(["predicted ms"] if predicted else []), "measured ms"
         shown = table((heading, *columns), left=(heading,))
         rows = []
-        for variant, median, _ in found:
+        for variant, median, _ in found.times:
             chunk_rows = predict.OPERATORS[workload.operator].chunk_rows(workload.rows, variant)
             both = {"predicted_ms": predicted(workload, variant)} if predicted else {}
             both["measured_ms"] = median
@@ -362,7 +365,8 @@ def _show(
         results.append({"operator": settings.operator, "shape": str(shape), "ways": rows})
         console.print(shown)
         console.print(
-            f"Stored: {found[0].variant}, at most {rows[0]['chunk_rows']} rows per transfer.",
+            f"Stored: {found.times[0].variant}, at most {rows[0]['chunk_rows']} rows per transfer."
+            f"{_BUSY if found.busy else ''}",
             highlight=False,
         )
     options.write_json({"tuned": results}, settings.json_file)

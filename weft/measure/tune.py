@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from inspect import signature
+from time import monotonic_ns
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,9 @@ from weft.engines import engine
 from weft.kernels.packed import pack
 from weft.measure.launched import on_ranks
 from weft.measure.progress import progress
-from weft.measure.timing import Statistics, Stopwatch, session, stopwatch_of
+from weft.measure.timing import Statistics, Stopwatch, largest, session, stopwatch_of
 from weft.ops import driver, stored
+from weft.ops.autotune import disturbed
 from weft.ops.call import Call
 from weft.ops.fused import FusedCall
 from weft.ops.operator import CollectiveOperator, find, find_any
@@ -26,6 +28,7 @@ from weft.plan.binding import bind
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Variant, Workload
 from weft.world import World
+from weft.world.placement import waited_for_core
 
 _PIECES = (1, 2, 4, 8, 16)
 """Pieces of a rank's rows that are tried on streams."""
@@ -51,12 +54,13 @@ class VariantTime(NamedTuple):
 
 class CaseTimes(NamedTuple):
     """The times of the variants of a case, the name of the class of calls that they are true for,
-    and the work of the call (`Call.work`).
+    the work of the call (`Call.work`), and whether ranks had to wait for cores meanwhile.
     """
 
     times: list[VariantTime]
     name: str
     work: int
+    busy: bool = False
 
 
 def measure(cases: list[TuningCase], iterations: int, threads: int) -> list[CaseTimes]:
@@ -79,19 +83,22 @@ def measure(cases: list[TuningCase], iterations: int, threads: int) -> list[Case
                 str(number): partial(driver.execute, call, variant)
                 for number, variant in enumerate(variants)
             }
+            before, begin = waited_for_core(), monotonic_ns()
             measured = stopwatch.interleave(views, 1, iterations, advance).values()
+            took = monotonic_ns() - begin
+            (waited,) = largest(world, [waited_for_core() - before])
+            busy = disturbed(waited, took) and not world.oversubscribed
             times = [
                 VariantTime(variant, time.median, time.min)
                 for variant, time in zip(variants, measured, strict=True)
             ]
-            found.append(
-                CaseTimes(times, stored.key(call.own_class, engine(world).setting), call.work)
-            )
+            name = stored.key(call.own_class, engine(world).setting)
+            found.append(CaseTimes(times, name, call.work, busy))
             engine(world).programs.clear()
     return found
 
 
-def tune(cases: list[TuningCase], iterations: int, threads: int) -> list[list[VariantTime]]:
+def tune(cases: list[TuningCase], iterations: int, threads: int) -> list[CaseTimes]:
     """Measure, and store the fastest variant of every case. Times are sorted, fastest first."""
     ranks = cases[0].workload.ranks
     found = on_ranks(measure, ranks, cases, iterations, threads, threads=threads)
@@ -172,21 +179,19 @@ def _algorithms(call: FusedCall, _: Sequence[Variant]) -> Iterator[Variant]:
             yield Variant(algorithm, pieces)
 
 
-def tune_streams(
-    cases: list[Workload], iterations: int, place: dict[str, Any]
-) -> list[list[VariantTime]]:
+def tune_streams(cases: list[Workload], iterations: int, place: dict[str, Any]) -> list[CaseTimes]:
     """`tune` on the device and by the engine of a `place`."""
     found = on_ranks(measure_streams, cases[0].ranks, cases, iterations, place)
     return _remembered(found)
 
 
-def _remembered(found: list[CaseTimes]) -> list[list[VariantTime]]:
-    """The times of each case, sorted, with the fastest variant stored."""
-    for times, name, work in found:
+def _remembered(found: list[CaseTimes]) -> list[CaseTimes]:
+    """The cases with sorted times, the fastest variant of each stored."""
+    for times, name, work, busy in found:
         times.sort(key=lambda time: time.median)
         ns = 1e6 * times[0].median / work
-        stored.remember(name, stored.Measured(times[0].variant, ns))
-    return [each.times for each in found]
+        stored.remember(name, stored.Measured(times[0].variant, ns, busy))
+    return found
 
 
 def _prepare(workload: Workload, world: World) -> Call:

@@ -70,6 +70,13 @@ slots, which are even in the first calls.
 _STORED = "it was measured to be the fastest"
 
 
+def disturbed(waited: float, took: float) -> bool:
+    """Whether other processes disturbed calls that `took` some time, in which a rank `waited` for a
+    core, in one unit.
+    """
+    return waited > _BUSY * took
+
+
 class Class(NamedTuple):
     """The key of calls that share a selection: the part of the workload that is equal on all ranks,
     with the rows of its size class, the caller's limit of rows, and the emulated link.
@@ -246,7 +253,7 @@ class Trial:
     @property
     def busy(self) -> bool:
         """Whether ranks have waited for cores in the measured calls."""
-        return self.waited > _BUSY * self.took
+        return disturbed(self.waited, self.took)
 
     def next(self, call: Choice) -> Selection:
         """The candidate of the next call, or the first one."""
@@ -284,8 +291,7 @@ class Trial:
             )
             waits.append(0 if oversubscribed else max(waited for _, _, waited, _ in calls))
         self.took, self.waited = self.took + sum(durations), self.waited + sum(waits)
-        disturbed = any(wait > _BUSY * ns for wait, ns in zip(waits, durations, strict=True))
-        self.repeated = disturbed and not self.repeated
+        self.repeated = any(map(disturbed, waits, durations)) and not self.repeated
         for variant, ns, (*_, work) in zip(self.turns, durations, times[0], strict=True):
             insort(self.ns_per_work[variant], ns / work)
             self.ms[variant] = min(self.ms.get(variant, float("inf")), 1e-6 * ns)
