@@ -36,6 +36,7 @@ def report(
     thresholds=(),
     waited=0.0,
     memory=PLENTY,
+    quotas=(),
 ):
     name, addresses = f"node-{host}", {"lo": "127.0.0.1"}
     return doctor.RankReport(
@@ -53,6 +54,7 @@ def report(
         team or threads,
         dict(thresholds),
         memory,
+        dict(quotas),
         waited,
         20.1,
     )
@@ -183,6 +185,47 @@ def test_other_programs_on_the_cores_are_noticed_but_no_fault():
     # ranks that share a core wait for each other, which is a fault
     shared = [report(0, cores=(0,), waited=0.5), report(1, cores=(0,), waited=0.5)]
     assert [*doctor._notes(shared)] == []
+
+
+def test_quotas_of_control_groups_are_found(tmp_path):
+    files = {
+        "pod/cpu.max": "150000 100000",
+        "pod/container/cpu.max": "max 100000",
+        "cpu/job/cpu.cfs_quota_us": "200000",
+        "cpu/job/cpu.cfs_period_us": "50000",
+        "cpu/job/step/cpu.cfs_quota_us": "-1",
+        "cpu/job/step/cpu.cfs_period_us": "50000",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    second = placed.quotas("0::/pod/container\n", tmp_path)
+    assert second == {str((tmp_path / "pod").stat().st_ino): 1.5}
+    first = placed.quotas("4:cpu,cpuacct:/job/step\n3:memory:/pod\n0::/\n", tmp_path)
+    assert [*first.values()] == [4.0]
+
+
+def test_ranks_that_their_control_group_stops_are_reported():
+    def ranks(*quotas):
+        every = [{"cores": (rank,), "quotas": quota} for rank, quota in enumerate(quotas)]
+        return [report(rank, waited=0.5 * rank, **each) for rank, each in enumerate(every)]
+
+    pod, uneven = {"7": 1.5}, {"rates": {"float32": 20.0}}
+    stopped = [*ranks(pod, pod | {"8": 1.0}), report(2, "two", **uneven)]
+    [text, other] = doctor._problems(stopped, {}, [0, 0, 0])
+    assert text.startswith(
+        "the control group of node-one grants the time of 1.5 CPU(s) to 2 threads of rank(s) 0-1"
+    )
+    assert all(remedy in text for remedy in ("docker run --cpus", "limits.cpu", "OMP_NUM_THREADS"))
+    assert other.startswith("rank 2 on node-two multiplies float32 at 20 GFLOP/s")
+    assert [*doctor._notes(stopped)] == [], "no other programs"
+    slow = [stopped[0], stopped[1]._replace(providers={"float32": 20.0})]
+    assert len([*doctor._problems(slow, {}, [0, 0])]) == 1
+    # each in a container of its own
+    alone = ranks({"7": 1.0}, {"8": 1.0})
+    assert [*doctor._problems(alone, {}, [0, 0])] == []
+    assert len([*doctor._notes(alone)]) == 1
 
 
 @pytest.mark.parametrize(

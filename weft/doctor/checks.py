@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from timeit import repeat, timeit
 from typing import NamedTuple
 
@@ -45,6 +46,7 @@ from weft.world import World, init, placement, transports
 from weft.world.default_group import join, launched
 from weft.world.listener import addresses, family_of, named_interface
 from weft.world.rendezvous import StoreRendezvous, host_identity
+from weft.world.topology import read_text
 from weft.world.variables import launcher_variables, translated
 from weft.world.wire import Kind, all_gather_values
 
@@ -306,6 +308,7 @@ def _report(world: World) -> RankReport:
         _native.team_size(),
         placement.cache_sizes(),
         memory.here(),
+        cores.quotas(read_text(Path("/proc/self/cgroup")), Path("/sys/fs/cgroup")),
         waited / max(1, ran + waited),
         os.getloadavg()[0],
     )
@@ -436,9 +439,12 @@ def _problems(
                 f"ranks {one} and {other} have a link of {gbps:.2f} Gbit/s, others of {best:.2f}: "
                 "the wrong interface? GLOO_SOCKET_IFNAME sets it"
             )
+    throttled = {report.rank for on in _by_host(everyone) if cores.throttled(on) for report in on}
     for name in everyone[0].providers:
         fastest = max(report.providers[name] for report in everyone)
         for report in everyone:
+            if report.rank in throttled:
+                continue  # for that reason
             if (rate := report.providers[name]) < _UNEVEN * fastest:
                 yield (
                     f"{report.place} multiplies {name} at {rate:.0f} GFLOP/s, another rank at "

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import NamedTuple
 
 from rich.table import Table
 
 from weft.doctor.memory import Memory
-from weft.world.topology import Core, Topology, listed, usable
+from weft.world import control_groups
+from weft.world.topology import Core, Topology, listed, read_text, usable
 
 BUSY = 0.1
 """Part of its time for which a thread waits for a core, from which on the machine is busy."""
@@ -32,6 +34,7 @@ class RankReport(NamedTuple):
     team: int  # threads that share copies and sums
     cache_sizes: Mapping[str, int]  # the thresholds are derived from them
     memory: Memory
+    quotas: Mapping[str, float]  # as of the function `quotas`
     waited: float = 0.0  # the part of the time of its products for which it waited for a core
     load: float = 0.0  # of the host, averaged over a minute
 
@@ -39,6 +42,23 @@ class RankReport(NamedTuple):
     def place(self) -> str:
         """The rank and its host, the subject of descriptions of problems."""
         return f"rank {self.rank} on {self.name}"
+
+
+def quotas(groups: str, root: Path) -> dict[str, float]:
+    """The number of CPUs whose time each control group grants its processes, of those of this one
+    that limit it; by the number of the group's folder, which containers see alike. Arguments are
+    those of `control_groups.folders`.
+    """
+    found = {}
+    for folder, first_version in control_groups.folders(groups, root, "cpu"):
+        if first_version:
+            time = read_text(folder / "cpu.cfs_quota_us")
+            period = read_text(folder / "cpu.cfs_period_us")
+        else:
+            time, _, period = read_text(folder / "cpu.max").partition(" ")
+        if time.isdigit() and period.isdigit():  # not "max" or -1
+            found[str(folder.stat().st_ino)] = int(time) / int(period)
+    return found
 
 
 def drawing(here: Sequence[RankReport]) -> Table:
@@ -116,6 +136,15 @@ def problems(here: Sequence[RankReport]) -> Iterator[str]:
             f"({listed(topology.cpuset)}) for {all_threads} threads: allow more, or start fewer "
             "ranks"
         )
+    if stopped := throttled(here):
+        cpus, ranks = stopped
+        yield (
+            f"the control group of {here[0].name} grants the time of {cpus:.3g} CPU(s) to "
+            f"{sum(report.threads for report in ranks)} threads of rank(s) "
+            f"{listed(report.rank for report in ranks)}, and stops them when it is used up: grant "
+            "more (docker run --cpus, resources.limits.cpu in Kubernetes), start fewer ranks or "
+            "set OMP_NUM_THREADS"
+        )
     if all_threads > len(allowed):
         yield (
             f"{here[0].name} is oversubscribed: {len(here)} rank(s) with {all_threads} threads in "
@@ -124,12 +153,30 @@ def problems(here: Sequence[RankReport]) -> Iterator[str]:
         )
 
 
+def throttled(here: Sequence[RankReport]) -> tuple[float, list[RankReport]] | None:
+    """The CPUs whose time a control group grants, and the ranks in it, of those on a host that have
+    more threads; of several groups that which stops its ranks the most.
+    """
+
+    def share(found: tuple[float, list[RankReport]]) -> float:
+        cpus, ranks = found
+        return cpus / sum(report.threads for report in ranks)
+
+    groups = {group: cpus for report in here for group, cpus in report.quotas.items()}
+    found = (
+        (cpus, [report for report in here if group in report.quotas])
+        for group, cpus in groups.items()
+    )
+    return min((each for each in found if share(each) < 1), key=share, default=None)
+
+
 def busy(here: Sequence[RankReport]) -> Iterator[str]:
     """A description of other programs on the cores of a host's ranks, if there are any."""
     worst = max(here, key=lambda report: report.waited)
     cores = {cpu for report in here for cpu in report.cores}
-    shared = sum(report.threads for report in here) > len(cores)  # a problem of its own
-    if worst.waited >= BUSY and not shared:
+    shared = sum(report.threads for report in here) > len(cores)
+    a_problem = shared or throttled(here)  # of its own
+    if worst.waited >= BUSY and not a_problem:
         yield (
             f"{worst.place} waited for a core in {worst.waited:.0%} of the time of its products, "
             f"at a load of {worst.load:.1f} on {len(cores)} core(s): other programs are running, "

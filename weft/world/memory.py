@@ -19,6 +19,7 @@ import torch
 import weft._native as _native
 from weft.checks import name as dtype_name
 from weft.errors import SymmetricMemoryError
+from weft.world import control_groups
 from weft.world.peers import Peers, attach, receive, send
 from weft.world.topology import read_text
 
@@ -227,18 +228,11 @@ def _limits(groups: str, folder: Path) -> list[tuple[Path, Path, Path]]:
     groups.
     """
     files = []
-    for _, controllers, path in (line.split(":", 2) for line in groups.splitlines()):
-        root = folder / "memory" if controllers else folder
+    for group, first_version in control_groups.folders(groups, folder, "memory"):
         limit, used = (
             ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            if controllers
+            if first_version
             else ("memory.max", "memory.current")
         )
-        if not controllers or "memory" in controllers.split(","):
-            group = root / path.lstrip("/")
-            files += [
-                (each / limit, each / used, each / "memory.stat")
-                for each in (group, *group.parents)
-                if each.is_relative_to(root)
-            ]
+        files.append((group / limit, group / used, group / "memory.stat"))
     return files
