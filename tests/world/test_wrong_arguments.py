@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from datetime import timedelta
@@ -92,6 +93,14 @@ def test_arguments_of_the_wrong_kind(kind, message, call):
             TypeError,
             "latency_us must be a number; got '5'",
             lambda: weft.init().emulate_link(10, "5"),
+        ),
+        *(
+            (
+                ValueError,
+                "bandwidth and latency must be finite and not negative; got",
+                lambda link=link: weft.init().emulate_link(*link),
+            )
+            for link in ((-1.0,), (math.nan,), (math.inf,), (1.0, -1.0), (1.0, math.nan))
         ),
         (
             TypeError,

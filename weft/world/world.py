@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
@@ -196,9 +197,10 @@ class World(Peers):
         """
         check_number(gbps, "gbps")
         check_number(latency_us, "latency_us")
-        if gbps < 0 or latency_us < 0:
+        if not (0 <= gbps < math.inf and 0 <= latency_us < math.inf):
             raise ValueError(
-                f"bandwidth and latency must not be negative; got {gbps} Gbit/s and {latency_us} us"
+                "bandwidth and latency must be finite and not negative; got "
+                f"{gbps} Gbit/s and {latency_us} us"
             )
         if gbps and self.hosts.several:
             raise ValueError(
