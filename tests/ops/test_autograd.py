@@ -11,8 +11,11 @@ import torch
 import torch.distributed as dist
 from support.checks.autograd import assert_same, every_algorithm_has_gradients, exact, leaves
 from support.ranks import everyones, on_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import weft
+import weft.nn
 
 SUMS = ("sum", "avg")
 
@@ -225,11 +228,47 @@ def packed_weights(world):
     assert_same([whole.grad], [plain.grad])
 
 
+def differentiable(world):
+    """Every operator and layer with gradients, and inputs for it."""
+    a, b = torch.randn(4, 6), torch.randn(6, 4)
+    for operator in (
+        weft.all_gather_matmul,
+        weft.matmul_reduce_scatter,
+        weft.matmul_all_reduce,
+        weft.all_to_all_matmul,
+        weft.matmul_all_to_all,
+        weft.all_to_all_matmul_all_to_all,
+    ):
+        yield operator, leaves(a, b)
+    yield lambda a: weft.all_gather_matmul_reduce_scatter(a, b), leaves(a)
+    for sequence_dim in (None, 0):
+        yield weft.nn.ColumnParallelLinear(6, 4, sequence_dim=sequence_dim), leaves(a)
+        whole = 6 * world.ranks
+        yield weft.nn.RowParallelLinear(whole, 4, sequence_dim=sequence_dim), leaves(a)
+    for own_tokens in (False, True):
+        yield weft.nn.MoE(4, 6, 5, 2, own_tokens=own_tokens), leaves(a)
+
+
+def checkpointed(world):
+    for call, inputs in differentiable(world):
+        operands = [*inputs, *(call.parameters() if isinstance(call, nn.Module) else ())]
+        plain = torch.autograd.grad(call(*inputs).sin().sum(), operands)
+        again = checkpoint(call, *inputs, use_reentrant=False)
+        assert_same(torch.autograd.grad(again.sin().sum(), operands), plain)
+
+
 def everything_else(world):
-    for check in (twice, options, packed_weights, every_algorithm_has_gradients, nothing_to_do):
+    for check in (
+        twice,
+        options,
+        packed_weights,
+        every_algorithm_has_gradients,
+        nothing_to_do,
+        checkpointed,
+    ):
         check(world)
 
 
 @pytest.mark.data
-def test_second_derivatives_options_algorithms_and_empty_tensors():
+def test_second_derivatives_checkpoints_options_algorithms_and_empty_tensors():
     on_ranks(everything_else, 2)

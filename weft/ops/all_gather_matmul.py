@@ -367,7 +367,8 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Gradients:
     """da = reduce_scatter(dy @ b^T), db = gathered^T @ dy; the gradients of several weights are
     summed by one product.
     """
-    weights, gathered = ctx.saved_tensors[: ctx.weights], ctx.saved_tensors[ctx.weights :]
+    saved = ctx.saved_tensors  # once, as a checkpoint unpacks each tensor once
+    weights, gathered = saved[: ctx.weights], saved[ctx.weights :]
     dys = [None if grad is None else grad.to(ctx.dtype) for grad in grads]
     for_a = None
     if ctx.for_a:
