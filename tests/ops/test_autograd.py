@@ -5,6 +5,7 @@ one rank.
 from __future__ import annotations
 
 import itertools
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -192,6 +193,32 @@ def options(world):
         assert torch.equal(x.grad, again.grad)
 
 
+class Nothing(torch.autograd.Function):
+    """A function of an unknown gradient, which counts as zero."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+def results_without_a_gradient(world):
+    """Nothing is multiplied for results that are not used; a rank without any makes the call for
+    its peers.
+    """
+    x, w = leaves(torch.ones(2, 3), torch.ones(3, 3))
+    with patch("torch.eye", side_effect=AssertionError("an identity is multiplied")):
+        weft.all_gather_matmul(x, [w, w])[1].sum().backward()
+    assert_same([x.grad], [torch.full_like(x, 3.0 * world.ranks)])
+    x.grad = None
+    y = weft.all_gather_matmul(x, w)
+    (y if world.rank else Nothing.apply(y)).sum().backward()
+    assert_same([x.grad], [torch.full_like(x, 3.0 * (world.ranks - 1))])
+
+
 def nothing_to_do(world):
     """Tensors without elements have gradients without elements, or of zeros."""
     for rows, k, n in ((0, 3, 4), (2, 0, 4), (2, 3, 0)):
@@ -265,6 +292,7 @@ def everything_else(world):
         every_algorithm_has_gradients,
         nothing_to_do,
         checkpointed,
+        results_without_a_gradient,
     ):
         check(world)
 

@@ -357,7 +357,8 @@ def _save(ctx: Any, call: Recorded, results: Sequence[Tensor]) -> None:
     ctx.arguments = *backward.values(), world
     ctx.for_a, ctx.for_weights = a.requires_grad, [b.requires_grad for b in weights]
     ctx.for_biases = [bias.requires_grad for bias in biases]
-    ctx.dtype, ctx.weights = a.dtype, len(weights)
+    ctx.dtype, ctx.weights, ctx.shape = a.dtype, len(weights), results[0].shape
+    ctx.set_materialize_grads(False)  # zeros for the gathered a would be multiplied
     if any(ctx.for_weights) and not options.keep:
         raise ValueError("the gradient of a weight needs the gathered a: pass keep=True")
     ctx.save_for_backward(*weights, *(results[-1:] if any(ctx.for_weights) else []))
@@ -377,6 +378,8 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Gradients:
             pairs.append(
                 (dys[-1], torch.eye(dys[-1].shape[-1], dtype=ctx.dtype, device=dys[-1].device))
             )
+        if not pairs:  # peers make the call all the same
+            pairs.append((weights[0].new_zeros(ctx.shape), weights[0].t()))
         dy, b = (
             (torch.cat([pair[0] for pair in pairs], -1), torch.cat([pair[1] for pair in pairs]))
             if len(pairs) > 1
