@@ -162,6 +162,11 @@ def gradchecked(world):
         for call in (scatter, gather):
             assert torch.autograd.gradcheck(call, (a, b, bias))
             assert torch.autograd.gradgradcheck(call, (a, b, bias))
+    for operator in (weft.all_to_all_matmul, weft.matmul_all_to_all):
+        exchange = lambda *x, operator=operator: operator(  # noqa: E731
+            x[0], [x[1], x[1]], bias=[x[2], x[2]], world=alone
+        )
+        assert torch.autograd.gradgradcheck(exchange, (a, b, bias))
 
 
 def test_numeric_gradients():
@@ -212,11 +217,18 @@ def results_without_a_gradient(world):
     x, w = leaves(torch.ones(2, 3), torch.ones(3, 3))
     with patch("torch.eye", side_effect=AssertionError("an identity is multiplied")):
         weft.all_gather_matmul(x, [w, w])[1].sum().backward()
-    assert_same([x.grad], [torch.full_like(x, 3.0 * world.ranks)])
-    x.grad = None
-    y = weft.all_gather_matmul(x, w)
-    (y if world.rank else Nothing.apply(y)).sum().backward()
-    assert_same([x.grad], [torch.full_like(x, 3.0 * (world.ranks - 1))])
+        assert_same([x.grad], [torch.full_like(x, 3.0 * world.ranks)])
+        x.grad = None
+        weft.all_to_all_matmul(x, w).sum().backward()
+        assert_same([x.grad], [torch.full_like(x, 3.0)])
+    for operator, wanted in (
+        (weft.all_gather_matmul, [[3.0 * (world.ranks - 1)]] * 2),
+        (weft.all_to_all_matmul, [[0.0], [3.0]]),
+    ):
+        x.grad = None
+        y = operator(x, w)
+        (y if world.rank else Nothing.apply(y)).sum().backward()
+        assert_same([x.grad], [torch.tensor(wanted).expand(2, 3)])
 
 
 def nothing_to_do(world):

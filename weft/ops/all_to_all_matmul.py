@@ -158,17 +158,23 @@ def _save(ctx: Any, call: Recorded, results: Sequence[Tensor]) -> None:
     if any(b.requires_grad for b in call.weights) and not call.options.keep:
         raise ValueError("the gradient of a weight needs the rows that arrive: pass keep=True")
     expert_calls.save(ctx, call, results)
+    ctx.shape = results[0].shape
+    ctx.set_materialize_grads(False)  # zeros for the rows that arrived would be multiplied
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Gradients:
     """da = the way back of dy @ b^T, and db = the rows that arrived^T @ dy."""
     *weights, rows = ctx.saved_tensors if any(ctx.for_weights) else (*ctx.saved_tensors, None)
-    dy = grads[0]
-    assert dy is not None
-    dy, for_a = dy.to(weights[0].dtype), None
+    dy, arrived = (*grads, None)[:2]
+    dy = weights[0].new_zeros(ctx.shape) if dy is None else dy.to(weights[0].dtype)
+    for_a = None
     if ctx.for_a:
+        back, factors = dy, [b.t() for b in weights]
+        if arrived is not None:  # it has a gradient in second derivatives
+            one = torch.eye(arrived.shape[1], dtype=dy.dtype, device=dy.device)
+            back, factors = torch.cat([dy, arrived], 1), [torch.cat([b, one]) for b in factors]
         (for_a,) = torch.ops.weft.matmul_all_to_all(
-            dy, [b.t() for b in weights], [], *ctx.back.values(), ctx.world
+            back, factors, [], *ctx.back.values(), ctx.world
         )
     sizes = ctx.back.input_split_sizes
     return for_a, *expert_calls.weight_gradients(ctx, rows, dy, sizes)
