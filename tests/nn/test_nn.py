@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import weft.nn
 from weft.nn import ColumnParallelLinear, RowParallelLinear
+from weft.nn.layout import local
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 5e-2}
 
@@ -134,6 +135,7 @@ def test_styles_accept_the_arguments_of_torchs():
             _autocast_and_copies,
             _shared_gather,
             _explained,
+            _second_derivatives,
         ],
     )
 
@@ -267,6 +269,20 @@ def _train_and_freeze(world, rows, how):
                 assert ours(x).equal(y)
                 assert [layer.frozen.packed for layer in layers] == forms, "packed once"
                 assert_near(y.clone(), theirs(x))
+
+
+def _second_derivatives(world):
+    model, x, mesh = model_and_input(world, torch.float64)
+    found = []
+    for each in (model, sharded(model, mesh, weft.nn, Replicate())):
+        inputs = [x.clone().requires_grad_(), *each.parameters()]
+        loss = each(inputs[0]).logsumexp(-1).square().sum()
+        first = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
+        total = sum(local(one).sin().sum() for one in first if one is not None)
+        second = torch.autograd.grad(total, inputs, allow_unused=True)
+        found.append([whole(one) for one in second if one is not None])
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        assert_near(ours, theirs)
 
 
 class _OwnLinear(nn.Linear):

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import weft
 import weft.nn
+from weft.ops import equal
 
 SUMS = ("sum", "avg")
 
@@ -109,9 +110,6 @@ def reduces(world, op):
     assert_same([y], [total])
     total.sin().sum().backward()
     assert_same([x.grad for x in mine], [*(x.grad for x in pairs[world.rank]), common.grad])
-    y = weft.matmul_all_reduce(mine[0], mine[1])
-    with pytest.raises(NotImplementedError, match="no second derivatives"):
-        torch.autograd.grad(y.sum(), mine[0], create_graph=True)
 
 
 def twice(world):
@@ -132,16 +130,38 @@ def twice(world):
     total.sin().sum().backward()
     assert_same(once, [torch.split(whole.grad, 4)[world.rank], weights[world.rank].grad])
 
-    def second(y, *inputs):
-        first = torch.autograd.grad(y.pow(3).sum(), inputs, create_graph=True)
-        return torch.autograd.grad(sum(g.pow(2).sum() for g in first), inputs)
-
     x, w = leaves(a, b)
     (whole,) = leaves(torch.cat(everyones(a)))
     weights = leaves(*everyones(b))
     found = second(weft.all_gather_matmul(x, w), x, w)
     for_whole, *for_weights = second(torch.cat([whole @ v for v in weights]), whole, *weights)
     assert_same(found, [torch.split(for_whole, 4)[world.rank], for_weights[world.rank]])
+    for op in SUMS:
+        xs, weights = leaves(*everyones(a)), leaves(*everyones(b))
+        total = sum(x @ v for x, v in zip(xs, weights, strict=True))
+        wanted = second(total / world.ranks if op == "avg" else total, *xs, *weights)
+        own = xs[world.rank], weights[world.rank]
+        found = second(weft.matmul_all_reduce(*own, op=op), *own)
+        assert_same(found, wanted[world.rank :: world.ranks])
+
+
+def second(y, *inputs):
+    """Gradients of gradients, both of functions that are not linear."""
+    first = torch.autograd.grad(y.pow(3).sum(), inputs, create_graph=True)
+    return torch.autograd.grad(sum(g.pow(2).sum() for g in first), inputs)
+
+
+def sums(world):
+    """Derivatives of any order of a sum over ranks, and of the use of it on each rank."""
+    found = parts = leaves(*everyones(torch.randn(3).double()))
+    own = y = parts[world.rank]
+    for _ in range(3):
+        used = equal.apart(equal.total(y.sin(), world.name), world.name) * (1 + world.rank)
+        total = sum(part.sin() for part in found)
+        all_used = [total * (1 + rank) for rank in range(world.ranks)]
+        (y,) = torch.autograd.grad(used.sin().sum(), own, create_graph=True)
+        found = torch.autograd.grad(sum(x.sin().sum() for x in all_used), parts, create_graph=True)
+        assert_same([y], [found[world.rank]])
 
 
 def gradchecked(world):
@@ -304,6 +324,7 @@ def everything_else(world):
         every_algorithm_has_gradients,
         nothing_to_do,
         checkpointed,
+        sums,
         results_without_a_gradient,
     ):
         check(world)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,7 +12,7 @@ from weft.checks import name
 from weft.kernels.weights import DTYPES
 from weft.nn.layers import note
 from weft.nn.layout import as_dtensor, chunk_sizes, local
-from weft.ops.all_reduce import all_reduce
+from weft.ops import equal
 from weft.process_group import worlds
 from weft.world import World
 
@@ -41,20 +39,7 @@ class ShardedEmbedding(nn.Embedding):
         if torch.compiler.is_compiling():
             whole = as_dtensor(found, self.mesh, Partial()).redistribute(placements=[Replicate()])
             return whole.to_local()
-        y: Tensor = _Sum.apply(found, self.world)  # type: ignore[no-untyped-call]
-        return y
-
-
-class _Sum(torch.autograd.Function):
-    """A sum over ranks, all of which compute the same from it."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, world: World) -> Tensor:
-        return all_reduce(part, world=world)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None
+        return equal.total(found, self.world.name)
 
 
 def obstacle(module: nn.Module, mesh: DeviceMesh) -> str | None:

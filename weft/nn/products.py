@@ -13,7 +13,7 @@ from weft.checks import tracing_modes
 from weft.kernels.products import multiply
 from weft.kernels.weights import Weight
 from weft.nn.layout import chunk_sizes
-from weft.ops import dims
+from weft.ops import autograd, dims, equal
 from weft.ops.all_gather import all_gather
 from weft.ops.matmul_all_reduce import matmul_all_reduce
 from weft.world import World
@@ -34,11 +34,12 @@ class _ColumnProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         for_x, for_weight, for_bias, _ = ctx.needs_input_grad
-        rows = grad.flatten(0, -2)
+        dy = autograd.rows(grad)
+        rows = autograd.rows(equal.apart(x, ctx.world.name))
         return (
             matmul_all_reduce(grad, weight.t(), world=ctx.world) if for_x else None,
-            product(rows.t(), x.flatten(0, -2)).t() if for_weight else None,
-            rows.sum(0) if for_bias else None,
+            autograd.weight_gradient(rows, dy) if for_weight else None,
+            dy.sum(0) if for_bias else None,
             None,
         )
 
@@ -67,13 +68,13 @@ class _AllColumns(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, sizes: list[int], world: World) -> Tensor:
-        ctx.start = sum(sizes[: world.rank])
-        ctx.size = sizes[world.rank]
+        ctx.own = sum(sizes[: world.rank]), sizes[world.rank]
+        ctx.world = world.name
         return all_gather(y, dim=-1, shard_rows=sizes, world=world)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad.narrow(-1, ctx.start, ctx.size), None, None
+        return equal.apart(grad, ctx.world).narrow(-1, *ctx.own), None, None
 
 
 def all_columns(y: Tensor, columns: int, world: World) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels.weights import Weight, rows_multiple
-from weft.ops import arguments, autograd, dims, driver, float8
+from weft.ops import arguments, autograd, dims, driver, equal, float8
 from weft.ops.call import Key
 from weft.ops.fused import FusedCall
 from weft.ops.operator import FusedOperator, Gradient, Gradients, Pattern, Recorded
@@ -59,7 +59,6 @@ def matmul_all_reduce(
     gradient is already complete on each rank, and the gradients of a, b and bias need no
     communication. They equal those of the same layer on one rank. (Torch sums the gradients of all
     ranks, with one loss each, so its gradients are larger by a factor of the number of ranks.)
-    There are no second derivatives.
 
     Arguments and errors are those of `matmul_reduce_scatter`, except:
 
@@ -180,15 +179,12 @@ def _fake(call: Recorded) -> list[Tensor]:
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Gradients:
     """dy is complete on every rank: da = dy @ b^T and db = a^T @ dy without communication."""
-    if torch.is_grad_enabled():
-        raise NotImplementedError(
-            "matmul_all_reduce has no second derivatives: leave out create_graph=True"
-        )
     a, b = ctx.saved_tensors
     (grad,) = grads
     assert grad is not None
     wide = autograd.rows(grad)
-    dy = (wide.to(a.dtype) / ctx.divisor) if ctx.divisor > 1 else wide.to(a.dtype)
+    dy = equal.apart(wide.to(a.dtype), ctx.world)
+    dy = dy / ctx.divisor if ctx.divisor > 1 else dy
     da = torch.ops.weft.product(dy, b.t()).view(a.shape) if ctx.for_a else None
     db = autograd.weight_gradient(autograd.rows(a), dy) if ctx.for_b else None
     return da, [db], bias_gradients(ctx, wide.sum(0))

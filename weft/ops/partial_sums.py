@@ -108,7 +108,7 @@ def save_factors(ctx: Any, call: Recorded, results: Sequence[Tensor]) -> None:
         timeout=options.timeout,
         compress=options.compress,
     )
-    ctx.arguments = *backward.values(), world
+    ctx.arguments, ctx.world = (*backward.values(), world), world
     ctx.divisor = world[2] if options.op == "avg" else 1
     ctx.for_a, ctx.for_b = a.requires_grad, b.requires_grad
     ctx.biases = [(bias.requires_grad, bias.dtype) for bias in biases]
