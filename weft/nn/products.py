@@ -4,6 +4,7 @@ gather of its columns.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         y: Tensor = torch.ops.weft.product(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
         return y if bias is None else y + bias
     y = x.new_empty(*x.shape[:-1], weight.shape[1])
-    multiply(dims.to_front(x, 0), weight, y.view(-1, weight.shape[1]), bias)
+    multiply(dims.to_front(x, 0), weight, y.view(math.prod(x.shape[:-1]), weight.shape[1]), bias)
     return y
 
 
