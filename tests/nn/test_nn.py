@@ -136,6 +136,7 @@ def test_styles_accept_the_arguments_of_torchs():
             _shared_gather,
             _explained,
             _second_derivatives,
+            _one_dimension,
         ],
     )
 
@@ -283,6 +284,23 @@ def _second_derivatives(world):
         found.append([whole(one) for one in second if one is not None])
     for ours, theirs in zip(found[1], found[0], strict=True):
         assert_near(ours, theirs)
+
+
+def _one_dimension(world):
+    model, x, mesh = model_and_input(world)
+    shards = sharded(model, mesh, weft.nn, Replicate()).head
+    compiled = torch.compile(shards, fullgraph=True, backend="aot_eager")
+    found = []
+    for call in (model.head, shards, compiled):
+        model.zero_grad()
+        shards.zero_grad()
+        row = x[0, 0].clone().requires_grad_()
+        y = call(row)
+        y.square().sum().backward()
+        found.append([y.detach(), row.grad, whole(call.weight.grad)])
+    for ours in found[1:]:
+        for one, other in zip(ours, found[0], strict=True):
+            assert_near(one, other)
 
 
 class _OwnLinear(nn.Linear):

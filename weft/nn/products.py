@@ -46,6 +46,8 @@ class _ColumnProduct(torch.autograd.Function):
 
 
 def column_product(x: Tensor, weight: Weight, bias: Tensor | None, world: World) -> Tensor:
+    if x.dim() == 1:
+        return column_product(x[None], weight, bias, world)[0]
     if not isinstance(weight, Tensor) or not torch.is_grad_enabled():
         return product(x, weight, bias)
     y: Tensor = _ColumnProduct.apply(x, weight, bias, world)  # type: ignore[no-untyped-call]
