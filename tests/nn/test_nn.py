@@ -412,11 +412,16 @@ def _two_dimensions(world):
 
 
 def _autocast_and_copies(world):
-    model, x, mesh = model_and_input(world)
-    ours, theirs = (sharded(model, mesh, styles, Replicate()) for styles in (weft.nn, torch_styles))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert ours(x).dtype == torch.bfloat16
-        assert_near(ours(x), theirs(x))
+    for dtype, multiplied in ((torch.float64, torch.float64), (torch.float32, torch.bfloat16)):
+        model, x, mesh = model_and_input(world, dtype)
+        ours, theirs = (
+            sharded(model, mesh, styles, Replicate()) for styles in (weft.nn, torch_styles)
+        )
+        with torch.autocast("cpu", torch.bfloat16):
+            assert ours(x).dtype == multiplied
+            assert_near(ours(x), theirs(x))
+            with pytest.raises(TypeError, match=r"input (must have|has) dtype"):
+                ours.up(x.to(torch.float32 if dtype is torch.float64 else torch.float64))
     with torch.no_grad():
         expected = ours.eval()(x)
         twin = copy.deepcopy(ours)

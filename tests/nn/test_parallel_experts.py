@@ -58,6 +58,8 @@ def divided(world):
         of_weights = [whole(parameter.grad) for parameter in layer.parameters()]
         gradients.append([y, x.grad, scores.grad, *of_weights])
     assert_same(*gradients)
+    with torch.autocast("cpu", torch.bfloat16):  # which leaves float64 as it is
+        assert_same([ours(*operands())], [theirs(*operands())])
     _frozen(model, theirs)
     twin = copy.deepcopy(ours)
     assert twin.world is world or twin.world is ours.world

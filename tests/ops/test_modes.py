@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -139,6 +141,9 @@ def calls(world):
     for layer in (column, row):
         with torch.no_grad():
             layer.weight.copy_(whole(5, *layer.weight.shape))
+    wide = copy.deepcopy(column).double()
+    with torch.no_grad():
+        wide.weight.div_(3)
     here = {"world": world}
 
     def put(name):
@@ -213,6 +218,7 @@ def calls(world):
         "layers": {
             "ColumnParallelLinear": lambda a: column(a),
             "RowParallelLinear": lambda a: row(a),
+            "ColumnParallelLinear of float64": lambda a: wide(a),
         },
         "weights": {
             "pack": lambda a: weft.pack(a).as_tensor(),
@@ -245,15 +251,16 @@ def outcomes(_):
     with world:
         for kind, members in calls(world).items():
             for name, call in members.items():
-                wanted = detached(call(operand(world)))
+                made = partial(operand, world, "float64" in name)
+                wanted = detached(call(made()))
                 for mode, run in MODES.items():
                     if mode == TRACE and name == "send, recv":
                         continue  # torch's traces have no waits, of any backend
                     verdicts = []
                     for before in (0, REPEATED):
                         for _ in range(before):
-                            call(operand(world))
-                        verdicts.append(verdict(world, run, call, wanted))
+                            call(made())
+                        verdicts.append(verdict(world, run, call, made(), wanted))
                         if world.closed is not None:
                             return {mode: {kind: {name: verdicts}}}
                         dist.barrier()
@@ -261,19 +268,20 @@ def outcomes(_):
     return found
 
 
-def operand(world):
-    return whole(world.rank, ROWS, K)
+def operand(world, wide):
+    made = whole(world.rank, ROWS, K)
+    return made.double() if wide else made
 
 
 def detached(result):
     return result.detach().clone()
 
 
-def verdict(world, run, call, wanted):
+def verdict(world, run, call, a, wanted):
     """Whether a call in a mode is right or refused; else a description of what is wrong."""
     made = world.executor.calls
     try:
-        result = run(call, operand(world))
+        result = run(call, a)
     except (ValueError, TypeError) as error:
         if world.closed is not None:
             return f"closed the world: {error}"
@@ -287,7 +295,7 @@ def verdict(world, run, call, wanted):
         return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
     if type(result) is not torch.Tensor:  # fake: it has no elements to compare
         return "right" if (result.shape, result.dtype) == (wanted.shape, wanted.dtype) else "wrong"
-    right = result.device.type == "cpu" and torch.equal(result.detach().float(), wanted)
+    right = result.device.type == "cpu" and torch.equal(result.detach().to(wanted.dtype), wanted)
     return "right" if right else f"wrong: {result}, not {wanted}"
 
 

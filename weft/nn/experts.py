@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from weft.kernels.experts import Experts
 from weft.nn.frozen import FrozenExperts
-from weft.nn.layers import note
+from weft.nn.layers import autocasts, note
 from weft.nn.layout import chunk_sizes, local
 from weft.ops.moe import moe
 from weft.world import World, current
@@ -96,7 +96,7 @@ class ParallelExperts(nn.Module):
         Tokens are (T, K), the chosen experts and their factors (T, top); all ranks pass the same,
         or each its own.
         """
-        if torch.is_autocast_enabled("cpu"):
+        if autocasts(hidden_states):
             hidden_states = hidden_states.to(torch.get_autocast_dtype("cpu"))
         return moe(
             hidden_states,
@@ -109,9 +109,11 @@ class ParallelExperts(nn.Module):
 
     def _experts(self) -> Experts:
         """The weights in the dtype of the products, packed if they are frozen."""
-        frozen, autocast = self.frozen, torch.is_autocast_enabled("cpu")
+        frozen = self.frozen
         if frozen is not None and not (
-            autocast or torch.is_grad_enabled() or torch.compiler.is_compiling()
+            torch.is_autocast_enabled("cpu")
+            or torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
         ):
             if frozen.changed(self.gate_up_proj, self.down_proj):
                 error = ValueError(
@@ -122,7 +124,7 @@ class ParallelExperts(nn.Module):
                 raise error
             return frozen.packed
         gate_up, down = local(self.gate_up_proj), local(self.down_proj)
-        if autocast:
+        if autocasts(gate_up):
             dtype = torch.get_autocast_dtype("cpu")
             gate_up, down = gate_up.to(dtype), down.to(dtype)
         return Experts(gate_up, down, first=self.first, activation=self.activation)

@@ -137,10 +137,11 @@ class ShardedLinear(nn.Linear):
         own_bias = parameters["bias"] if "bias" in parameters else self._stand_in("bias")
         assert own is not None
         bias = None if own_bias is None else local(own_bias)
-        autocast = torch.is_autocast_enabled("cpu")
         frozen = self.frozen
         if frozen is not None and not (
-            autocast or torch.is_grad_enabled() or torch.compiler.is_compiling()
+            torch.is_autocast_enabled("cpu")
+            or torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
         ):
             if frozen.changed(own):
                 raise self._refused(
@@ -149,11 +150,12 @@ class ShardedLinear(nn.Linear):
                 )
             return x, frozen.packed, bias
         weight = local(own)
-        if autocast:
-            dtype = torch.get_autocast_dtype("cpu")
-            return x.to(dtype), weight.to(dtype).t(), None if bias is None else bias.to(dtype)
         if "weight" not in parameters and not torch.compiler.is_compiling():
-            arguments.check_input(x, "input", self.world, (weight.dtype,))
+            arguments.check_input(x, "input", self.world, _dtypes_of_inputs(weight))
+        if autocasts(weight):
+            dtype = torch.get_autocast_dtype("cpu")
+            x, weight = x.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
         return x, weight.t(), bias
 
     def _input(self, x: Tensor) -> tuple[Tensor, Placement]:
@@ -175,9 +177,7 @@ class ShardedLinear(nn.Linear):
                 accepted = self._accepted.get(x.dim())
                 if accepted is not None:
                     return x, accepted
-            dtypes = (
-                DTYPES if weight is None or torch.is_autocast_enabled("cpu") else (weight.dtype,)
-            )
+            dtypes = DTYPES if weight is None else _dtypes_of_inputs(weight)
             with self.world.tell_refusal:
                 x = waited(x)
                 arguments.check_input(x, "input", self.world, dtypes, traced=True)
@@ -216,6 +216,18 @@ class ShardedLinear(nn.Linear):
         if placement != target:
             distributed = distributed.redistribute(placements=[target])
         return distributed.to_local() if self.layout.local else distributed
+
+
+def autocasts(tensor: Tensor) -> bool:
+    """Whether torch's autocast casts this factor of a product: of any dtype but float64."""
+    return torch.is_autocast_enabled("cpu") and tensor.dtype is not torch.float64
+
+
+def _dtypes_of_inputs(weight: Tensor) -> Sequence[torch.dtype]:
+    """The dtypes of inputs that are multiplied by `weight`."""
+    if autocasts(weight):
+        return [dtype for dtype in DTYPES if dtype is not torch.float64]
+    return (weight.dtype,)
 
 
 class ColumnParallelLinear(ShardedLinear):
