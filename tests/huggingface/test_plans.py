@@ -5,6 +5,7 @@ computes.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from functools import partial
 
@@ -12,10 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import group, on_ranks
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import weft
-from weft.huggingface.embedding import ShardedEmbedding
+from weft.huggingface.embedding import ShardedEmbedding, convert
 from weft.nn import ColumnParallelLinear, RowParallelLinear
 
 transformers = pytest.importorskip(
@@ -343,3 +345,19 @@ def test_compiled(folder):
 
 def _compiled(_, folder):
     return logits(torch.compile(sharded(folder), backend="aot_eager", fullgraph=True))
+
+
+def _copied(_):
+    mesh, whole = init_device_mesh("cpu", (2,)), torch.nn.Embedding(6, 4)
+    divided = copy.deepcopy(whole)
+    divided.weight = torch.nn.Parameter(distribute_tensor(whole.weight, mesh, [Shard(0)]))
+    twin = copy.deepcopy(convert(divided, mesh))
+    assert twin.world is divided.world
+    assert twin.layout.mesh is mesh
+    return twin(torch.arange(6)).detach(), divided.weight.full_tensor().detach()
+
+
+def test_a_copy_of_an_embedding():
+    """It works on the same world: worlds and meshes belong to ranks."""
+    for found, rows in on_ranks(_copied, 2, context=group):
+        assert found.equal(rows)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Partial, Replicate
 from weft.checks import name
 from weft.kernels.weights import DTYPES
 from weft.nn.layers import note
-from weft.nn.layout import as_dtensor, chunk_sizes, local
+from weft.nn.layout import TensorLayout, as_dtensor, chunk_sizes, local
 from weft.ops import equal
 from weft.process_group import worlds
 from weft.world import World
@@ -23,7 +23,7 @@ class ShardedEmbedding(nn.Embedding):
     """
 
     world: World
-    mesh: DeviceMesh
+    layout: TensorLayout
     first: int
     """The first token of this rank's rows."""
 
@@ -37,8 +37,8 @@ class ShardedEmbedding(nn.Embedding):
         found = F.embedding(rows.masked_fill(others, 0), weight, padding)
         found = found.masked_fill(others.unsqueeze(-1), 0)
         if torch.compiler.is_compiling():
-            whole = as_dtensor(found, self.mesh, Partial()).redistribute(placements=[Replicate()])
-            return whole.to_local()
+            summed = as_dtensor(found, self.layout.on_mesh(), Partial())
+            return summed.redistribute(placements=[Replicate()]).to_local()
         return equal.total(found, self.world.name)
 
 
@@ -62,6 +62,6 @@ def convert(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     module.__class__ = ShardedEmbedding
     assert isinstance(module, ShardedEmbedding)
     module.world = worlds.make(mesh.get_group())
-    module.mesh = mesh
+    module.layout = TensorLayout(Replicate(), Replicate(), mesh)
     module.first = sum(chunk_sizes(module.num_embeddings, mesh.size())[: module.world.rank])
     return note(module, "weft: all_reduce")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -139,12 +138,6 @@ class ParallelExperts(nn.Module):
         if mode:
             self.frozen = None
         return super().train(mode)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelExperts:
-        memo[id(self.world)] = self.world  # it belongs to the ranks, not to the layer
-        memo[id(self)] = twin = self.__class__.__new__(self.__class__)
-        twin.__dict__ = copy.deepcopy({**self.__dict__, "frozen": None}, memo)
-        return twin
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any

@@ -51,6 +51,9 @@ class FrozenWeight:
         self.packed = pack(self._frozen.part.t())
         self.packed.watched = True  # by `changed`
 
+    def __deepcopy__(self, memo: object) -> None:
+        """A copy of a layer is not frozen."""
+
     def changed(self, parameter: Tensor) -> bool:
         """Whether `parameter`, which the layer has now, is another one, or was changed as
         `PackedWeight.changed` detects it.
@@ -69,6 +72,9 @@ class FrozenExperts:
     def __init__(self, gate_up: Tensor, down: Tensor, **options: Any) -> None:
         self._frozen = FrozenParameter(gate_up), FrozenParameter(down)
         self.packed = pack_experts(*(each.part for each in self._frozen), **options)
+
+    def __deepcopy__(self, memo: object) -> None:
+        """A copy of a layer is not frozen."""
 
     def changed(self, gate_up: Tensor, down: Tensor) -> bool:
         """Whether a parameter, which the layer has now, is another one, or was changed as

@@ -109,13 +109,6 @@ class ShardedLinear(nn.Linear):
             self.frozen = None
         return super().train(mode)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedLinear:
-        # world and mesh belong to the ranks, not to the layer
-        memo |= {id(shared): shared for shared in (self.world, self.layout.mesh)}
-        memo[id(self)] = twin = self.__class__.__new__(self.__class__)
-        twin.__dict__ = copy.deepcopy({**self.__dict__, "frozen": None}, memo)
-        return twin
-
     def _stand_in(self, name: str) -> Tensor | None:
         """The tensor in the place of the parameter of this name: a buffer, another attribute, or
         the result of a parametrization, which torch computes whenever it is read.

@@ -23,6 +23,9 @@ class TensorLayout(NamedTuple):
     mesh: DeviceMesh | None = None
     local: bool = True
 
+    def __deepcopy__(self, memo: object) -> TensorLayout:
+        return self  # the mesh belongs to the ranks
+
     def on_mesh(self) -> DeviceMesh:
         assert self.mesh is not None, "layers without a mesh take and return plain tensors"
         return self.mesh

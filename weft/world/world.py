@@ -406,6 +406,9 @@ class World(Peers):
             self.fail(error)
         self.close()
 
+    def __deepcopy__(self, memo: object) -> World:
+        return self  # it belongs to the ranks, not to a layer that is copied
+
     def __repr__(self) -> str:
         return f"World(rank={self.rank}, ranks={self.ranks}{', closed' if self.closed else ''})"
 
