@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 
 import pytest
@@ -55,6 +56,11 @@ def test_a_layer_in_place_of_its_features(kind, style):
     message = f"{kind.__name__} takes in_features and out_features; got a layer: .*weft.nn.{style}$"
     with pytest.raises(TypeError, match=message):
         kind(torch.nn.Linear(32, 64))
+    assert [*inspect.signature(kind).parameters][:3] == ["in_features", "out_features", "bias"]
+    with weft.local_world(1) as local:
+        made = local.run(lambda: torch.nn.utils.skip_init(kind, 32, 64, dtype=torch.float64))[0]
+    assert (made.weight.shape, made.weight.dtype) == ((64, 32), torch.float64)
+    assert made.weight.device.type == "cpu"
 
 
 def test_models_without_a_layer_of_weft():

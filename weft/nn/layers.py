@@ -46,14 +46,6 @@ class ShardedLinear(nn.Linear):
     _accepted: dict[int, Placement]
     """The placement of plain inputs that need no redistribution, by their number of dimensions."""
 
-    def __new__(cls, *arguments: Any, **keywords: Any) -> ShardedLinear:
-        if any(isinstance(each, nn.Module) for each in arguments):
-            raise TypeError(
-                f"{cls.__name__} takes in_features and out_features; got a layer: shard it by "
-                f"torch's parallelize_module with the style weft.nn.{cls._made_by}"
-            )
-        return super().__new__(cls)
-
     @property
     def _title(self) -> str:
         """The class and its style, for errors."""
@@ -78,6 +70,16 @@ class ShardedLinear(nn.Linear):
         self._connect(
             world, self._layout(Replicate() if sequence_dim is None else Shard(sequence_dim))
         )
+
+    def __new__(cls, *arguments: Any, **keywords: Any) -> ShardedLinear:
+        if any(isinstance(each, nn.Module) for each in arguments):
+            raise TypeError(
+                f"{cls.__name__} takes in_features and out_features; got a layer: shard it by "
+                f"torch's parallelize_module with the style weft.nn.{cls._made_by}"
+            )
+        return super().__new__(cls)
+
+    __new__.__wrapped__ = __init__  # type: ignore[attr-defined]  # for inspect.signature
 
     def _layout(self, sequence: Placement) -> TensorLayout:
         """The layout of inputs and outputs whose sequence has this placement."""
