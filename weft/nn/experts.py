@@ -39,6 +39,10 @@ class ParallelExperts(nn.Module):
         world: by default the world made by ``weft.init()``.
 
     Every rank initializes its own experts, with the seed that it has.
+
+    Without a style the state dict has this rank's experts as plain tensors, which
+    `torch.distributed.checkpoint` takes for equal on all ranks: it keeps one rank's. Save a file
+    for each rank, or use `ExpertParallel`.
     """
 
     world: World

@@ -244,6 +244,10 @@ class ColumnParallelLinear(ShardedLinear):
     Every rank initializes all parameters as `nn.Linear` does and keeps its own part, so all ranks
     must use the same seed. Input: (…, in_features); output: (…, this rank's features), for the full
     sequence.
+
+    Without a style the state dict has this rank's part as a plain tensor, which
+    `torch.distributed.checkpoint` takes for equal on all ranks: it keeps one rank's. Save a file
+    for each rank, or use `ColwiseParallel`.
     """
 
     gather: SharedGather
@@ -393,6 +397,10 @@ class RowParallelLinear(ShardedLinear):
 
     Every rank initializes all parameters as `nn.Linear` does and keeps its own part, so all ranks
     must use the same seed. Input: (…, this rank's features); output: (…, out_features).
+
+    Without a style the state dict has this rank's part as a plain tensor, which
+    `torch.distributed.checkpoint` takes for equal on all ranks: it keeps one rank's. Save a file
+    for each rank, or use `RowwiseParallel`.
     """
 
     _fallback = Shard(-1)
