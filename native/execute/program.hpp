@@ -69,7 +69,8 @@ enum class Op : int { copy, reduce, notify, wait, pause, send };
 
 struct Instruction {
   Op op;
-  std::vector<Operand> operands;  // the destination first, then the sources
+  // the destination first, of a pause the region whose rows are counted; then the sources
+  std::vector<Operand> operands;
   uint32_t sizing = 0;  // the operand whose blocks give the number of rows: none holds any block
   bool counts_as_output = false;   // no output is read before all such instructions have ended
   std::vector<Dtype> dtypes = {};  // of the operands of a reduction

@@ -185,8 +185,10 @@ void bind_execute(nb::module_& m) {
                        found.emplace_back(number, begun, ended);
                      return found;
                    })
-      .def("multiply", [](Program& self, size_t lane,
-                          Place src) { self.add(lane, {Op::pause, {operand(src)}}); })
+      .def("multiply",
+           [](Program& self, size_t lane, const std::vector<Place>& places) {
+             self.add(lane, {Op::pause, operands(places)});
+           })
       .def_prop_ro("call", [](Program& self) { return self.execution.call; })
       .def_prop_ro("digest",
                    [](Program& self) {

@@ -112,6 +112,30 @@ def test_a_rank_that_dies_anywhere_is_named_by_all_others(algorithm):
             assert late < SOON
 
 
+def reads_after_the_end(world):
+    """Rank 0 multiplies rows of rank 1, which has given up and closed its world meanwhile."""
+
+    def product(rows, out):
+        if slow and world.rank == 0 and rows[0, 0] == 1:
+            while not world.mesh.failure()[0]:
+                time.sleep(0.001)
+        torch.mm(rows, b, out=out)
+
+    slow, b = False, torch.eye(8)
+    weight = weft.weight(product, (8, 8), torch.float32)
+    a = world.empty(4, 8)
+    a.fill_(world.rank)
+    weft.all_gather_matmul(a, weight, algorithm="direct")
+    slow = True
+    with pytest.raises(weft.PeerTimeout):
+        weft.all_gather_matmul(a, weight, algorithm="direct", timeout=20.0 - 19.5 * world.rank)
+
+
+def test_rows_of_a_peer_that_gave_up_during_a_product_do_not_count():
+    for outcome in start(reads_after_the_end, 2):
+        assert outcome.error is None, outcome.trace
+
+
 def late_or_dead(world, how):
     a, b, through = torch.ones(512, 8), torch.ones(8, 8), world.signals(1)
     weft.all_gather_matmul(a, b, algorithm="direct")

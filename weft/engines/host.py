@@ -440,5 +440,5 @@ class HostProgram(Program):
                         f"plan has {instruction}"
                     )
                 like = self.plan.sizing_region(instruction)
-                compiled.multiply(lane, self.place(like))
+                compiled.multiply(lane, [self.place(like), *map(self.place, srcs)])
                 self.computations[at] = Computation(instruction, like)
