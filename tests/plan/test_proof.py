@@ -31,6 +31,7 @@ from weft.plan import (
     Value,
     Wait,
 )
+from weft.plan.language import ANY_BLOCK
 from weft.plan.mutants import Mutant, aimed_elsewhere, deleted, moved
 from weft.plan.proof import accepts, problems, verify
 
@@ -426,6 +427,34 @@ def test_right_plans_are_accepted(right):
             id="workspace not left",
         ),
         pytest.param(
+            plan([KEEP[0], Notify(0, Signal("go", 7)), Wait(Signal("go", 7), 1)]),
+            "rank 0: notify go<7 on 0: the plan has no rank 7; its ranks are 0 to 1",
+            id="signal of no rank",
+        ),
+        pytest.param(
+            plan([KEEP[0], Notify(0, Signal("go", 0, -1)), Wait(Signal("go", 0, -1), 1)]),
+            "rank 0: notify go -1<0 on 0: the plan has no rank -1",
+            id="signal for no peer",
+        ),
+        pytest.param(
+            plan([KEEP[0], Notify(1, Signal("go", 0, 1))], [KEEP[1], Wait(Signal("go", 0, 1), 1)]),
+            "rank 0: notify go 1<0 on 1: only a rank's own signals may have a peer",
+            id="signal of another rank with a peer",
+        ),
+        pytest.param(
+            plan(
+                [
+                    KEEP[0],
+                    Notify(0, Signal("go", 0, 1)),
+                    Wait(Signal("go", 0, 1), 1),
+                    Wait(go(1), 1),
+                ],
+                [KEEP[1], Notify(0, go(1))],
+            ),
+            "rank 0: wait   go<1 >= 1: of one name all signals have a peer, or none has",
+            id="two signals of one counter",
+        ),
+        pytest.param(
             plan([KEEP[0]], result={rows(0, "out"): KEPT[rows(0, "out")]}),
             "the result does not have each of the 2 rows of output out of rank 1 once",
             id="no result promised",
@@ -457,6 +486,43 @@ def test_a_buffer_has_rows_on_every_rank():
                 buffers={"a": Buffer("input", (2,)), "out": Buffer("output", (2, 2))},
             )
         )
+
+
+@pytest.mark.parametrize(
+    ("buffer", "complaint"),
+    [
+        (Buffer("workspace", (2, 0), ([0], [])), "has 2 rows or blocks, but the numbers of 1"),
+        (Buffer.of("workspace", ([-3], [])), "has blocks [-3]; the plan's are 0 to 1"),
+        (Buffer.of("workspace", ([0, 2], [])), "has blocks [2]; the plan's are 0 to 1"),
+        (Buffer.of("output", ([ANY_BLOCK], [])), "has slots for any block, as workspaces may"),
+        (Buffer.of("workspace", ([ANY_BLOCK, 1], [])), "has slots for any block beside other"),
+    ],
+)
+def test_buffers_have_blocks_of_the_plan_or_slots(buffer, complaint):
+    made = plan([KEEP[0]])
+    made = replace(made, buffers={**made.buffers, "other": buffer}, pieces=(1, 1))
+    with pytest.raises(PlanError, match=re.escape(f"rank 0: buffer other {complaint}")):
+        verify(made)
+
+
+HERE = [Notify(peer, Signal("here", r)) for r, peer in ((0, 1), (1, 0))]
+OTHER_IS_HERE = [Wait(Signal("here", peer), 1) for peer in (1, 0)]
+TO_EAGER = Copy(rows(0, "a"), rows(1, "eager"))
+
+
+def eager(*lanes):
+    made = plan(*lanes)
+    buffers = {**made.buffers, "eager": Buffer("eager", (2, 2))}
+    return replace(made, buffers=buffers, synchronizes=True)
+
+
+def test_no_message_reaches_an_eager_buffer_after_its_plan():
+    ends = [[OTHER_IS_HERE[r], KEEP[r]] for r in range(2)]
+    late = eager([HERE[0], TO_EAGER, *ends[0]], [HERE[1], *ends[1]])
+    verify(late)  # on one host a copy is over before its lane ends
+    with pytest.raises(PlanError, match="eager buffer of rank 1: example may end before rank 0"):
+        verify(late, hosts=[0, 1])
+    verify(eager([TO_EAGER, HERE[0], *ends[0]], [HERE[1], *ends[1]]), hosts=[0, 1])
 
 
 def test_plans_of_different_sizes_cannot_follow_each_other():

@@ -95,6 +95,8 @@ class Accesses:
             for plan in plans
         ]
         self.uses: dict[tuple[int, int], dict[int, Use]] = {}
+        # the last access of each lane to a rank's eager buffers in one execution
+        self.eager_uses: dict[tuple[int, int], dict[int, int]] = {}
 
     def complain(self, problem: str) -> None:
         self.found.setdefault(problem, False)
@@ -234,7 +236,10 @@ class Accesses:
         write: bool,
     ) -> None:
         rank, buffer, *_ = region
-        if self.plans[execution].buffers[buffer].role == "workspace":
+        role = self.plans[execution].buffers[buffer].role
+        if role == "eager":
+            self.eager_uses.setdefault((rank, execution), {})[lane] = self.clocks[lane][lane]
+        if role == "workspace":
             users = self.uses.setdefault((rank, execution), {})
             if lane not in users:
                 users[lane] = Use([*self.clocks[lane]], 0)

@@ -301,11 +301,23 @@ class Run(Accesses):
         return [*map(max, clock, self.raised[at, free][promised[free] - 1].clock)]
 
     def check_synchronizing(self) -> None:
-        """Check that all ranks begin a synchronizing plan before any rank ends it."""
+        """Check that all ranks begin a synchronizing plan before any rank ends it, and that its
+        accesses to eager buffers, which the plan after the next uses again, are over by then: those
+        of messages between hosts, which outlive their sender's lane, as some rank's end must know.
+        """
         for execution, plan in enumerate(self.plans):
             for rank, of in permutations(range(plan.ranks), 2) if plan.synchronizes else ():
                 clock, _ = self.ends[execution, rank]
                 if not self.knows_start(clock, execution, of):
                     self.complain(
                         f"rank {rank} ends {plan.operator} before rank {of} must have begun it"
+                    )
+        for (owner, execution), last in self.eager_uses.items():
+            plan = self.plans[execution]
+            ends = [self.ends[execution, rank][0] for rank in range(plan.ranks)]
+            for lane, time in last.items():
+                if all(clock[lane] < time for clock in ends):
+                    self.complain(
+                        f"eager buffer of rank {owner}: {plan.operator} may end before "
+                        f"{self.names[lane]} is done with it"
                     )

@@ -39,7 +39,7 @@ from weft.plan import (
 )
 from weft.plan.access_order import Where
 from weft.plan.happens_before import Run
-from weft.plan.language import ANY_BLOCK, aligned, is_lane, whole_sources
+from weft.plan.language import ANY_BLOCK, ROW, aligned, is_lane, whole_sources
 from weft.plan.messages import lower_to_messages, origin
 from weft.plan.values import REDUCTIONS, terms, wholes
 
@@ -144,6 +144,10 @@ def _malformed(plan: Plan) -> Iterator[str]:
         if len(buffer.rows) != plan.ranks:
             yield f"buffer {name} has row counts for {len(buffer.rows)} ranks"
             return
+        for r in ranks:
+            if wrong := _wrong_blocks(plan, buffer, buffer.numbers(r), buffer.rows[r]):
+                yield f"rank {r}: buffer {name} {wrong}"
+    yield from _wrong_signals(plan)
     notified = plan.notified
     for r in ranks:
         for name, lane in plan.lanes[r].items():
@@ -201,6 +205,40 @@ def _malformed(plan: Plan) -> Iterator[str]:
                 f"the result does not have each of the {outputs[r, name]} rows of output "
                 f"{name} of rank {r} once"
             )
+
+
+def _wrong_blocks(plan: Plan, buffer: Buffer, numbers: Sequence[int], rows: int) -> str:
+    """The defect of a buffer's blocks on a rank, or ""."""
+    blocks = sum(plan.pieces)
+    if len(numbers) != rows:
+        return f"has {rows} rows or blocks, but the numbers of {len(numbers)}"
+    if unknown := {*numbers} - {ANY_BLOCK, ROW, *range(blocks)}:
+        return f"has blocks {sorted(unknown)}; the plan's are 0 to {blocks - 1}"
+    if ANY_BLOCK in numbers and buffer.given:
+        return "has slots for any block, as workspaces may, but it is the caller's"
+    if ANY_BLOCK in numbers and len({*numbers}) > 1:
+        return "has slots for any block beside other blocks"
+    return ""
+
+
+def _wrong_signals(plan: Plan) -> Iterator[str]:
+    """Defects of signals, each of which must be a counter of its own: engines number counters by
+    the name, and by the peer if there is one, else by the source.
+    """
+    peers: dict[str, bool] = {}
+    for r, instruction in plan.instructions():
+        if not isinstance(instruction, Notify | Wait):
+            continue
+        signal = instruction.signal
+        notified = instruction.rank if isinstance(instruction, Notify) else r
+        for rank in (signal.source, signal.source if signal.peer is None else signal.peer):
+            if rank not in range(plan.ranks):
+                yield f"rank {r}: {instruction}: {_no_rank(plan, rank)}"
+        if signal.peer is not None and signal.source != notified:
+            yield f"rank {r}: {instruction}: only a rank's own signals may have a peer"
+        has_peer = signal.peer is not None
+        if peers.setdefault(signal.name, has_peer) != has_peer:
+            yield f"rank {r}: {instruction}: of one name all signals have a peer, or none has"
 
 
 def _wrong(plan: Plan, instruction: Copy | Compute | Reduce) -> str:
