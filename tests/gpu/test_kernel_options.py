@@ -199,6 +199,16 @@ def test_runs_of_a_lane_and_their_launches():
     assert [*launches(several)] == [[several[0], wait, several[3]], [several[1], wait, several[4]]]
 
 
+@pytest.mark.parametrize(("source", "out"), [("out", "other"), ("y", "x"), ("y", "out")])
+def test_a_run_ends_before_a_product_that_depends_on_one_of_it(source, out):
+    def second(low):
+        return matmul(Region(0, source, low, low + 2), Region(0, out, low, low + 2))
+
+    first, wait = matmul(Region(0, "x", 0, 2), Region(0, "out", 0, 2)), Wait(FIRST, 1)
+    assert runs([first, wait, second(1), second(3)]) == [(0, 1), (2, 4)]
+    assert runs([first, wait, second(2), second(1)]) == [(0, 3), (3, 4)]
+
+
 def test_rows_are_stored_16_bytes_at_a_time_where_all_begin_and_end_there():
     memory = torch.zeros(1 << 12, dtype=torch.bfloat16)
     begin = -memory.data_ptr() // 2 % 8

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from weft.plan import Compute, Instruction, Notify, Signal, Wait
+from weft.plan import Compute, Instruction, Notify, Signal, Wait, accesses
 
 GROUP = 8
 """Tiles of a group, as in Triton's tutorial of products; measured by no GPU."""
@@ -32,9 +32,10 @@ def runs(lane: Sequence[Instruction]) -> list[tuple[int, int]]:
     """The parts ``lane[start:stop]`` of a compute lane that product kernels execute; each begins
     and ends with a product.
 
-    They contain only products, waits and notifies. A notify directly after a wait is not part of a
-    kernel, since it announces that wait, too. Nor are notifies of a lane whose products have
-    several outputs: a kernel computes one output after the other.
+    They contain only products, waits and notifies. No product of a part depends on another of it:
+    launches have another order, and the tiles of one launch none. A notify directly after a wait is
+    not part of a kernel, since it announces that wait, too. Nor are notifies of a lane whose
+    products have several outputs: a kernel computes one output after the other.
     """
     several = len({_output(i) for i in lane if isinstance(i, Compute)}) > 1
     found: list[tuple[int, int]] = []
@@ -42,7 +43,8 @@ def runs(lane: Sequence[Instruction]) -> list[tuple[int, int]]:
     for at, instruction in enumerate(lane):
         match instruction:
             case Compute(kernel) if kernel.tiles:
-                found.append((found.pop()[0] if open_ else at, at + 1))
+                joins = open_ and not _depends(instruction, lane[found[-1][0] : at])
+                found.append((found.pop()[0] if joins else at, at + 1))
                 open_ = True
             case Wait():
                 pass
@@ -51,6 +53,17 @@ def runs(lane: Sequence[Instruction]) -> list[tuple[int, int]]:
             case _:
                 open_ = False
     return found
+
+
+def _depends(product: Compute, run: Sequence[Instruction]) -> bool:
+    """Whether a product reads or writes rows that one of a run writes, or writes rows that one
+    reads.
+    """
+    return any(
+        any(map(each.dst.overlaps, accesses(product))) or any(map(product.dst.overlaps, each.srcs))
+        for each in run
+        if isinstance(each, Compute)
+    )
 
 
 def launches(run: Sequence[Instruction]) -> Iterator[list[Instruction]]:
