@@ -16,7 +16,7 @@ from support.ranks import on_ranks
 import weft
 from weft.engines import engine
 from weft.engines.recording import record
-from weft.plan import Copy, Notify, Wait
+from weft.plan import Copy, Instruction, Notify, Region, Signal, Wait
 from weft.schedules.all_gather import all_gather
 from weft.world import World, current
 
@@ -279,3 +279,24 @@ def test_parts_of_a_lane_that_a_kernel_executes() -> None:
             if not (isinstance(lane[at], Notify) and lane[at].signal.name == "open"):
                 with pytest.raises(weft.PlanError, match="cannot execute this instruction: copy"):
                     fan_outs([*lane[:at], *lane[at + 1 :]], 1, 3)
+
+
+def test_two_kernels_execute_no_instruction_twice() -> None:
+    """The waits that end one part of a lane do not begin the next."""
+    from weft.gpu.gathers import fan_outs
+
+    def gather(opened: str, buffer: str, arrived: str) -> list[Instruction]:
+        copies = [Copy(Region(0, "a", 0, 1), Region(rank, buffer, 0, 1)) for rank in (0, 1)]
+        return [
+            Notify(1, Signal(opened, 0)),
+            Wait(Signal(opened, 1), 1),
+            *copies,
+            Notify(1, Signal(arrived, 0)),
+            Wait(Signal(arrived, 1), 1),
+        ]
+
+    lane = gather("open", "x", "there")
+    parts = [found.part for found in fan_outs(lane + gather("again", "y", "done"), 0, 2)]
+    assert parts == [range(6), range(6, 12)]
+    with pytest.raises(weft.PlanError, match=r"cannot execute this instruction: copy .* -> y@1"):
+        fan_outs(lane + gather("there", "y", "done")[2:], 0, 2)

@@ -38,13 +38,15 @@ class FanOut(NamedTuple):
 
 
 def fan_outs(lane: Sequence[Instruction], rank: int, ranks: int) -> list[FanOut]:
-    """The parts of a rank's lane that the kernel executes. Raises `PlanError` for copies to peers
-    that it cannot execute.
+    """The parts of a rank's lane that the kernel executes, each instruction in one of them at most.
+    Raises `PlanError` for copies to peers that it cannot execute.
     """
     groups = [tuple(group) for _, group in groupby(lane, type)]
     found = list[FanOut]()
     starts = [0, *accumulate(map(len, groups))]
     for at in range(len(groups) - 3):
+        if found and starts[at] < found[-1].part.stop:
+            continue  # a kernel that executed the same notifies and waits would repeat them
         waits, copies, notifies, arrivals = groups[at : at + 4]
         awaited, arrived = _waited(waits, rank, ranks), _notified(notifies, rank, ranks)
         if not (awaited and arrived and _waited(arrivals, rank, ranks) == (arrived, 1)):
