@@ -196,6 +196,31 @@ def test_sent_rows_may_not_have_arrived():
     )
 
 
+def test_a_peer_is_told_that_its_input_was_read_only_when_it_was_sent():
+    """Rank 0 sends the input of rank 1, whose caller may write to it after the notify."""
+    a, out = Region(1, "a", 0, 1), Region(2, "out", 0, 1)
+    lanes = (
+        [
+            Wait(Signal("ready", 1), 1),
+            Wait(Signal("ready", 2), 1),
+            Copy(a, out),
+            Notify(2, Signal("arrived", 0)),
+            Notify(1, Signal("read", 0)),
+        ],
+        [Notify(0, Signal("ready", 1)), Wait(Signal("read", 0), 1)],
+        [Notify(0, Signal("ready", 2)), Wait(Signal("arrived", 0), 1)],
+    )
+    plan = Plan(
+        "send",
+        "for a peer",
+        {"a": Buffer("input", (0, 1, 0)), "out": Buffer("output", (0, 0, 1))},
+        tuple({"compute": tuple(lane)} for lane in lanes),
+        {out: (Term(1, "a", 0),)},
+    )
+    verify(plan)
+    verify(lower_to_messages(plan, (0, 0, 1)))
+
+
 def crossings(plan, hosts):
     """Rows sent to each host, by the copies of a plan."""
     rows = {}

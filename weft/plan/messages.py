@@ -297,7 +297,7 @@ class _Lowering:
         self.posts = 0
         self.batches = Counter[int]()
         # the receivers of batches for whose end the lane has not waited, each with the rows that
-        # may not be written to before; only the caller writes to inputs
+        # may not be written to before: none of its own inputs, to which only its caller writes
         self.unsent: dict[int, list[Region]] = {}
         self.reused: dict[int, list[Region]] = {}  # those with such rows
 
@@ -317,7 +317,7 @@ class _Lowering:
             case Copy(src, dst) if self.hosts[src.rank] == here != self.hosts[dst.rank]:
                 self.post(instruction, dst.rank)
                 rows = self.unsent.setdefault(dst.rank, [])
-                if self.plan.buffers[src.buffer].role != "input":
+                if self.plan.buffers[src.buffer].role != "input" or src.rank != self.rank:
                     rows.append(src)
                     self.reused[dst.rank] = rows
             case Notify(peer, signal) if (peer, signal) in self.redundant:
