@@ -152,6 +152,85 @@ def test_what_weft_has_no_words_for_is_refused_by_name(change, words):
         read(file)
 
 
+COPY = op("copy", local("o", 0), local("o", 1))
+SEVERAL = [local("o", 0), local("o", 1)]
+MISGIVEN = {
+    **{
+        f"{name} of two {key}": (
+            COPY | {"name": name, key: SEVERAL},
+            rf"operation 0 \({name}\) has . sources for . destinations",
+        )
+        for name in ("copy", "get")
+        for key in ("src_buff", "dst_buff")
+    },
+    **{
+        f"{name} of two {key}": (
+            op(name, local(src, 0), local(dst, 0)) | {key: [local(of, 0), local(of, 1)]},
+            rf"operation 0 \({name}\) has . sources for . destinations",
+        )
+        for name, src, dst in (("cpkt", "o", "s"), ("upkt", "s", "o"))
+        for key, of in (("src_buff", src), ("dst_buff", dst))
+    },
+    "rppkt of two sources": (
+        op("rppkt", channel_type="memory")
+        | {"src_buff": [local("s", 0), local("s", 1)], "dst_buff": [remote("s", 0)]},
+        "2 sources for 1 packet",
+    ),
+    "a channel too many": (
+        op("put", local("o", 0), remote("o", 0), channel_type="port", channel_ids=[0, 0]),
+        "2 channels for 1 puts",
+    ),
+    "the last channel": (over("wait", "memory", -1), "the number of a memory channel is -1, no"),
+    "no such channel": (over("wait", "memory", 1), "is 1, no whole number of .* less than 1"),
+    "a channel of no type": (over("wait", "none"), "the number of a none channel is 0, no"),
+    "the last semaphore": (op("sem_acquire", semaphore_ids=[-1]), "of a semaphore is -1, no"),
+    "no such semaphore": (op("sem_release", semaphore_ids=[1]), "of a semaphore is 1, no"),
+    "the last remote buffer": (
+        op("get", remote("o", 0) | {"buffer_id": -1}, local("o", 0), channel_type="memory"),
+        "the number of a remote buffer is -1, no",
+    ),
+    "a half barrier": (op("barrier", barrier_id=0.5, num_threadblocks=1), "a barrier is 0.5, no"),
+    "a size of no rows": (COPY | {"src_buff": [local("o", 0, 0)]}, "size of a buffer is 0, no"),
+    "a size of floats": (COPY | {"src_buff": [local("o", 0, 1.0)]}, r"a buffer is 1\.0, no"),
+    "a negative index": (COPY | {"src_buff": [local("o", -1)]}, "index of a buffer is -1, no"),
+    "a group of none": (
+        COPY | {"tbg_info": {"tb_id": 0, "tbg_size": 0}},
+        r"rank 0, thread block 0, operation 0 \(copy\): the size of a group is 0, no",
+    ),
+    "a part beside the group": (
+        COPY | {"tbg_info": {"tb_id": 2, "tbg_size": 2}},
+        "the part of a thread block is 2, no whole number of at least 0 and less than 2",
+    ),
+}
+
+
+@pytest.mark.parametrize(("operation", "words"), MISGIVEN.values(), ids=MISGIVEN)
+def test_numbers_that_an_operation_cannot_have_are_refused(operation, words):
+    with pytest.raises(ValueError, match=words):
+        read(execution_plans.plan([[operation]], [puts(1)]))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"input_chunks": 1.5}, "rank 0: input_chunks is 1.5"),
+        ({"output_chunks": -2}, "rank 0: output_chunks is -2"),
+        ({"scratch_chunks": -1}, "rank 0: scratch_chunks is -1"),
+        (
+            {"channels": [{"channel_type": "memory", "connected_to": [2]}]},
+            "the peer of a channel is 2",
+        ),
+        ({"threadblocks": [{"id": -1, "ops": []}]}, "a thread block of rank 0 is -1"),
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)
+def test_numbers_that_a_rank_cannot_have_are_refused(change, words):
+    file = both(puts)
+    file["gpus"][0] |= change
+    with pytest.raises(ValueError, match=words):
+        read(file)
+
+
 @pytest.mark.parametrize("file", [{}, [], 3, None, {"gpus": [{"id": 1}]}])
 def test_other_files_are_refused(file):
     with pytest.raises(ValueError, match=r"no execution plan|not numbered"):

@@ -16,6 +16,16 @@ registers, in which sums are.
 """
 
 
+def whole(given: object, what: str, least: int = 0, stop: int | None = None) -> int:
+    """The number of a file, if it is a whole one of at least `least` and less than `stop`. Raises
+    `ValueError` for all else: Python would take -1 for the last of several.
+    """
+    if type(given) is not int or given < least or (stop is not None and given >= stop):
+        below = "" if stop is None else f" and less than {stop}"
+        raise ValueError(f"{what} is {given!r}, no whole number of at least {least}{below}")
+    return given
+
+
 class Shape(NamedTuple):
     """A collective on a number of ranks, each with `rows` in the input and `out_rows` in the
     output, which are one buffer if it is `inplace`.

@@ -5,19 +5,26 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from weft.formats.mscclpp.blocks import ASIDE, Block, Placed, aside
-from weft.formats.mscclpp.collectives import INPUT, OUTPUT, REGISTERS, SCRATCH, Shape
+from weft.formats.mscclpp.collectives import INPUT, OUTPUT, REGISTERS, SCRATCH, Shape, whole
 from weft.plan import Copy, Instruction, Notify, Reduce, Region, Signal, Wait
 from weft.plan import reads as reads_of
 from weft.plan import writes as writes_of
 from weft.plan.language import port, thread_block
 
+T = TypeVar("T")
+
 Json = Mapping[str, Any]
 
 PACKETS = ("ppkt", "rppkt", "cpkt", "upkt", "repkt", "respkt", "recpkt", "recspkt")
 """The operations on rows with flags."""
+
+
+def place(rank: int, block: int, at: int, name: str) -> str:
+    """Where an operation is in the file."""
+    return f"rank {rank}, thread block {block}, operation {at} ({name})"
 
 
 class Channel(NamedTuple):
@@ -73,7 +80,10 @@ class Rank:
     def read(self) -> dict[str, list[Placed]]:
         lanes = {}
         for file in self.gpu["threadblocks"]:
-            block = Block(self.rank, file["id"])
+            number = whole(
+                file["id"], f"the number of a thread block of rank {self.rank}", 0, ASIDE
+            )
+            block = Block(self.rank, number)
             for at, operation in enumerate(file["ops"]):
                 _Operation(self, file, block, operation, at).read()
             block.meet()
@@ -126,6 +136,18 @@ class _Operation:
             raise ValueError(f"weft does not know the operation {self.name!r}")
         readers[self.name]()
 
+    @property
+    def place(self) -> str:
+        return place(self.rank, self.block.number, self.at, self.name)
+
+    def number(self, given: object, what: str, least: int = 0, stop: int | None = None) -> int:
+        """A number that the operation gives."""
+        return whole(given, f"{self.place}: {what}", least, stop)
+
+    def pick(self, several: Sequence[T], given: object, what: str) -> T:
+        """The one of several with a number that the operation gives."""
+        return several[self.number(given, what, 0, len(several))]
+
     def region(self, buffer: Json) -> Region:
         """The rows of a local or a remote buffer."""
         rank, letter = self.rank, buffer.get("type")
@@ -135,13 +157,18 @@ class _Operation:
                 for each in self.file["remote_buffer_refs"]
                 if each["access_channel_type"] == self.kind
             )
-            remote = self.of.gpu["remote_buffers"][next(refs, ())[buffer["buffer_id"]]]
-            rank, letter = remote["rank"], remote["type"]
+            what = "the number of a remote buffer"
+            number = self.pick(next(refs, ()), buffer["buffer_id"], what)
+            remote = self.pick(self.of.gpu["remote_buffers"], number, what)
+            rank = self.number(remote["rank"], "the rank of a buffer", 0, self.reading.shape.ranks)
+            letter = remote["type"]
         if letter not in (INPUT, OUTPUT, SCRATCH):
             raise ValueError(f"there is no buffer {letter!r}")
         unit, slices = self.reading.unit, self.json.get("tbg_info", {"tb_id": 0, "tbg_size": 1})
-        rows = buffer["size"] * unit // slices["tbg_size"]
-        start = buffer["index"] * unit + slices["tb_id"] * rows
+        parts = slices["tbg_size"]
+        part = self.number(slices["tb_id"], "the part of a thread block", 0, parts)
+        rows = self.number(buffer["size"], "the size of a buffer", 1) * unit // parts
+        start = self.number(buffer["index"], "the index of a buffer") * unit + part * rows
         return self.reading.shape.place(rank, letter, start, start + rows)
 
     def regions(self, key: str) -> list[Region]:
@@ -151,8 +178,7 @@ class _Operation:
         """Append instructions that all threads execute, each its rows of all of them."""
         if self.block.settled or (self.block.waits and self.name in PACKETS):
             raise ValueError(
-                f"rank {self.rank}, thread block {self.block.number}, operation {self.at} "
-                f"({self.name}): weft has no words for threads of which some still wait while "
+                f"{self.place}: weft has no words for threads of which some still wait while "
                 "others send packets, or have signalled"
             )
         placed = [Placed(each, self.at) for each in moves]
@@ -217,16 +243,22 @@ class _Operation:
         wrong = [each for each in packets if each.buffer != SCRATCH]
         wrong += [each for each in plain if self.flagged(each)]
         if wrong:
-            raise ValueError(
-                f"rank {self.rank}, thread block {self.block.number}, operation {self.at} "
-                f"({self.name}): {wrong[0]} is used both as packets and as rows"
-            )
+            raise ValueError(f"{self.place}: {wrong[0]} is used both as packets and as rows")
+
+    def same(self, one: str, many: int, other: str, others: int) -> None:
+        """Raise `ValueError` unless the operation has as many of one as of another."""
+        if many != others:
+            raise ValueError(f"{self.place} has {many} {one} for {others} {other}")
+
+    def copies(self, sources: Sequence[Region], targets: Sequence[Region]) -> Sequence[Copy]:
+        self.same("sources", len(sources), "destinations", len(targets))
+        return [*map(Copy, sources, targets)]
 
     def copy(self) -> None:
         sources, targets = self.regions("src_buff"), self.regions("dst_buff")
         flagged = {"cpkt": (targets, sources), "upkt": (sources, targets)}
         self.check_flags(*flagged.get(self.name, ((), sources + targets)))
-        self.move(*map(Copy, sources, targets))
+        self.move(*self.copies(sources, targets))
 
     def put(self) -> None:
         sources, targets = self.regions("src_buff"), self.regions("dst_buff")
@@ -240,14 +272,17 @@ class _Operation:
                 self.check_flags(targets, sources)
             case "rppkt":
                 self.check_flags(sources + targets, ())
-                sources = sources[:1] * len(targets)
+                self.same("sources", len(sources), "packet", 1)
+                sources *= len(targets)
             case _:
                 self.check_flags((), sources + targets)
+        copies = self.copies(sources, targets)
         if self.kind == "port":
-            for thread, (src, dst) in enumerate(zip(sources, targets, strict=True)):
-                self.post(thread, src, dst)
+            self.same("channels", len(self.json["channel_ids"]), "puts", len(copies))
+            for thread, put in enumerate(copies):
+                self.post(thread, put)
         else:
-            self.move(*(Copy(src, dst) for src, dst in zip(sources, targets, strict=True)))
+            self.move(*copies)
 
     def reduce(self) -> None:
         own, *others = self.regions("src_buff")
@@ -271,12 +306,14 @@ class _Operation:
         """The channel of this kind at an index of the thread block: its number on the rank, and
         itself.
         """
-        ids = next(
+        ids = (
             each["channel_ids"]
             for each in self.file["channels"]
             if each["channel_type"] == self.kind
         )
-        return ids[index], self.reading.channels[self.rank][self.kind][ids[index]]
+        what = f"the number of a {self.kind} channel"
+        number = self.pick(next(ids, ()), index, what)
+        return number, self.pick(self.reading.channels[self.rank][self.kind], number, what)
 
     def signal(self) -> None:
         for thread, index in enumerate(self.json["channel_ids"]):
@@ -308,17 +345,23 @@ class _Operation:
 
     def release(self) -> None:
         for thread, number in enumerate(self.json["semaphore_ids"]):
+            self.semaphore(number)
             self.of.own("release semaphore", number, self.block.number)
             signal = Signal(f"semaphore {number}", self.rank)
             self.block.notify(thread, Notify(self.rank, signal), self.at)
 
     def acquire(self) -> None:
         for thread, number in enumerate(self.json["semaphore_ids"]):
-            given = self.of.gpu["semaphores"][number]["init_value"]
+            given = self.number(self.semaphore(number)["init_value"], "the value of a semaphore")
             self.wait_for(thread, Signal(f"semaphore {number}", self.rank), given=given)
 
+    def semaphore(self, number: object) -> Json:
+        semaphores: Sequence[Json] = self.of.gpu["semaphores"]
+        return self.pick(semaphores, number, "the number of a semaphore")
+
     def barrier(self) -> None:
-        number, block = self.json["barrier_id"], self.block
+        number = self.number(self.json["barrier_id"], "the number of a barrier")
+        block = self.block
         blocks = self.of.barriers[number]
         if len(blocks) != self.json["num_threadblocks"]:
             self.reading.defects.append(
@@ -355,9 +398,9 @@ class _Operation:
         """A signal between this thread block and a port."""
         return Signal(f"{what} {number} of {self.block.number}", self.rank)
 
-    def post(self, thread: int, src: Region, dst: Region) -> None:
+    def post(self, thread: int, put: Copy) -> None:
         number, channel = self.channel(self.json["channel_ids"][thread])
-        place, put = (number, self.block.number), Copy(src, dst)
+        place = number, self.block.number
         self.reading.defects += self.conflicts(put)
         if self.name == "rppkt":  # all threads meet when the packets are there
             self.block.meet()

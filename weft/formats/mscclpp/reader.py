@@ -21,8 +21,9 @@ from weft.formats.mscclpp.collectives import (
     REGISTERS,
     SCRATCH,
     Shape,
+    whole,
 )
-from weft.formats.mscclpp.operations import PACKETS, Channel, Json, Rank, Reading
+from weft.formats.mscclpp.operations import PACKETS, Channel, Json, Rank, Reading, place
 from weft.plan import Buffer, Notify, Plan, Region, Signal, Value
 
 _REFUSED = {
@@ -87,6 +88,12 @@ def read(
         raise ValueError(f"it is no execution plan of MSCCL++ ({what})") from None
 
 
+def chunks(gpu: Json, buffer: str) -> int:
+    """The chunks of a buffer of a rank."""
+    key = f"{buffer}_chunks"
+    return whole(gpu[key], f"rank {gpu['id']}: {key}")
+
+
 class _Reader:
     def __init__(
         self, file: Json, collective: str | None, result: Mapping[Region, Value] | None
@@ -106,14 +113,24 @@ class _Reader:
             if why := _REFUSED.get(operation["name"]):
                 raise ValueError(f"weft has no words for {operation['name']!r}: {why}")
         self.unit = lcm(
-            *(each["tbg_info"]["tbg_size"] for each in operations if "tbg_info" in each)
+            *(
+                whole(
+                    each["tbg_info"]["tbg_size"],
+                    f"{place(rank, block['id'], at, each['name'])}: the size of a group",
+                    1,
+                )
+                for rank, gpu in enumerate(self.gpus)
+                for block in gpu["threadblocks"]
+                for at, each in enumerate(block["ops"])
+                if "tbg_info" in each
+            )
         )
         name = collective or file["collective"]
         if name not in COLLECTIVES and result is None:
             raise ValueError(
                 f"it does not say what {name!r} promises: name one of {', '.join(COLLECTIVES)}"
             )
-        sizes = {(gpu["input_chunks"], gpu["output_chunks"]) for gpu in self.gpus}
+        sizes = {(chunks(gpu, "input"), chunks(gpu, "output")) for gpu in self.gpus}
         if len(sizes) > 1:
             raise ValueError("its ranks differ in their chunks")
         ((rows, out_rows),) = sizes
@@ -135,7 +152,8 @@ class _Reader:
             kind = each["channel_type"]
             if kind not in found:
                 raise ValueError(f"weft has no words for channels of the type {kind!r}")
-            for peer in each["connected_to"]:
+            for given in each["connected_to"]:
+                peer = whole(given, f"rank {gpu['id']}: the peer of a channel", 0, self.ranks)
                 number = sum(other.peer == peer for other in found[kind])
                 found[kind].append(Channel(kind, peer, number))
         return found
@@ -152,7 +170,7 @@ class _Reader:
             if self.shape.inplace
             else {INPUT: Buffer("input", rows), OUTPUT: Buffer("output", out_rows)}
         )
-        scratch = tuple(gpu["scratch_chunks"] * self.unit for gpu in self.gpus)
+        scratch = tuple(chunks(gpu, "scratch") * self.unit for gpu in self.gpus)
         if any(scratch):
             copies = 1 + bool(self.file.get("use_double_scratch_buffer"))
             buffers[SCRATCH] = Buffer("private", scratch, copies=copies, flagged=reading.flagged)
