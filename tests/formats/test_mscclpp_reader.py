@@ -176,6 +176,13 @@ MISGIVEN = {
         | {"src_buff": [local("s", 0), local("s", 1)], "dst_buff": [remote("s", 0)]},
         "2 sources for 1 packet",
     ),
+    **{
+        f"{name} of a destination too many": (
+            op(name, local("i", 0), reduce_op="sum") | {"dst_buff": [local("o", 0)] * (stores + 1)},
+            f"{stores + 1} destinations for {stores} stores",
+        )
+        for name, stores in (("re", 1), ("rre", 1), ("repkt", 1), ("recpkt", 2))
+    },
     "a channel too many": (
         op("put", local("o", 0), remote("o", 0), channel_type="port", channel_ids=[0, 0]),
         "2 channels for 1 puts",

@@ -287,6 +287,8 @@ class _Operation:
     def reduce(self) -> None:
         own, *others = self.regions("src_buff")
         target, *copies = self.regions("dst_buff")
+        stores = {"re": 1, "rre": 1, "repkt": 1, "recpkt": 2}.get(self.name, 1 + len(copies))
+        self.same("destinations", 1 + len(copies), "stores", stores)
         if self.name in ("repkt", "respkt", "recpkt", "recspkt"):
             self.check_flags([*others, *copies], [own, target])
             added = Reduce((*others, own), self.register(target.rows), self.json["reduce_op"])
