@@ -446,6 +446,8 @@ def in_a_handler(world, call):
     """Make a call in a signal handler that interrupts a call on the group."""
 
     own = operations_of(world)
+    for progress in (own.queue, own.messages):
+        progress.deferred.close()  # its thread: only the waiting one is to run calls
 
     def handler(*_):
         if own.queue.current_call() or own.messages.current_call():
@@ -475,8 +477,6 @@ def left_in_a_handler(world, waits, exits):
             if waits == "sync":
                 dist.all_reduce(torch.ones(3))
             elif waits == "async":
-                own = operations_of(distributed_c10d._get_default_group()).queue
-                own.deferred.close()  # the progress thread: only the waiting one is to run calls
                 dist.all_reduce(torch.ones(3), async_op=True)
                 dist.all_reduce(torch.ones(3), async_op=True).wait()
             else:
