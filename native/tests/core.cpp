@@ -793,14 +793,19 @@ std::array<int, 2> large_connection() {
   return {one, other};
 }
 
+// Receive and send all that can be.
+void drive(TcpTransport& transport) {
+  while (transport.progress(0)) {
+  }
+}
+
 struct Connected {
   explicit Connected(std::array<int, 2> sockets = pair_of_sockets()) {
     const auto nothing = std::make_shared<const std::string>();
     here.connect(1, sockets[0], nothing);
     there.connect(0, sockets[1], nothing);
-    for (TcpTransport* each : {&here, &there})
-      while (each->progress(0)) {
-      }
+    drive(here);
+    drive(there);
   }
 
   Receiving at_here, at_there;
@@ -813,8 +818,7 @@ void test_an_end_behind_a_message() {
   ranks.there.announce(
       0, std::make_shared<const std::string>(ranks.there.message({Kind::call, 0, 1, 2}, "a call")));
   ranks.there.end(0);
-  while (ranks.here.progress(0)) {
-  }
+  drive(ranks.here);
   CHECK(ranks.at_here.calls == 1);
   CHECK(ranks.at_here.ends == 1);
 }
@@ -843,15 +847,12 @@ void test_an_end_behind_rows_that_wait() {
   std::memset(sent, 7, sizeof sent);
   CHECK(ranks.there.put(0, {Kind::rows, 0, 1, 2}, {{sent, 1, sizeof sent, sizeof sent}}, SIZE_MAX,
                         [] {}));
-  while (ranks.here.progress(0)) {
-  }
+  drive(ranks.here);
   CHECK(ranks.here.waiting());
   ranks.there.end(0);
-  while (ranks.here.progress(0)) {
-  }
+  drive(ranks.here);
   ranks.at_here.rows = {received, 1, sizeof received, sizeof received};
-  while (ranks.here.progress(0)) {
-  }
+  drive(ranks.here);
   CHECK(ranks.at_here.raised == 1);
   CHECK(!std::memcmp(sent, received, sizeof sent));
   CHECK(ranks.at_here.ends == 1);
@@ -864,13 +865,11 @@ void test_rows_that_wait_when_a_world_is_aborted() {
   std::memset(sent, 7, sizeof sent);
   CHECK(ranks.there.put(0, {Kind::rows, 0, 1, 2}, {{sent, 1, sizeof sent, sizeof sent}}, SIZE_MAX,
                         [] {}));
-  while (ranks.here.progress(0)) {
-  }
+  drive(ranks.here);
   CHECK(ranks.here.waiting());
   ranks.here.abort();
   ranks.at_here.rows = {memory, 1, sizeof memory, sizeof memory};
-  while (ranks.here.progress(0)) {
-  }
+  drive(ranks.here);
   CHECK(ranks.at_here.raised == 0);
   CHECK(std::count(memory, memory + sizeof memory, 0) == sizeof memory);
 }
@@ -1086,8 +1085,6 @@ void test_transfers() {
         target == 0 && !transfers.copy(copy));
 }
 
-// A producer and a consumer use a slot alternately. It is plain memory, so a sanitizer detects
-// accesses without an order.
 // Memory is allocated where a timer interrupts every call that takes long, which older kernels
 // undo.
 void test_allocation_under_a_timer() {
@@ -1096,6 +1093,8 @@ void test_allocation_under_a_timer() {
   std::memset(mapping->base(), 1, kSize);
 }
 
+// A producer and a consumer use a slot alternately. It is plain memory, so a sanitizer detects
+// accesses without an order.
 void test_signal_arrays() {
   Host host(2, 8 * sizeof(Counter));
   int mailbox = 0;
