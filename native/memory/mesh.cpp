@@ -29,12 +29,12 @@ namespace {
 enum Type : char {
   kNote = 'n',
   kAbort = 'a',
-  kFarewell = 'f',
   // between ranks of one host only
   kLetter = 'l',
   kAcknowledged = 'k',
   kConnection = 'c'
 };
+const std::string kFarewellForNow = "f", kFarewellForGood = "fg";
 constexpr size_t kLongest = 16384;
 // of a letter, with the ranks, or of a connection, with what was read of its next message
 constexpr size_t kLongestBetweenRanks = 3 * kLongest;
@@ -228,8 +228,8 @@ bool Mesh::handle(int peer, const std::string& message, std::shared_ptr<File> fi
     // later ones are consequences, which their own hosts know of (M1)
     if (here && !failed()) post({peer, kAll, message});
     fail({body.substr(0, first), culprit, body.substr(second + 1)});
-  } else if (message[0] == kFarewell && body.empty()) {
-    leaves(peer, here);
+  } else if (message == kFarewellForNow || message == kFarewellForGood) {
+    leaves(peer, message, here);
   } else if (!here) {
     const std::lock_guard lock(posting_);
     arrived_.emplace_back(peer, message);
@@ -266,8 +266,9 @@ bool Mesh::handle_letter(const std::string& body) {
 }
 
 // Note that a peer has left.
-void Mesh::leaves(int peer, bool here) {
-  if (here) post({peer, kAll, std::string(1, kFarewell)});
+void Mesh::leaves(int peer, const std::string& farewell, bool here) {
+  if (here) post({peer, kAll, farewell});
+  if (farewell == kFarewellForGood) peers_[peer].gone.store(true, std::memory_order_release);
   {
     const std::lock_guard lock(mutex_);
     peers_[peer].left.store(true, std::memory_order_release);  // M4
@@ -277,7 +278,7 @@ void Mesh::leaves(int peer, bool here) {
   if (relay_ < 0) return;
   if (here) return push(peer, std::string(1, kAcknowledged));
   const std::lock_guard lock(posting_);
-  arrived_.emplace_back(peer, std::string(1, kFarewell));
+  arrived_.emplace_back(peer, kFarewellForNow);
   wake_relay();
 }
 
@@ -387,8 +388,8 @@ void Mesh::abort(const Failure& failure) {
 
 void Mesh::abort(const std::exception& error) { abort(Failure{"WeftError", rank_, error.what()}); }
 
-void Mesh::leave() {
-  const std::string message(1, kFarewell);
+void Mesh::leave(bool for_good) {
+  const std::string message = for_good ? kFarewellForGood : kFarewellForNow;
   send_to_all(message);
   post({rank_, kAll, message});
 }

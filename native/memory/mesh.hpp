@@ -66,8 +66,9 @@ class Mesh {
   // Close the world after a failure: all peers are informed, and all waits of all ranks end.
   void abort(const Failure& failure);
   void abort(const std::exception& error);  // caused by this rank
-  // Send a farewell (M3).
-  void leave();
+  // Send a farewell (M3), which tells whether this rank leaves for good, or may go on in a world
+  // that follows this one.
+  void leave(bool for_good);
   // In a forked child: close its copies of the sockets, so that peers detect the parent's death.
   // The mesh has no other use there.
   void disown();
@@ -96,6 +97,8 @@ class Mesh {
   bool failed() const { return failed_.load(std::memory_order_acquire); }
   Failure failure() const;
   bool left(int peer) const { return peers_[peer].left.load(std::memory_order_acquire); }
+  // Whether a peer has said that it leaves for good.
+  bool gone(int peer) const { return peers_[peer].gone.load(std::memory_order_acquire); }
 
   // Called at the beginning of `abort`, to inform peers of this host before their threads have read
   // the message.
@@ -106,7 +109,7 @@ class Mesh {
     explicit Peer(int socket) : fd(socket) {}
     int fd;
     int process = -1;  // a pidfd of the process at the other end, or -1 if there is none
-    std::atomic<bool> left{false};
+    std::atomic<bool> left{false}, gone{false};
     bool acknowledged = false;  // this and the next of `mutex_`
     std::deque<Note> notes;
     std::deque<Note> unsent;  // of `pushing_`: what the socket did not take at once
@@ -116,7 +119,7 @@ class Mesh {
   bool read(int peer);
   bool handle(int peer, const std::string& message, std::shared_ptr<File> file, bool here);
   bool handle_letter(const std::string& body);
-  void leaves(int peer, bool here);
+  void leaves(int peer, const std::string& farewell, bool here);
   void ended(int peer);
   void acknowledge(int peer);
   bool fail(const Failure& failure);

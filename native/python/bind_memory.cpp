@@ -52,9 +52,10 @@ void bind_memory(nb::module_& m) {
       .def("receive", &Mesh::receive, Unlocked())
       .def("abort", [](Mesh& self, std::string kind, int culprit,
                        std::string text) { self.abort({kind, culprit, text}); })
-      .def("leave", &Mesh::leave)
+      .def("leave", &Mesh::leave, "for_good"_a)
       .def("disown", &Mesh::disown)
       .def("left", &Mesh::left)
+      .def("gone", &Mesh::gone)
       .def("outgoing",
            [](Mesh& self) {
              std::vector<std::tuple<int, int, nb::bytes>> found;

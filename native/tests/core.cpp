@@ -923,7 +923,7 @@ void test_letters() {
   int pipe[2];
   CHECK(!::pipe(pipe));
   CHECK(meshes[1].hand_over({0, 2}, "line", pipe[0]));
-  meshes[0].leave();
+  meshes[0].leave(false);
   CHECK(meshes[0].acknowledged(20));
   int next[kHere] = {};
   for (const Letter& letter : meshes[0].outgoing())

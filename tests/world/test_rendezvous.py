@@ -28,6 +28,7 @@ import weft
 from weft.errors import PeerLost, PeerTimeout, WeftError
 from weft.world import default_group
 from weft.world import listener as listening
+from weft.world.handshake import Accepted, Caller, name_of
 from weft.world.listener import Address, Listener
 from weft.world.peer_memory import Probe
 from weft.world.rendezvous import Announcement, GroupRendezvous, RankInfo, StoreRendezvous
@@ -337,7 +338,7 @@ def test_strangers_delay_no_rank(host):
         for message in [b""] * 80 + [
             b"x",
             b"garbled" * 1000,
-            ranks[1].address.secret + b"\7\0\0\0",
+            name_of(ranks[1].address.secret) + bytes(16),
             b"",
         ]:
             stranger = stack.enter_context(
@@ -373,16 +374,21 @@ def test_strangers_do_not_prolong_the_limit(host):
 
 
 @pytest.mark.parametrize("host", ["", "127.0.0.1"], ids=["unix", "tcp"])
-def test_a_peer_may_send_its_hello_slowly(host):
+def test_a_peer_may_prove_itself_slowly(host):
     with listeners(2, host) as (own, theirs), ThreadPoolExecutor() as pool:
         waiting = pool.submit(own.connect, 0, {1: (7, theirs.address)}, SOON)
         with socket.socket(own.address.family, own.socket.type) as slow:
             slow.connect(own.address.at)
             time.sleep(1.2)
-            for part in (slice(0, 5), slice(5, None)) if host else (slice(None),):
-                slow.sendall(listening._HELLO.pack(own.address.secret, 1)[part])
+            slow.setblocking(False)
+            caller = Caller(slow, own.address.secret, listening._RANK.pack(1))
+            while not caller.advance():
                 time.sleep(0.1)
-            for connection in waiting.result(SOON)[1]:
+            theirs.socket.setblocking(True)
+            accepted = Accepted(theirs.socket.accept()[0], listening._RANK.size)
+            while not accepted.advance(theirs.address.secret):
+                pass
+            for connection in (*waiting.result(SOON)[1], accepted.connection):
                 connection.close()
 
 
@@ -397,7 +403,9 @@ def test_an_unreachable_peer():
         port = server.getsockname()[1]
         server.close()
         with pytest.raises(
-            PeerLost, match=r"rank 1 \(pid 7\) died or gave up while rank 0 waited to connect to it"
+            PeerLost,
+            match=r"rank 1 \(pid 7\) died or gave up, or a firewall refuses connections to it, while "
+            "rank 0 waited to connect to it",
         ):
             own.connect(0, {1: (7, Address("127.0.0.1", port, b""))}, SOON)
         with pytest.raises(

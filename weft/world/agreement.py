@@ -5,80 +5,87 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Iterable, Sequence
 from uuid import uuid4
 
 import weft._native as _native
-import weft.errors as errors
 from weft.errors import Excluded, MismatchError, PeerLost, PeerTimeout, WeftError
 from weft.version import __version__
 from weft.world.door import Door, Handle
 from weft.world.lanes import started
-from weft.world.listener import poll
+from weft.world.listener import PROVING, poll
 from weft.world.membership import Decision, Membership
-from weft.world.talk import Answer, Call, Request, Visitor, accept
+from weft.world.talk import Answer, Call, Request, Visitor, Visitors
 
 _LOOK = 0.05  # seconds between looks at time limits
-_RETRY = 0.005  # seconds until a rank whose connection has ended is called again
 _FOREVER = 1e6
-_HEARD = 1.0  # seconds in which a visitor of a kept door must say what it wants
+_UNKNOWN = 0.05  # seconds without an answer after which others are asked about a rank
+_TOLD = (PeerTimeout, PeerLost, Excluded, MismatchError, WeftError)
+"""The errors that end an attempt on all ranks."""
 
 
 class _Calls:
-    """Calls of this process to the doors of `handles`, by rank: `gone` are those whose doors refuse
-    them.
+    """Calls of this process to the doors of `handles`, by rank: `gone` are those of this host that
+    have ended, or have closed their doors.
     """
 
     def __init__(self, handles: Sequence[Handle], own: Handle) -> None:
         self.addresses = [each.address_from(own.info.host) for each in handles]
         self.open: dict[int, Call] = {}
         self.gone: set[int] = set()
+        self._again: dict[int, float] = {}  # when a rank whose call has ended may be called again
 
-    def call(self, ranks: Sequence[int], request: Request) -> None:
+    def call(self, ranks: Iterable[int], request: Request) -> None:
         """Have open calls, with this request, to these ranks, as far as there are doors that can be
         reached from here, and to no others.
         """
-        for rank in {*self.open} - {*ranks}:
+        ranks = {*ranks}
+        for rank in {*self.open} - ranks:
             self.open.pop(rank).close()
-        for rank in ranks:
+        for rank in sorted(ranks):
             address = self.addresses[rank]
-            if address is None:
+            if address is None or self._again.get(rank, 0.0) > time.monotonic():
                 continue
-            call = self.open.get(rank) or Call(address)
-            self.open[rank] = call
+            if rank not in self.open:
+                self.open[rank] = Call(address)
+            call = self.open[rank]
             if call.advance():
-                call.request(request)
+                call.send(request)
 
     def ask_again(self, request: Request) -> None:
         for call in self.open.values():
             if call.connected:
-                call.request(request)
+                call.send(request)
 
     def answers(self) -> list[tuple[int, Answer]]:
-        """The answers that have arrived, by rank. Calls that have ended are dropped, and doors that
-        refuse are noted.
+        """The answers that have arrived, by rank. Calls that have ended are dropped, and ranks that
+        are gone are noted.
         """
         found = []
         for rank, call in [*self.open.items()]:
-            if call.connected:
-                found += [(rank, each) for each in call.answers()]
+            found += [(rank, each) for each in call.answers()]
             if call.gone:
                 self.gone.add(rank)
             if call.ended:
+                self._again[rank] = call.again
                 self.open.pop(rank).close()
         return found
 
+    def answered(self, rank: int) -> bool:
+        call = self.open.get(rank)
+        return call is not None and call.answered
+
     @property
-    def to_retry(self) -> bool:
-        """Whether a call has ended, so that its rank is to be called again."""
-        return any(call.ended for call in self.open.values())
+    def patience(self) -> float:
+        """The seconds until a rank may be called again, or at most until the next look."""
+        soonest = min(self._again.values(), default=_FOREVER) - time.monotonic()
+        for rank in [rank for rank, at in self._again.items() if at <= time.monotonic()]:
+            del self._again[rank]
+        return min(_LOOK, max(0.001, soonest))
 
     def polled(self) -> list[tuple[int, int]]:
-        return [
-            (call.connection.fileno(), select.POLLIN if call.connected else select.POLLOUT)
-            for call in self.open.values()
-            if not call.ended
-        ]
+        return [each for call in self.open.values() for each in call.polled()]
 
     def close(self) -> None:
         for call in self.open.values():
@@ -90,21 +97,35 @@ class Agreement:
     """One rank's part in the agreement on the world after `membership`.
 
     `own` is its handle in the next world, `joiners` the number of processes that join, `timeout`
-    the seconds for which it waits for a rank that is silent.
+    the seconds for which it waits for a rank that is silent, `left` the ranks that have said that
+    they leave for good.
     """
 
-    def __init__(self, membership: Membership, own: Handle, joiners: int, timeout: float) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        own: Handle,
+        joiners: int,
+        timeout: float,
+        left: Collection[int] = (),
+    ) -> None:
         self.membership = membership
         self.rank = membership.rank
         self.own = own
         self.joiners = joiners
         self.timeout = timeout
+        self.hosts = [each.info.host for each in membership.handles]
         self.calls = _Calls(membership.handles, own)
-        self.visitors: list[Visitor] = []
+        self.gone = {*left}
+        self.visitors = Visitors(membership.door.listeners, len(membership.handles))
         self.joining: list[Handle] = []
         self.silent: set[int] = set()
+        self.unknown: set[int] = set()  # ranks elsewhere that this one waits for in vain
+        self.asked: set[int] = set()  # ranks of this host that others wait for in vain
         self.leader = -1
         self.patience = _native.Deadline(timeout)
+        self.unanswered = _native.Deadline(_UNKNOWN)
+        self._shared: object = ([], [], [])
 
     def run(self) -> Decision:
         """The decision, which includes this rank.
@@ -127,16 +148,26 @@ class Agreement:
             raise
         finally:
             self.calls.close()
-            for visitor in self.visitors:
-                visitor.close()
+            self.visitors.close()
 
     def _others(self) -> list[int]:
         """All other ranks that are not gone."""
-        ranks = range(len(self.membership.handles))
-        return [rank for rank in ranks if rank != self.rank and rank not in self.calls.gone]
+        ranks = range(len(self.hosts))
+        return [rank for rank in ranks if rank != self.rank and rank not in self.gone]
 
     def _request(self) -> Request:
-        return Request(__version__, self.rank, self.own, self.joiners, self.joining)
+        return Request(
+            __version__,
+            self.rank,
+            self.own,
+            self.joiners,
+            self.joining,
+            sorted(self.gone),
+            sorted(self.unknown),
+        )
+
+    def _answer(self) -> Answer:
+        return Answer(gone=(*sorted(self.gone),), unknown=(*sorted(self.unknown),))
 
     def _step(self) -> Decision | None:
         """Call whom there is to call; the decision, if this rank leads and can make it."""
@@ -146,35 +177,45 @@ class Agreement:
         if leader != self.leader:
             self.leader = leader
             self.patience = _native.Deadline(self.timeout)
+            self.unanswered = _native.Deadline(_UNKNOWN)
         if leader != self.rank:
             # after a silent one all at once, so that the time limit passes once for all of them
-            self.calls.call(lower if self.silent else [leader], self._request())
+            self._call(lower if self.silent else [leader])
             if self.patience.passed:
                 self._end_patience(heard)
             return None
         taking_part = {
             visitor.request.rank: visitor.request
-            for visitor in self.visitors
+            for visitor in self.visitors.all
             if visitor.request and visitor.request.rank >= 0
         }
         missing = [rank for rank in self._others() if rank not in taking_part]
-        self.calls.call(missing, self._request())
+        self._call(missing)
         return self._lead(taking_part, missing)
+
+    def _call(self, awaited: list[int]) -> None:
+        """Call the ranks that this one waits for. Of those of other hosts that do not answer, ask
+        ranks beside them, which find out whether they are gone; do so for others.
+        """
+        here = self.hosts[self.rank]
+        self.unknown = (
+            {rank for rank in awaited if self.hosts[rank] != here and not self.calls.answered(rank)}
+            if self.unanswered.passed
+            else set()
+        )
+        beside = {self.hosts[rank] for rank in self.unknown}
+        others = [rank for rank in self._others() if self.hosts[rank] in beside]
+        self.calls.call({*awaited, *others, *(self.asked - self.gone)}, self._request())
 
     def _end_patience(self, heard: Sequence[int]) -> None:
         """Take the leader for silent; if it was alive when it was called, it has had its own time
         limit since, and this rank waits no longer than for another that is silent.
         """
-        call = self.calls.open.get(self.leader)
-        if call is not None and call.answered:
-            call.answered = False
+        if self.calls.answered(self.leader):
+            self.calls.open[self.leader].answered = False
             self.patience = _native.Deadline(self.timeout)
         elif self.silent:
-            self.silent.update(
-                rank
-                for rank in heard
-                if not ((call := self.calls.open.get(rank)) and call.answered)
-            )
+            self.silent.update(rank for rank in heard if not self.calls.answered(rank))
         else:
             self.silent.add(self.leader)
 
@@ -220,31 +261,30 @@ class Agreement:
         """The decision in an answer that has arrived. Raises the error that it has."""
         for rank, answer in self.calls.answers():
             self.silent.discard(rank)
-            if answer.error:
-                raise getattr(errors, answer.error, WeftError)(answer.text)
-            if answer.decision is not None:
-                found: Decision = answer.decision
+            if (found := outcome(answer)) is not None:
                 return found
+            self._learn(answer.gone, answer.unknown)
+        self._learn(self.calls.gone, ())
         return None
+
+    def _learn(self, gone: Iterable[int], unknown: Iterable[int]) -> None:
+        """Note ranks that others know to be gone, or that they wait for in vain."""
+        known = range(len(self.hosts))
+        self.gone.update(rank for rank in gone if rank in known and rank != self.rank)
+        here = self.hosts[self.rank]
+        self.asked.update(
+            rank
+            for rank in unknown
+            if rank in known and rank != self.rank and self.hosts[rank] == here
+        )
 
     def _wait(self) -> None:
         """Wait until something arrives, for a moment, and hear visitors."""
-        door = self.membership.door
-        sockets = [
-            *(listener.socket for listener in door.listeners),
-            *(visitor.connection for visitor in self.visitors),
-        ]
-        waits = [(each.fileno(), select.POLLIN) for each in sockets]
-        poll([*waits, *self.calls.polled()], _RETRY if self.calls.to_retry else _LOOK)
-        for listener in door.listeners:
-            self.visitors += accept(listener)
-        for visitor in self.visitors:
-            if visitor.hear() and visitor.request:
-                self._heard(visitor, visitor.request)
-        for visitor in [each for each in self.visitors if each.ended]:
-            visitor.close()
-            self.visitors.remove(visitor)
-        self._note_joining()
+        poll([*self.visitors.polled(), *self.calls.polled()], self.calls.patience)
+        for visitor in self.visitors.hear():
+            assert visitor.request is not None
+            self._heard(visitor, visitor.request)
+        self._share()
 
     def _heard(self, visitor: Visitor, request: Request) -> None:
         if request.version != __version__:
@@ -258,27 +298,43 @@ class Agreement:
             )
             visitor.ended = True
             return
-        if request.rank >= len(self.membership.handles):
+        if request.rank >= len(self.hosts) or request.rank == self.rank:
             visitor.ended = True
             return
         self.silent.discard(request.rank)
-        visitor.send(Answer())
+        self.gone.discard(request.rank)
+        self._learn(request.gone, request.unknown)
+        visitor.send(self._answer())
 
-    def _note_joining(self) -> None:
-        """Collect those who join, who have called this rank or one that has told it of them."""
+    def _share(self) -> None:
+        """Tell those with whom this rank is connected what it has learned: who joins, by calling
+        this rank or one that has told it of them, and who is gone.
+        """
         joining = {}
-        for request in [visitor.request for visitor in self.visitors if visitor.request]:
+        for request in [visitor.request for visitor in self.visitors.all if visitor.request]:
             for handle in [request.handle] if request.rank < 0 else request.joining:
                 joining[handle.info.address.secret] = handle
-        if {*joining} != {each.info.address.secret for each in self.joining}:
-            self.joining = [*joining.values()]
+        self.joining = [*joining.values()]
+        known = sorted(joining), sorted(self.gone), sorted(self.unknown)
+        if known != self._shared:
+            self._shared = known
             self.calls.ask_again(self._request())
+            self._tell(self._answer())
 
     def _tell(self, answer: Answer) -> None:
         """Answer all who have called this rank."""
-        for visitor in self.visitors:
+        for visitor in self.visitors.all:
             if not visitor.ended:
                 visitor.send(answer)
+
+
+def outcome(answer: Answer) -> Decision | None:
+    """The decision of an answer, if it has one. Raises the error that ends the attempt."""
+    if answer.error:
+        kind = next((each for each in _TOLD if each.__name__ == answer.error), WeftError)
+        raise kind(answer.text)
+    found: Decision | None = answer.decision
+    return found
 
 
 def left_out(rank: int, decision: Decision) -> Excluded:
@@ -297,7 +353,7 @@ def join(handles: Sequence[Handle], own: Handle, timeout: float) -> Decision:
     can be reached from this host.
     """
     deadline = _native.Deadline(timeout)
-    request = Request(__version__, -1, own, 0, [])
+    request = Request(__version__, -1, own, 0, [], [], [])
     while True:
         calls = _Calls(handles, own)
         reachable = {rank for rank, address in enumerate(calls.addresses) if address is not None}
@@ -311,7 +367,8 @@ def join(handles: Sequence[Handle], own: Handle, timeout: float) -> Decision:
         if further is None:
             raise PeerTimeout(
                 f"this process waited {timeout:g} s to join: the ranks of the world have not "
-                "called grow; give a larger timeout="
+                "called grow (give a larger timeout=), or none of those on other hosts is left "
+                "(take a new invitation), or a firewall refuses connections to them"
             )
         if further.rank_of(own) is not None:
             return further
@@ -324,10 +381,7 @@ def _further(
     """The first decision that a rank answers; None if there is none in time."""
     while not deadline.passed:
         for _, answer in calls.answers():
-            if answer.error:
-                raise getattr(errors, answer.error, WeftError)(answer.text)
-            if answer.decision is not None:
-                found: Decision = answer.decision
+            if (found := outcome(answer)) is not None:
                 return found
         left = reachable - calls.gone
         if not left:
@@ -335,8 +389,8 @@ def _further(
                 "no rank of the invitation is left: they have ended, or went on in another world; "
                 "take an invitation of that one"
             )
-        calls.call(sorted(left), request)
-        poll(calls.polled(), _RETRY if calls.to_retry else _LOOK)
+        calls.call(left, request)
+        poll(calls.polled(), calls.patience)
     return None
 
 
@@ -361,15 +415,11 @@ class Kept:
         self.door.close()
 
     def _serve(self) -> None:
-        sockets = [self._over, *(each.socket.fileno() for each in self.door.listeners)]
-        while self._over not in poll([(each, select.POLLIN) for each in sockets], _FOREVER):
-            for visitor in (each for listener in self.door.listeners for each in accept(listener)):
-                with contextlib.closing(visitor):
-                    self._answer(visitor)
-
-    def _answer(self, visitor: Visitor) -> None:
-        deadline = _native.Deadline(_HEARD)
-        while not (visitor.hear() or visitor.ended or deadline.passed):
-            poll([(visitor.connection.fileno(), select.POLLIN)], _LOOK)
-        if visitor.request:
-            visitor.send(Answer(self.decision))
+        visitors = Visitors(self.door.listeners)
+        with contextlib.closing(visitors):
+            over = self._over, select.POLLIN
+            while self._over not in poll([over, *visitors.polled()], PROVING):
+                with contextlib.suppress(WeftError):  # no free file: the caller calls again
+                    for visitor in visitors.hear():
+                        visitor.send(Answer(self.decision))
+                        visitor.ended = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from weft.schedules.levels import numbered
 from weft.world.backend import Backend
 from weft.world.door import Door, Handle
 from weft.world.lines import first_carried
-from weft.world.listener import INTERFACE, Address
+from weft.world.listener import INTERFACE, Address, another_user
 from weft.world.relay import Relay
 from weft.world.rendezvous import GroupRendezvous, RankInfo, StoreRendezvous
 from weft.world.transports import agreed
@@ -68,6 +69,9 @@ def connections(
             for peer, info in others.items()
             if info.host == door.info.host
         }
+        for peer in local:
+            if infos[peer].user != os.getuid():
+                raise another_user(peer, rank, infos[peer].user)
         remote = [peer for peer in others if peer not in local]
         if remote and backend.stream_ordered:
             raise WeftError("ranks with GPUs must be on one host in this version of weft")

@@ -1,9 +1,9 @@
 """Doors: the sockets at which a process is reached as a rank, while a world is made and as long as
 it lives.
 
-While a door is open its process may take part in the next world. One that refuses connections is
-gone for certain: the process has ended, or has left its world. So a door is how ranks tell a peer
-that has ended from one that is slow, suspended, or cut off from them.
+While a door is open its process may take part in the next world. Where the kernel of the host says
+that nothing listens at a door any more, its process has ended, or has left its world. So a door is
+how ranks of a host tell a peer that has ended from one that is slow or suspended.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class Door:
             placement.thresholds(),
             peer_memory.probe(),
             backend.device_id,
+            os.getuid(),
         )
 
     @property

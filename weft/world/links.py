@@ -106,7 +106,7 @@ class Links:
                 ),
             )
         except WeftError as error:
-            self._connecting.pop(peer).socket.close()
+            self._connecting.pop(peer).close()
             self._failed(peer, error)
 
     def _advance(self, peer: int) -> None:
@@ -115,6 +115,7 @@ class Links:
         outbound.advance()
         if outbound.connected:
             del self._connecting[peer]
+            outbound.end_proof()
             self._made(peer, outbound.socket.detach())
 
     def _accept(self, events: int) -> None:
@@ -145,8 +146,8 @@ class Links:
             for descriptor, events in self._invited[1].polled():
                 found[descriptor] = events, self._accept
         for peer, outbound in self._connecting.items():
-            descriptor, events = outbound.polled()
-            found[descriptor] = events, partial(self._go_on, peer)
+            for descriptor, events in outbound.polled():
+                found[descriptor] = events, partial(self._go_on, peer)
         return found
 
     def _go_on(self, peer: int, events: int) -> None:
@@ -158,5 +159,5 @@ class Links:
         """Close what is not connected yet."""
         self._close_invitations()
         for each in self._connecting.values():
-            each.socket.close()
+            each.close()
         self._connecting.clear()

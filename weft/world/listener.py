@@ -2,8 +2,9 @@
 Unix sockets and between hosts by TCP.
 
 Unix sockets have abstract addresses, which vanish with their owners and cannot be reached from
-another host (a network namespace is one); the peer must be the same user. Every connection begins
-with a secret that ranks exchange in the rendezvous.
+another host (a network namespace is one); the peer must be the same user. At the beginning of every
+connection both ends prove that they have a secret that ranks exchange in the rendezvous
+(`weft.world.handshake`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hmac
 import ipaddress
 import os
 import secrets
@@ -19,17 +19,21 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import PeerLost, PeerTimeout, WeftError
+from weft.world.handshake import Accepted, Caller, NotProved, OtherUser, Peer, name_of
 from weft.world.topology import read_text
 
 INTERFACE = "GLOO_SOCKET_IFNAME"  # the variable that names the interface to use, to gloo too
-_HELLO = struct.Struct("16si")  # the secret of the listener, and the rank that connects
+_RANK = struct.Struct("<i")  # that connects
 _LISTEN_BACKLOG = 1024  # connections that the kernel keeps until they are accepted
-_UNIDENTIFIED = 64  # accepted connections without a hello, in addition to one for each peer
+UNPROVED = 64  # accepted connections that are not proved, in addition to one for each peer
+PROVING = 10.0  # seconds that they have
+_HANG_UPS = 3  # of a peer that accepts connections, until it is taken for lost
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _RETRY = 0.01  # seconds after which a peer with a full backlog is tried again
 _IN_PROGRESS = (errno.EINPROGRESS, errno.EALREADY, errno.EAGAIN)
 _SIOCGIFADDR = 0x8915
@@ -80,7 +84,7 @@ class Listener:
             self.socket.close()
             raise
         self.address = Address(host or name, port, secrets.token_bytes(16))
-        self.early: list[tuple[bytes, socket.socket]] | None = None
+        self.early: list[Accepted] | None = None
 
     def keep_early(self) -> None:
         """From now on keep connections with another secret for a later `connect`, when that may be
@@ -89,8 +93,8 @@ class Listener:
         self.early = self.early or []
 
     def close(self) -> None:
-        for _, connection in self.early or ():
-            connection.close()
+        for each in self.early or ():
+            each.connection.close()
         self.early = None
         self.socket.close()
 
@@ -108,7 +112,8 @@ class Listener:
             inbound = opened.enter_context(Inbound(rank, self, {*peers}))
             outbound = [Outbound(rank, peer, *about) for peer, about in peers.items()]
             for each in outbound:
-                opened.enter_context(each.socket)
+                opened.callback(each.close)
+            for each in outbound:
                 each.advance()
             while missing := [
                 each
@@ -118,25 +123,27 @@ class Listener:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise next(
-                        (each.unreachable("no answer") for each in missing if not each.connected),
+                        (each.unreachable("no answer") for each in missing if not each.reached),
                         None,
                     ) or PeerTimeout(
                         f"rank {rank} waited {timeout:g} s for ranks "
                         f"{[each.peer for each in missing]} to connect"
                     )
                 ready = poll(
-                    [*inbound.polled(), *(each.polled() for each in missing if each.started)],
+                    [*inbound.polled(), *(each for one in missing for each in one.polled())],
                     left if all(each.started for each in missing) else min(left, _RETRY),
                 )
                 inbound.accept()  # first: a peer may close once it is connected
                 for each in missing:
-                    is_ready = each.socket.fileno() in ready
+                    is_ready = any(fd in ready for fd, _ in each.polled())
                     if not each.connected and (is_ready or not each.started):
                         each.advance()
                     elif each.connected and each.peer not in inbound.identified and is_ready:
                         raise each.lost()
             for connection in (*(each.socket for each in outbound), *inbound.identified.values()):
                 connection.setblocking(True)
+            for each in outbound:
+                each.end_proof()
             opened.pop_all()
             inbound.drop_unidentified()
         return {
@@ -148,7 +155,7 @@ class Listener:
 
 class Outbound:
     """A connection that this rank opens to a peer: `started` unless the peer's backlog is full,
-    `connected` once the hello is sent.
+    `connected` once both have proved themselves.
     """
 
     def __init__(self, rank: int, peer: int, pid: int, address: Address) -> None:
@@ -159,18 +166,29 @@ class Outbound:
         self.socket = _nonblocking(address.family)
         self.started = False
         self.connected = False
+        self._proof: Caller | None = None
+        self._process: Peer | None = None
+        self._hang_ups = 0
 
     def advance(self) -> None:
-        """Connect and send the hello, as far as possible without waiting."""
+        """Connect and prove this rank, as far as possible without waiting."""
         try:
-            code = self.socket.connect_ex(self.address.at)
-            self.started = code != errno.EAGAIN
-            if code in _IN_PROGRESS:
+            if self._process is not None and self._process.ended:
+                raise self.lost()
+            if self._proof is None and not self._begin():
                 return
-            if code not in (0, errno.EISCONN):
-                raise OSError(code, os.strerror(code))
-            self.socket.sendall(_HELLO.pack(self.address.secret, self.rank))
-            self.connected = True
+            assert self._proof is not None
+            self.connected = self._proof.advance()
+        except OtherUser as error:
+            raise another_user(self.peer, self.rank, error.user) from error
+        except NotProved as error:  # it serves others than this world now, or too many
+            self._hang_ups += 1
+            if self._hang_ups == _HANG_UPS:
+                raise self.lost() from error
+            self.close()
+            self.socket = _nonblocking(self.address.family)
+            self._proof = None
+            self.advance()
         except ConnectionError as error:
             raise self.lost() from error
         except OSError as error:
@@ -178,13 +196,54 @@ class Outbound:
                 raise
             raise self.unreachable(error.strerror or str(error)) from error
 
-    def polled(self) -> tuple[int, int]:
-        """The descriptor and event to poll: writable, or, once connected, closed by the peer."""
-        return self.socket.fileno(), select.POLLRDHUP if self.connected else select.POLLOUT
+    def _begin(self) -> bool:
+        """Whether the connection is made, of which then the proof begins."""
+        code = self.socket.connect_ex(self.address.at)
+        self.started = code != errno.EAGAIN
+        if code in _IN_PROGRESS:
+            return False
+        if code not in (0, errno.EISCONN):
+            raise OSError(code, os.strerror(code))
+        self._process = Peer(self.socket)
+        self._proof = Caller(self.socket, self.address.secret, _RANK.pack(self.rank))
+        return True
+
+    @property
+    def reached(self) -> bool:
+        """Whether somebody listens at the peer's address."""
+        return self._proof is not None
+
+    def close(self) -> None:
+        self.end_proof()
+        self.socket.close()
+
+    def end_proof(self) -> None:
+        """Let go of what is needed until both ends are connected."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    def polled(self) -> list[tuple[int, int]]:
+        """The descriptors and events to poll: writable, or readable while the peer is to prove
+        itself, or, once connected, closed by the peer; and the end of its process.
+        """
+        if not self.started:
+            return []
+        event = (
+            select.POLLRDHUP
+            if self.connected
+            else select.POLLOUT
+            if self._proof is None
+            else select.POLLIN
+        )
+        process = self._process.polled() if self._process is not None else []
+        return [(self.socket.fileno(), event), *process]
 
     def lost(self) -> PeerLost:
         """The error for a peer that closed the connection."""
         how = "died or gave up"
+        if self.address.port:
+            how += ", or a firewall refuses connections to it,"
         return PeerLost(
             f"rank {self.peer} (pid {self.pid}) {how} while rank {self.rank} waited to connect to "
             "it",
@@ -203,9 +262,102 @@ class Outbound:
         )
 
 
+def another_user(peer: int, rank: int, user: int) -> WeftError:
+    """The error for a peer that runs as another user of this host."""
+    return WeftError(
+        f"rank {peer} runs as another user than rank {rank}: {user} and {os.getuid()}; run all "
+        "ranks of a host as one user, in one user namespace"
+    )
+
+
+class Unproved:
+    """Connections that a listener has accepted and that have not proved themselves yet, by `key`,
+    saying something of `about` bytes of themselves. They are at most `most`, each for some seconds:
+    so strangers take a bounded number of files and bytes, and delay no peer.
+    """
+
+    def __init__(self, listener: Listener, key: Callable[[], bytes], about: int) -> None:
+        self.listener = listener
+        self.most = UNPROVED
+        self._key = key
+        self._about = about
+        self._waiting: dict[Accepted, float] = {}  # until when, in the order of acceptance
+
+    def polled(self) -> list[tuple[int, int]]:
+        """The descriptors and events to poll."""
+        sockets = (self.listener.socket, *(each.connection for each in self._waiting))
+        return [(each.fileno(), select.POLLIN) for each in sockets]
+
+    def proved(self) -> list[Accepted]:
+        """Accept the connections in the backlog, and go on with all as far as possible without
+        waiting; those that are proved now. Raises `OSError` if this process lacks files for one.
+        """
+        now = time.monotonic()
+        found = [each for each in [*self._waiting] if self._advance(each)]
+        for each in [each for each, until in self._waiting.items() if until < now]:
+            self._close(each)
+        for _ in range(_LISTEN_BACKLOG):
+            try:
+                connection, _ = self.listener.socket.accept()
+            except BlockingIOError:
+                break
+            except ConnectionError:  # closed again
+                continue
+            except OSError as error:
+                if error.errno in _EXHAUSTED and self._waiting:
+                    self.drop()
+                    break
+                raise
+            connection.setblocking(False)
+            accepted = Accepted(connection, self._about)
+            self._waiting[accepted] = now + PROVING
+            if self._advance(accepted):
+                found.append(accepted)
+            self.drop(keep=self.most)
+        return found
+
+    def resume(self, accepted: Accepted) -> bool:
+        """Go on with a connection that was accepted before; whether it is proved now."""
+        self._waiting[accepted] = time.monotonic() + PROVING
+        return self._advance(accepted)
+
+    def drop(self, keep: int = 0) -> None:
+        """Close connections except the last `keep`, first those that name no key of this process:
+        its peers name it at once.
+        """
+        surplus = len(self._waiting) - keep
+        if surplus > 0:
+            for each in sorted(self._waiting, key=lambda each: bool(each.key_name))[:surplus]:
+                self._close(each)
+
+    def _close(self, accepted: Accepted) -> None:
+        del self._waiting[accepted]
+        accepted.connection.close()
+
+    def _advance(self, accepted: Accepted) -> bool:
+        """Whether a connection is proved now, and waits no longer. One that cannot prove itself is
+        closed, or kept for later if the listener keeps those of another key.
+        """
+        try:
+            early = self.listener.early
+            if early is not None and accepted.named() and accepted.key_name != name_of(self._key()):
+                del self._waiting[accepted]
+                early.append(accepted)
+                if len(early) > self.most:
+                    early.pop(0).connection.close()
+                return False
+            proved = accepted.advance(self._key())
+        except OSError:
+            self._close(accepted)
+            return False
+        if proved:
+            del self._waiting[accepted]
+        return proved
+
+
 class Inbound:
-    """Connections that this rank accepts: of peers `identified` by their hello, and `unidentified`
-    ones with the bytes received so far, in the order of acceptance.
+    """Connections that this rank accepts, of `peers`: those `identified`, which have proved
+    themselves, and others that have not yet.
     """
 
     def __init__(self, rank: int, listener: Listener, peers: set[int]) -> None:
@@ -213,13 +365,14 @@ class Inbound:
         self.listener = listener
         self.peers = peers
         self.identified: dict[int, socket.socket] = {}
-        self.unidentified: dict[socket.socket, bytes] = {}
+        self._unproved = Unproved(listener, lambda: listener.address.secret, _RANK.size)
 
     def __enter__(self) -> Inbound:
         if (early := self.listener.early) is not None:
             self.listener.early = []
-            for hello, connection in early:
-                self._identify(hello, connection)
+            for each in early:
+                if self._unproved.resume(each):
+                    self._identify(each)
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -229,70 +382,32 @@ class Inbound:
 
     def polled(self) -> list[tuple[int, int]]:
         """The descriptors and events to poll."""
-        sockets = (self.listener.socket, *self.unidentified)
-        return [(each.fileno(), select.POLLIN) for each in sockets]
+        return self._unproved.polled()
 
     def accept(self) -> None:
-        """Accept the connections in the backlog, and read hellos as far as they have arrived."""
-        for connection in [*self.unidentified]:
-            self._read_hello(connection)
-        for _ in range(_LISTEN_BACKLOG):
-            try:
-                connection, _ = self.listener.socket.accept()
-            except BlockingIOError:
-                return
-            except ConnectionError:  # closed again
-                continue
-            connection.setblocking(False)
-            self.unidentified[connection] = b""
-            self._read_hello(connection)
-            self.drop_unidentified(keep=len(self.peers) + _UNIDENTIFIED)
+        """Accept the connections in the backlog, and let them prove themselves as far as possible
+        without waiting.
+        """
+        self._unproved.most = len(self.peers) + UNPROVED
+        for each in self._unproved.proved():
+            self._identify(each)
 
-    def drop_unidentified(self, keep: int = 0) -> None:
-        """Close unidentified connections, except the last `keep` accepted."""
-        for connection in [*self.unidentified][: max(0, len(self.unidentified) - keep)]:
-            del self.unidentified[connection]
-            connection.close()
+    def drop_unidentified(self) -> None:
+        """Close connections that have not proved themselves."""
+        self._unproved.drop()
 
-    def _read_hello(self, connection: socket.socket) -> None:
-        """Read more of a hello; once it is complete the connection is identified, or closed."""
-        hello = self.unidentified[connection]
+    def _identify(self, proved: Accepted) -> None:
+        """Keep a connection of a peer; close any other."""
+        (peer,) = _RANK.unpack(proved.about)
         try:
-            more = connection.recv(_HELLO.size - len(hello))
-        except BlockingIOError:
-            return
-        except OSError:  # closed
-            more = b""
-        self.unidentified[connection] = hello = hello + more
-        if more and len(hello) < _HELLO.size:
-            return
-        del self.unidentified[connection]
-        if len(hello) == _HELLO.size:
-            self._identify(hello, connection)
+            Peer(proved.connection).close()
+        except OtherUser as error:
+            proved.connection.close()
+            raise another_user(peer, self.rank, error.user) from error
+        if peer in self.peers and peer not in self.identified:
+            self.identified[peer] = proved.connection
         else:
-            connection.close()
-
-    def _identify(self, hello: bytes, connection: socket.socket) -> None:
-        """Keep a connection of a peer, or for a later attempt; close any other."""
-        kept = False
-        early = self.listener.early
-        if hmac.compare_digest(hello[:16], self.listener.address.secret):
-            peer = _HELLO.unpack(hello)[1]
-            if (user := user_of(connection)) != os.getuid():
-                raise WeftError(
-                    f"rank {peer} runs as another user than rank {self.rank}: {user} and "
-                    f"{os.getuid()}; run all ranks of a host as one user, in one user namespace"
-                )
-            kept = peer in self.peers and peer not in self.identified
-            if kept:
-                self.identified[peer] = connection
-        elif early is not None:
-            kept = True
-            early.append((hello, connection))
-            if len(early) > len(self.peers) + _UNIDENTIFIED:
-                early.pop(0)[1].close()
-        if not kept:
-            connection.close()
+            proved.connection.close()
 
 
 def _nonblocking(family: int) -> socket.socket:
@@ -309,15 +424,6 @@ def poll(events: Iterable[tuple[int, int]], seconds: float) -> set[int]:
     for descriptor, event in events:
         poll.register(descriptor, event)
     return {descriptor for descriptor, _ in poll.poll(1000 * seconds)}
-
-
-def user_of(connection: socket.socket) -> int:
-    """The user of the process that connected; for TCP, where it is not known, this one's."""
-    if connection.family != socket.AF_UNIX:
-        return os.getuid()
-    option = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    _, uid, _ = struct.unpack("3i", option)
-    return int(uid)
 
 
 def listen_to_hosts(rank: int) -> Listener:

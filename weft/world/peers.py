@@ -287,10 +287,14 @@ class Peers:
         return self.also(f"timed out after a timeout of {seconds:g} s")
 
     def fail(
-        self, error: BaseException, culprit: int | None = None, in_background: bool = False
+        self,
+        error: BaseException,
+        culprit: int | None = None,
+        in_background: bool = False,
+        for_good: bool = False,
     ) -> WeftError:
         """Close the world because of `error`, notify all peers, and return it; from a thread
-        `in_background` the next call raises it.
+        `in_background` the next call raises it. A rank that leaves `for_good` says so.
         """
         first = self.closed is None and not self.forked
         if first:
@@ -298,6 +302,8 @@ class Peers:
             text = error.how if isinstance(error, PeerLost) else str(error)
             text = text.encode(errors="replace")[:8000].decode(errors="ignore")
             self.mesh.abort(type(error).__name__, self.rank if culprit is None else culprit, text)
+            if for_good:
+                self.mesh.leave(for_good)
             self.unreported = in_background
             self.closed = f"{type(error).__name__}: {error}"
             self.failed_at = time.monotonic()

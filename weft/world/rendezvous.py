@@ -35,7 +35,8 @@ _GIVE_UP = 2.0  # seconds that a rank which gives up may take to inform the othe
 class RankInfo(NamedTuple):
     """A rank as its peers see it: its process, host, socket address, allowed cores and compute
     threads; the package, NUMA node and cache that contain all its cores; thresholds that follow
-    from these; a probe by which peers test whether they can read its memory; and its GPU, if any.
+    from these; a probe by which peers test whether they can read its memory; its GPU, if any; and
+    its user.
     """
 
     pid: int
@@ -47,6 +48,7 @@ class RankInfo(NamedTuple):
     thresholds: Thresholds = Thresholds()
     probe: Probe = Probe()
     device: str = ""
+    user: int = 0
 
 
 class Announcement(NamedTuple):

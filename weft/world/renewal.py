@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 from weft.errors import PeerLost, PeerTimeout
@@ -33,16 +33,18 @@ def renew(
     timeout: float,
     backend: Backend,
     make: Make[World],
-    adopt: Callable[[Membership], object] = lambda membership: None,
+    adopt: Callable[[Membership], object],
+    left: Collection[int],
 ) -> tuple[World, list[Kept]]:
     """The world after that of `membership`, with so many `joiners`, and the doors that are kept for
-    ranks that were left out. `adopt` is called with the place in each world that was decided.
+    ranks that were left out. `adopt` is called with the place in each world that was decided;
+    `left` are ranks that have said that they leave for good.
 
     Raises as `Agreement.run`, and as `make` if the same ranks fail to make their world again.
     """
     own = _door(membership, joiners, backend)
     try:
-        decision = Agreement(membership, own.handle, joiners, timeout).run()
+        decision = Agreement(membership, own.handle, joiners, timeout, left).run()
     except BaseException:
         own.close()
         raise
@@ -56,7 +58,7 @@ def follow(
     timeout: float,
     backend: Backend,
     make: Make[World],
-    adopt: Callable[[Membership], object] = lambda membership: None,
+    adopt: Callable[[Membership], object],
     kept: Sequence[Kept] = (),
 ) -> tuple[World, list[Kept]]:
     """As `renew`, from a decision on, in which this process has the door `own`."""

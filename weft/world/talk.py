@@ -1,20 +1,23 @@
 """Messages at doors: a caller sends requests, those who are called answer.
 
-A message is its length and JSON. A caller begins with the key of the door, so that only processes
-with a rank's handle are heard.
+Both ends first prove that they have the key of the door (`weft.world.handshake`). A message is its
+length and JSON.
 """
 
 from __future__ import annotations
 
 import errno
-import hmac
-import os
+import select
 import socket
 import struct
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from weft.errors import WeftError
 from weft.world.door import Handle, key
-from weft.world.listener import Address, Listener, user_of
+from weft.world.handshake import Caller, OtherUser, Peer
+from weft.world.listener import UNPROVED, Address, Listener, Unproved
 from weft.world.membership import Decision
 from weft.world.wire import convert, decode, encode
 
@@ -22,12 +25,15 @@ _LENGTH = struct.Struct("<I")
 _LONGEST = 64 << 20  # bytes of a message
 _PACKET = 1 << 15  # bytes sent at a time: a packet of a Unix socket is read as a whole
 _STALLED = 2.0  # seconds after which a process that takes no message is given up
-_GONE = (errno.ECONNREFUSED, errno.ENOENT)
+_REFUSED = (errno.ECONNREFUSED, errno.ENOENT)
+_AGAIN = 0.005  # seconds until a rank whose connection has ended is called again
+_AGAIN_REFUSED = 0.1  # … if it was refused
 
 
 class Request(NamedTuple):
     """What a process asks of a rank: to go on with it. Its rank, -1 of a joiner, its handle in the
-    next world, the joiners that it expects, and those that have called it.
+    next world, the joiners that it expects, those that have called it, the ranks that it knows to
+    be gone, and those that it waits for and cannot tell.
     """
 
     version: str
@@ -35,16 +41,20 @@ class Request(NamedTuple):
     handle: Handle
     joiners: int
     joining: list[Handle]
+    gone: list[int]
+    unknown: list[int]
 
 
 class Answer(NamedTuple):
     """The answer to a request: a `decision`, or the `error` that ends the attempt, by the name of
-    its class and its text; without either, that the rank is alive.
+    its class and its text; without either, that the rank is alive, and the ranks of a `Request`.
     """
 
     decision: Any = None
     error: str = ""
     text: str = ""
+    gone: tuple[int, ...] = ()
+    unknown: tuple[int, ...] = ()
 
 
 class Line:
@@ -56,12 +66,12 @@ class Line:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.ended = False
-        self._read = b""
+        self._read = bytearray()
 
-    def send(self, message: object, before: bytes = b"") -> None:
+    def send(self, message: object) -> None:
         """Send a message; a process that does not take it is given up."""
         body = encode(message)
-        data = memoryview(before + _LENGTH.pack(len(body)) + body)
+        data = memoryview(_LENGTH.pack(len(body)) + body)
         self.connection.settimeout(_STALLED)
         try:
             for at in range(0, len(data), _PACKET):
@@ -73,11 +83,7 @@ class Line:
 
     def receive(self) -> list[bytes]:
         """The messages that have arrived completely."""
-        self._fill()
-        return self._messages()
-
-    def _fill(self) -> None:
-        while not self.ended:
+        while not self.ended and len(self._read) <= _LONGEST:
             try:
                 more = self.connection.recv(2 * _PACKET)
             except (BlockingIOError, InterruptedError):
@@ -86,19 +92,19 @@ class Line:
                 more = b""
             self._read += more
             self.ended = not more
-
-    def _messages(self) -> list[bytes]:
         found = list[bytes]()
-        while len(self._read) >= _LENGTH.size:
-            (size,) = _LENGTH.unpack_from(self._read)
-            end = _LENGTH.size + size
+        at = 0
+        while len(self._read) - at >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(self._read, at)
+            end = at + _LENGTH.size + size
             if size > _LONGEST:
                 self.ended = True
                 break
             if len(self._read) < end:
                 break
-            found.append(self._read[_LENGTH.size : end])
-            self._read = self._read[end:]
+            found.append(bytes(self._read[at + _LENGTH.size : end]))
+            at = end
+        del self._read[:at]
         return found
 
     def close(self) -> None:
@@ -106,8 +112,10 @@ class Line:
 
 
 class Call(Line):
-    """A connection that this process opens to a rank's door: `connected` once it is open, `gone` if
-    the door refuses it, `answered` once the rank has answered.
+    """A connection that this process opens to a rank's door: `connected` once both are proved,
+    `answered` once the rank has answered. `gone` tells whether the rank is gone for certain, which
+    only the kernel that both share can tell: it has no socket of this name any more, or the process
+    has ended. A refusal on the way to another host says nothing of the rank.
     """
 
     def __init__(self, address: Address) -> None:
@@ -118,32 +126,49 @@ class Call(Line):
         self.connected = False
         self.gone = False
         self.answered = False
-        self._asked = False
+        self.again = 0.0  # the time at which a call that has ended may be made again
+        self._proof: Caller | None = None
+        self._process: Peer | None = None
 
     def advance(self) -> bool:
-        """Connect as far as possible without waiting; whether it is connected now and was not
+        """Go on as far as possible without waiting; whether it is connected now and was not
         before.
         """
         if self.connected or self.ended:
             return False
-        code = self.connection.connect_ex(self.address.at)
-        if code in (0, errno.EISCONN):
-            self.connected = True
-            return True
-        self.gone = code in _GONE
-        # a full backlog (EAGAIN of a Unix socket) is tried again by a new call
-        self.ended = code not in (errno.EINPROGRESS, errno.EALREADY)
-        return False
+        try:
+            if self._proof is None and not self._begin():
+                return False
+            assert self._proof is not None
+            self.connected = self._proof.advance()
+        except OtherUser:  # who has taken the name: it was free
+            self._end(gone=True)
+        except OSError as error:
+            refused = error.errno in _REFUSED
+            self._end(refused and not self.address.port, _AGAIN_REFUSED if refused else _AGAIN)
+        return self.connected
 
-    def request(self, request: Request) -> None:
-        """Send a request; the latest counts."""
-        self.send(request, b"" if self._asked else key(self.address))
-        self._asked = True
+    def _begin(self) -> bool:
+        """Whether the connection is made, of which then the proof begins."""
+        code = self.connection.connect_ex(self.address.at)
+        if code in (errno.EINPROGRESS, errno.EALREADY):
+            return False
+        # a full backlog (EAGAIN of a Unix socket) is tried again by a new call
+        if code not in (0, errno.EISCONN):
+            raise OSError(code, "")
+        self._process = Peer(self.connection)
+        self._proof = Caller(self.connection, key(self.address))
+        return True
+
+    def _end(self, gone: bool = False, again: float = _AGAIN) -> None:
+        self.ended = True
+        self.gone = self.gone or gone
+        self.again = time.monotonic() + again
 
     def answers(self) -> list[Answer]:
-        """The answers that have arrived."""
+        """The answers that have arrived, of which each is read as far as it is one."""
         found = list[Answer]()
-        for message in self.receive():
+        for message in self.receive() if self.connected else ():
             try:
                 answer = decode(message, Answer)
                 if answer.decision is not None:
@@ -153,48 +178,95 @@ class Call(Line):
             else:
                 found.append(answer)
         self.answered = self.answered or bool(found)
+        if self._process is not None and self._process.ended:
+            self._end(gone=True)
         return found
+
+    def polled(self) -> list[tuple[int, int]]:
+        """The descriptors and events to poll."""
+        if self.ended:
+            return []
+        event = select.POLLOUT if self._proof is None else select.POLLIN
+        process = self._process.polled() if self._process is not None else []
+        return [(self.connection.fileno(), event), *process]
+
+    def close(self) -> None:
+        super().close()
+        if self._process is not None:
+            self._process.close()
 
 
 class Visitor(Line):
-    """A connection that a door has accepted: its latest `request`, None before the first."""
+    """A connection of a process that has the key of a door, which it has proved: its latest
+    `request`, None before the first.
+    """
 
-    def __init__(self, connection: socket.socket, listener: Listener) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         super().__init__(connection)
-        connection.setblocking(False)
-        self.key = key(listener.address)
         self.request: Request | None = None
+        self._process = Peer(connection)
 
     def hear(self) -> bool:
         """Read what has arrived; whether there is a new request."""
-        self._fill()
-        if self.key:
-            if len(self._read) < len(self.key):
-                return False
-            if not hmac.compare_digest(self._read[: len(self.key)], self.key):
-                self.ended = True
-                return False
-            self._read, self.key = self._read[len(self.key) :], b""
-        messages = self._messages()
+        messages = self.receive()
         for message in messages:
             try:
                 self.request = decode(message, Request)
             except ValueError:
                 self.ended = True
+        self.ended = self.ended or self._process.ended
         return bool(messages) and not self.ended
 
+    def polled(self) -> list[tuple[int, int]]:
+        """The descriptors and events to poll."""
+        return [(self.connection.fileno(), select.POLLIN), *self._process.polled()]
 
-def accept(listener: Listener) -> list[Visitor]:
-    """The connections that wait at a listener, of this user's processes."""
-    found = list[Visitor]()
-    while True:
-        try:
-            connection, _ = listener.socket.accept()
-        except (BlockingIOError, InterruptedError):
-            return found
-        except ConnectionError:  # closed again
-            continue
-        if user_of(connection) == os.getuid():
-            found.append(Visitor(connection, listener))
-        else:
-            connection.close()
+    def close(self) -> None:
+        super().close()
+        self._process.close()
+
+
+class Visitors:
+    """The processes of this user that have come to a door's `listeners`: `all` that are there."""
+
+    def __init__(self, listeners: Sequence[Listener], ranks: int = 0) -> None:
+        self.all = list[Visitor]()
+        self._unproved = [Unproved(each, _key_of(each), 0) for each in listeners]
+        for each in self._unproved:
+            each.most = UNPROVED + ranks
+
+    def hear(self) -> list[Visitor]:
+        """Let in those that wait, and drop those that have left; those with a new request. Raises
+        `WeftError` if this process lacks files to let one in.
+        """
+        for unproved in self._unproved:
+            try:
+                proved = unproved.proved()
+            except OSError as error:
+                raise WeftError(f"this process can accept no connection: {error}") from error
+            for accepted in proved:
+                try:
+                    self.all.append(Visitor(accepted.connection))
+                except OtherUser:
+                    accepted.connection.close()
+        found = [each for each in self.all if each.hear()]
+        for each in [each for each in self.all if each.ended]:
+            self.all.remove(each)
+            each.close()
+        return found
+
+    def polled(self) -> list[tuple[int, int]]:
+        """The descriptors and events to poll."""
+        unproved = [each for one in self._unproved for each in one.polled()]
+        return [*unproved, *(each for visitor in self.all for each in visitor.polled())]
+
+    def close(self) -> None:
+        for each in self._unproved:
+            each.drop()
+        for visitor in self.all:
+            visitor.close()
+        self.all.clear()
+
+
+def _key_of(listener: Listener) -> Callable[[], bytes]:
+    return lambda: key(listener.address)

@@ -296,8 +296,10 @@ class World(Peers):
     def _renewed(self, joiners: int, timeout: float | None, by: str) -> World:
         assert self.membership is not None
         limit = self.timeout if timeout is None else limited(timeout)
+        left = list[int]()
         if self.membership.name == self.identity:
             self.membership = replace(self.membership, global_ranks=self.global_ranks)
+            left = [*filter(self.mesh.gone, self.others)]
 
         def adopt(membership: Membership) -> None:
             self.membership = membership
@@ -306,7 +308,9 @@ class World(Peers):
             return connect(rendezvous, limit, self.backend, door)
 
         try:
-            made, kept = renewal.renew(self.membership, joiners, limit, self.backend, make, adopt)
+            made, kept = renewal.renew(
+                self.membership, joiners, limit, self.backend, make, adopt, left
+            )
         except BaseException:
             if self.closed is not None:
                 self.membership.door.close()
@@ -360,7 +364,7 @@ class World(Peers):
         """
         if self.forked:
             return
-        self._leave()
+        self._leave(for_good=True)
         if self.membership is not None:
             self.membership.door.close()
         for each in self.kept:
@@ -373,8 +377,10 @@ class World(Peers):
         if self.relay is not None:
             self.relay.timeout = seconds
 
-    def _leave(self) -> None:
-        """As `close`, but for the doors at which peers learn whether this rank goes on."""
+    def _leave(self, for_good: bool = False) -> None:
+        """As `close`, but for the doors at which peers learn whether this rank goes on; unless it
+        leaves `for_good`.
+        """
         if self.relay is not None:
             self.relay.lanes.finish_transfers()
         self.transfers.finish()
@@ -386,7 +392,7 @@ class World(Peers):
         if self.closed is None:
             if self.relay is not None:
                 self.relay.finish()
-            self.mesh.leave()
+            self.mesh.leave(for_good)
             self.closed = "close() was called, or its with block ended"
             _log.info("closed world %s after call %d", self.identity, self.executor.calls)
             if self.engine is not None:
@@ -403,7 +409,7 @@ class World(Peers):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self.fail(error)
+            self.fail(error, for_good=True)
         self.close()
 
     def __deepcopy__(self, memo: object) -> World:

@@ -1,0 +1,57 @@
+"""One world at most goes on: many courses of deaths, suspensions and firewalls, in which the ranks run the
+agreement as it is; and the page says what the code says.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from support.agreements import Course
+
+import weft.world.membership as membership
+
+LAYOUTS = [
+    [0, 0, 0],
+    [0, 1],
+    [0, 1, 2],
+    [0, 0, 1],
+    [0, 1, 1],
+    [0, 0, 1, 1],
+    [0, 1, 1, 0],
+    [0, 1, 0, 2, 1],
+]
+"""The hosts of ranks."""
+SEEDS = [
+    pytest.param(range(20), id="20"),
+    pytest.param(range(20, 500), id="480", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+def test_one_world_at_most_goes_on(hosts, seeds):
+    made = 0
+    for seed in seeds:
+        course = Course(hosts, seed).run()
+        assert not course.beside, (seed, course.made, course.said)
+        made += len(course.made)
+    assert made > len(seeds) / 4  # not all courses are failures
+
+
+def test_two_go_on_where_a_refusal_is_taken_for_the_end_of_a_rank():
+    assert any(Course([0, 1], seed, believes_refusals=True).run().beside for seed in range(60))
+
+
+def words(text):
+    return " ".join(re.sub(r"[*`>]|^- ", "", text, flags=re.MULTILINE).split())
+
+
+def test_the_page_has_the_rule_of_the_code():
+    page = words((Path(__file__).parents[2] / "docs" / "elastic.md").read_text())
+    paragraphs = [words(each) for each in membership.__doc__.split("\n\n")]
+    begin = next(at for at, each in enumerate(paragraphs) if each.startswith("For a rank,"))
+    end = next(at for at, each in enumerate(paragraphs) if each.startswith("If a rank of the next"))
+    for sentence in (each for rule in paragraphs[begin:end] for each in rule.split(". ")):
+        assert sentence.rstrip(".") in page
