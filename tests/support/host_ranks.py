@@ -17,6 +17,7 @@ import torch.distributed as dist
 import weft
 from support.on_hosts.commands import benches, doctor, doctor_by_ucx
 from support.on_hosts.losses import (
+    behind_a_firewall,
     cut_off,
     full_socket,
     gives_up,
@@ -62,7 +63,16 @@ WITHOUT_A_WORLD = (
     halfway,
     transports_differ,
 )
-WITH_A_FOLDER = (benches, cut_off, full_socket, killed, dies_while_called, goes_on, cut_for_ever)
+WITH_A_FOLDER = (
+    behind_a_firewall,
+    benches,
+    cut_off,
+    full_socket,
+    killed,
+    dies_while_called,
+    goes_on,
+    cut_for_ever,
+)
 CHECKS = {check.__name__: check for check in (*IN_A_WORLD, *WITHOUT_A_WORLD, *WITH_A_FOLDER)}
 
 
@@ -82,7 +92,7 @@ def main():
     for name in names:
         found = result(CHECKS[name], folder)
         (folder / f"{name}{dist.get_rank()}").write_text(json.dumps(found))
-    if {"killed", "dies_while_called", "cut_for_ever"} & {
+    if {"killed", "dies_while_called", "cut_for_ever", "behind_a_firewall"} & {
         *names
     }:  # agents would wait minutes for ranks that succeed after others failed
         os._exit(1)

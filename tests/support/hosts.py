@@ -109,6 +109,20 @@ class Hosts:
         """Take the host's interface down."""
         ip("-n", self.hub, "link", "set", f"port{host}", "down")
 
+    def refuse(self, how: str) -> None:
+        """Let a firewall on every host do so with what it sends to the others: drop it, or reject it,
+        as `how` says in the words of nft.
+        """
+        for name in self.names:
+            chain = "type filter hook output priority 0; oifname eth0 meta l4proto tcp " + how
+            table = f"table ip weft {{ chain out {{ {chain}; }}; }}"
+            command(["ip", "netns", "exec", name, "nft", table])
+
+    def allow(self) -> None:
+        """Take the firewall of `refuse` away."""
+        for name in self.names:
+            command(["ip", "netns", "exec", name, "nft", "delete table ip weft"], check=False)
+
     def reconnect(self, host: int) -> None:
         ip("-n", self.hub, "link", "set", f"port{host}", "up")
 

@@ -145,6 +145,37 @@ def test_a_host_that_is_cut_off_and_the_next_job(two_by_two, two_hosts, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("nft"), reason="a firewall needs nftables (nft)")
+@pytest.mark.parametrize("heals", [False, True], ids=["stays", "heals"])
+@pytest.mark.parametrize(
+    "how", ["reject with tcp reset", "reject with icmp type port-unreachable", "drop"]
+)
+def test_a_firewall_that_begins_in_the_midst_of_a_job(two_hosts, tmp_path, how, heals):
+    """One world at most goes on: that of rank 0, or that of all once the firewall is gone."""
+    if heals:
+        (tmp_path / "heals").touch()
+    two_hosts.start(SCRIPT, 1, "behind_a_firewall", tmp_path)
+    try:
+        two_hosts.wait_for(tmp_path, "running")
+        two_hosts.refuse(how)
+        two_hosts.wait_for(tmp_path, "lost")
+        if heals:
+            two_hosts.allow()
+        ended = two_hosts.finish()
+    finally:
+        if not heals:
+            two_hosts.allow()
+    (lost, *first), (_, *second) = found(tmp_path, "behind_a_firewall", 2)
+    assert lost in ("PeerLost", "PeerTimeout"), ended
+    if heals:
+        assert first == second == [[0, 1], 2.0]
+    else:
+        assert first == [[0], 1.0]
+        assert second[0] == "PeerTimeout"
+        assert "ranks [0] do not answer, and may be alive" in second[1]
+
+
+@pytest.mark.slow
 @transports
 def test_a_peer_that_is_lost_in_the_middle_of_a_message(two_hosts, tmp_path, environment):
     """Half of one message has arrived, and half of another one is sent: the threads that wait for

@@ -120,7 +120,7 @@ def joins(world, how, step):
         ("dies", "weft.world.listener.Listener.connect"),
         ("dies", "weft.world.listener.Outbound.advance"),
         ("dies", "weft.world.listener.Inbound._identify"),
-        ("dies", "weft._native.Mesh"),
+        ("dies", "weft.world.connect.Connections"),
         ("dies", "weft._native.create_mapping"),
         ("dies", "weft.world.peers.send"),
         ("dies", "weft._native.attach_mapping"),
@@ -131,6 +131,7 @@ def joins(world, how, step):
 )
 def test_a_peer_that_is_lost_while_a_world_is_made(how, step):
     outcomes = start(joins, 3, how, step)
+    assert (how == "dies") == (outcomes[1] is None), outcomes[1]
     for outcome in (outcomes[0], outcomes[2]):
         assert isinstance(outcome.error, weft.PeerLost), outcome
         assert re.match(r"rank [012] ", str(outcome.error)), outcome.error

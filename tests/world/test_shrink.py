@@ -19,6 +19,7 @@ from support.ranks import die, named_memory, none_left, sockets, start
 
 import weft
 from weft.world import Door, handle_of, init_by_store, reconfigure
+from weft.world.listener import Listener
 
 LIMIT = 20.0
 """Seconds of every wait."""
@@ -166,6 +167,52 @@ def test_two_losses_at_once(victims):
         assert outcomes[rank].result == (alive, sum(alive))
 
 
+@ends(lambda ranks, hosts, victims, limit: len(hosts) - len(victims))
+def on_claimed_hosts(store, world, hosts, victims, limit):
+    rank = int(os.environ["RANK"]) - 1
+    with (
+        mock.patch("weft.world.door.host_identity", lambda: f"host {hosts[rank]}"),
+        mock.patch("weft.world.door.listen_to_hosts", lambda rank: Listener("127.0.0.1")),
+    ):
+        world = init_by_store(dist.PrefixStore("hosts", store), rank, len(hosts), LIMIT)
+        all_make(store, world, CALLS["collective"])
+        if rank in victims:
+            die()
+        until_lost(world, CALLS["collective"])
+        try:
+            world = world.shrink(timeout=limit)
+        except weft.PeerTimeout as error:
+            return str(error)
+        return [*world.global_ranks], numbers(world)
+
+
+FOREVER = 1e5
+"""Seconds that no test waits: ranks beside the lost ones tell of them."""
+
+
+@pytest.mark.parametrize(
+    ("hosts", "victims", "limit"),
+    [
+        ((0, 0, 1, 1), (3,), FOREVER),
+        ((0, 0, 1, 1), (0, 3), FOREVER),
+        ((0, 1, 1, 0), (0, 1), FOREVER),  # each of the others knows of one
+        ((0, 1, 2), (1,), 1.0),
+        ((0, 1), (1,), 1.0),
+    ],
+)
+def test_ranks_beside_those_that_are_lost_tell_the_other_hosts(hosts, victims, limit):
+    alive = [rank for rank in range(len(hosts)) if rank not in victims]
+    outcomes = play(on_claimed_hosts, 0, hosts, victims, limit, more=len(hosts))
+    for rank in alive:
+        assert outcomes[rank].error is None, outcomes[rank].trace
+        assert outcomes[rank].result == (alive, sum(alive))
+
+
+def test_the_last_of_a_host_is_missed_by_a_minority():
+    outcomes = play(on_claimed_hosts, 0, (0, 1), (0,), 1.0, more=2)
+    assert "ranks [0] do not answer, and may be alive" in outcomes[1].result
+
+
 STEPS = [
     "weft.world.door.Door.__init__",
     "weft.world.agreement.Agreement._wait",
@@ -175,7 +222,7 @@ STEPS = [
     "weft.world.listener.Listener.connect",
     "weft.world.listener.Outbound.advance",
     "weft.world.listener.Inbound._identify",
-    "weft._native.Mesh",
+    "weft.world.connect.Connections",
     "weft._native.create_mapping",
     "weft._native.attach_mapping",
     "weft.world.agreement.Kept.close",
@@ -207,6 +254,7 @@ def during_the_shrink(store, world, second, step):
 def test_a_loss_while_the_others_shrink(step, second):
     outcomes = play(during_the_shrink, 4, second, step)
     alive = [rank for rank in range(4) if rank not in (1, second)]
+    assert outcomes[second] is None, outcomes[second].trace  # it has died at that step
     for rank in alive:
         assert outcomes[rank].error is None, outcomes[rank].trace
         assert outcomes[rank].result == (alive, sum(alive))

@@ -90,6 +90,23 @@ def cut_off(folder):
     return *found, went_on
 
 
+def behind_a_firewall(folder):
+    """A firewall between the hosts begins in the midst of a job, and may end while ranks shrink: the
+    error, and the global ranks that go on with this one, or the error by which it does not.
+    """
+    with weft.init(timeout=20) as world:
+        weft.barrier()
+        (folder / f"running{world.rank}").touch()
+        found = error_of(lambda: weft.all_reduce(torch.ones(4), timeout=LIMIT))[0]
+        (folder / f"lost{world.rank}").touch()
+        heals = (folder / "heals").exists()
+        try:
+            with world.shrink(timeout=60 if heals else LIMIT) as left:
+                return found, [*left.global_ranks], weft.all_reduce(torch.ones(1)).item()
+        except weft.PeerTimeout as error:
+            return found, type(error).__name__, str(error)
+
+
 def full_socket(folder):
     """A host is cut off, and the next message fills the socket of its sender, but is not cut in
     two: with a buffer of UCX_TCP_SNDBUF=2k.
