@@ -376,3 +376,15 @@ def test_launch_names_the_failed_rank_and_its_error():
         weft.launch(fail, 2)
     with pytest.raises(ValueError, match="at least one rank"):
         weft.launch(fail, 0)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"RANK": "1", "WORLD_SIZE": "2"}, {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}],
+    ids=["torchrun", "mpirun"],
+)
+def test_a_rank_that_a_launcher_started_launches_none(monkeypatch, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(weft.WeftError, match="rank 1 of 2 that a launcher started, and each would"):
+        weft.launch(square, 3, 7)

@@ -208,6 +208,47 @@ def test_a_rank_that_is_not_started_is_named_in_time(context, text):
 
 
 @contextlib.contextmanager
+def of_another_size():
+    """A world of which the last rank is told that there is one rank more."""
+    last = os.environ["RANK"] == "1"
+    with pytest.MonkeyPatch.context() as patch:
+        if last:
+            patch.setenv("WORLD_SIZE", "3")
+        with weft.init(timeout=10 * SOON) as world:
+            yield world
+
+
+def test_ranks_that_count_each_other_differently_learn_of_it_at_once():
+    words = (
+        r"WORLD_SIZE \(world_size=\) differs: it is \d on rank \d, and \d on rank \d; set it to one"
+    )
+    for outcome in start(nothing, 2, context=of_another_size):
+        assert isinstance(outcome.error, WeftError), outcome
+        assert re.match(words, str(outcome.error)), outcome.error
+
+
+@pytest.mark.parametrize("first", [2, 3])
+def test_ranks_of_a_store_that_count_each_other_differently(first):
+    store, sizes = HashStore(), (first, 5 - first)
+    waiting = StoreRendezvous(store, 0, sizes[0])
+    with ThreadPoolExecutor() as pool:
+
+        def exchange(rendezvous):
+            with rendezvous.exchange(INFO, 10 * SOON):
+                pass
+
+        one = pool.submit(exchange, waiting)
+        while not store.check(["weft 1/ranks"]):
+            time.sleep(0.001)
+        with pytest.raises(
+            WeftError, match=f"it is {sizes[0]} on rank 0, and {sizes[1]} on rank 1"
+        ):
+            exchange(StoreRendezvous(store, 1, sizes[1]))
+        with pytest.raises(PeerLost, match=f"it is {sizes[0]} on rank 0, and {sizes[1]} on rank 1"):
+            one.result(SOON)
+
+
+@contextlib.contextmanager
 def strict():
     """A world that is made where warnings are errors, as deprecations of torch."""
     with warnings.catch_warnings():

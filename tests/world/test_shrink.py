@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import gc
 import os
 import signal
 import threading
 import time
+import tracemalloc
 import weakref
+import zlib
 from unittest import mock
 
 import pytest
@@ -171,8 +174,8 @@ def test_two_losses_at_once(victims):
 def on_claimed_hosts(store, world, hosts, victims, limit):
     rank = int(os.environ["RANK"]) - 1
     with (
-        mock.patch("weft.world.door.host_identity", lambda: f"host {hosts[rank]}"),
-        mock.patch("weft.world.door.listen_to_hosts", lambda rank: Listener("127.0.0.1")),
+        mock.patch("weft.world.door.host_identity", return_value=f"host {hosts[rank]}"),
+        mock.patch("weft.world.door.listen_to_hosts", side_effect=lambda _: Listener("127.0.0.1")),
     ):
         world = init_by_store(dist.PrefixStore("hosts", store), rank, len(hosts), LIMIT)
         all_make(store, world, CALLS["collective"])
@@ -524,6 +527,21 @@ def test_worlds_that_cannot_shrink_or_be_joined():
         local.run(lambda: weft.init().shrink())
     with pytest.raises(ValueError, match=r"what world\.invitation\(\) returned; got 'nonsense'"):
         weft.join("nonsense")
+
+
+def test_a_small_text_is_not_expanded_without_a_bound():
+    pack = zlib.compressobj(9)
+    parts = [pack.compress(b"[" * (1 << 20)) for _ in range(200)]
+    text = base64.urlsafe_b64encode(b"".join([*parts, pack.flush()])).decode()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="invitation must be what") as caught:
+            weft.join(text)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert "expands to more than 8 MiB" in str(caught.value.__cause__)
+    assert most < 64 << 20
 
 
 @contextlib.contextmanager

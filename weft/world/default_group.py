@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from weft.errors import PeerLost, PeerTimeout, WeftError
 from weft.world.forked import keep_in_children
 from weft.world.listener import INTERFACE, choose_interface
-from weft.world.rendezvous import listed, time_left
+from weft.world.rendezvous import check_size, listed, time_left
 from weft.world.variables import job, translated
 
 STARTING = 300.0
@@ -101,6 +101,11 @@ def _store(rank: int, ranks: int, address: str, port: int, timeout: float) -> St
         f"weft {job()} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}", tcp
     )
     store = PrefixStore(str(store.add(f"{rank}", 1)), store)
+    try:
+        check_size(store, rank, ranks, lambda peer, error: _tell(store, peer, error))
+    except WeftError:
+        _serve_latecomers(serves)
+        raise
     store.set(f"here {rank}", "")
     keys = [f"here {peer}" for peer in range(ranks)]
     warned = False
@@ -109,7 +114,8 @@ def _store(rank: int, ranks: int, address: str, port: int, timeout: float) -> St
         try:
             with contextlib.suppress(dist.DistStoreError):  # a timeout
                 store.wait(keys, time_left(patience))
-                return store
+                differs = store.get("differs").decode() if store.check(["differs"]) else ""
+                break
             missing = listed([peer for peer, key in enumerate(keys) if not store.check([key])])
         except RuntimeError as error:
             raise PeerLost(
@@ -117,8 +123,7 @@ def _store(rank: int, ranks: int, address: str, port: int, timeout: float) -> St
                 f"join {ours}; the process that serves it has died or given up: {error}"
             ) from error
         if missing and time.monotonic() >= deadline:
-            if serves:
-                time.sleep(_LATECOMERS)  # ranks that started later read the missing ranks as well
+            _serve_latecomers(serves)
             raise PeerTimeout(
                 f"rank {rank} waited {timeout:g} s for {missing} of {ranks} to join {ours} at "
                 f"{where}: {advice}"
@@ -128,6 +133,22 @@ def _store(rank: int, ranks: int, address: str, port: int, timeout: float) -> St
                 "rank %d waits for %s of %d to join %s at %s", rank, missing, ranks, ours, where
             )
             warned = True
+    if differs:
+        _serve_latecomers(serves)
+        raise WeftError(differs)
+    return store
+
+
+def _serve_latecomers(serves: bool) -> None:
+    """Let ranks that started later read from the store what is wrong."""
+    if serves:
+        time.sleep(_LATECOMERS)
+
+
+def _tell(store: Store, peer: int, error: WeftError) -> None:
+    """Let ranks that wait for a peer know the error."""
+    store.set("differs", str(error))
+    store.set(f"here {peer}", "")
 
 
 def _resolve(address: str, deadline: float) -> None:

@@ -25,8 +25,10 @@ from torch.distributed.elastic.multiprocessing.errors import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from weft.checks import check_ranks
+from weft.errors import WeftError
 from weft.world import hints, one_agent, placement, reports, survivors
 from weft.world.placement import threads_per_rank
+from weft.world.variables import launcher_variables
 
 _LONG = 80
 """Characters from which on the last line of `run` does not repeat an exception."""
@@ -46,7 +48,8 @@ def launch(
     default one for each core of a rank's share, which is on one NUMA node if possible. Ranks are
     bound to their shares if the cores divide evenly, unless `bind` is false. If a rank fails the
     others are stopped, and `RuntimeError` names the first failed rank and its error. Ctrl-C is a
-    `KeyboardInterrupt` once all have stopped.
+    `KeyboardInterrupt` once all have stopped. Raises `WeftError` on one of several ranks that a
+    launcher started: each of them would start ranks of its own.
 
     Examples:
         >>> import math
@@ -54,6 +57,7 @@ def launch(
         [120, 120]
     """
     check_ranks(ranks)
+    _check_not_launched(ranks)
     # a rank imports the script that launches it
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         print(
@@ -88,6 +92,17 @@ def launch(
             raise KeyboardInterrupt from None
         raise SystemExit(128 + error.sigval) from None
     return [results[rank] for rank in range(ranks)]
+
+
+def _check_not_launched(ranks: int) -> None:
+    """Raise `WeftError` on one of several ranks that a launcher started."""
+    variables = launcher_variables(os.environ) or {"WORLD_SIZE": "1"}
+    if (started := int(variables["WORLD_SIZE"])) > 1:
+        raise WeftError(
+            f"this process is rank {variables['RANK']} of {started} that a launcher started, and "
+            f"each would start {ranks} more: run the script by python, without weft run, torchrun "
+            "or mpirun, or call weft.init() in place of weft.launch"
+        )
 
 
 def _start_server() -> None:

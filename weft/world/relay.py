@@ -387,12 +387,13 @@ class Relay:
         with self.connecting:
             control = self.control.get(peer)
             if control is None:
-                waiting = self.requests.setdefault(peer, [])
-                waiting.append((message, payload))
+                if peer not in self.requests:
+                    self.requests[peer] = []
+                    self.wanted.append(peer)
+                self.requests[peer].append((message, payload))
         if control is not None:
             self._later(control.send(message, payload=payload, urgent=False))
-        elif len(waiting) == 1:
-            self.wanted.append(peer)
+        else:
             self._wake()
 
     def _later(self, sent: bool) -> None:

@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -159,6 +159,24 @@ def _complete(in_flight: list[dist.Work], deadline: float) -> None:
             work.wait(time_left(deadline))
 
 
+def check_size(
+    store: Store, rank: int, ranks: int, tell: Callable[[int, WeftError], object]
+) -> None:
+    """Raise `WeftError` if the first rank of a store has another number of `ranks`; before that
+    `tell` it to each rank that others may wait for.
+    """
+    first = store.compare_set("ranks", "", f"{ranks} {rank}").decode()
+    theirs, other = map(int, first.split())
+    if theirs != ranks:
+        error = WeftError(
+            f"WORLD_SIZE (world_size=) differs: it is {theirs} on rank {other}, and {ranks} on "
+            f"rank {rank}; set it to one number on all ranks"
+        )
+        for each in range(theirs):
+            tell(each, error)
+        raise error
+
+
 class StoreRendezvous:
     """The rendezvous of ranks that share a store and nothing else."""
 
@@ -172,7 +190,15 @@ class StoreRendezvous:
     @contextlib.contextmanager
     def exchange(self, own: Info, timeout: float) -> Iterator[list[Info]]:
         """As `GroupRendezvous.exchange`."""
-        number = self._publish(_announcement(own))
+        number = next(self.rounds)
+        if number == 0:
+            check_size(
+                self.store,
+                self.rank,
+                self.ranks,
+                lambda peer, error: self._publish(0, peer, _announcement(None, error)),
+            )
+        self._publish(number, self.rank, _announcement(own))
         deadline = time.monotonic() + timeout
         keys = [f"{number} {peer}" for peer in range(self.ranks)]
         try:
@@ -201,13 +227,11 @@ class StoreRendezvous:
     def give_up(self, error: BaseException) -> None:
         """As `GroupRendezvous.give_up`."""
         with contextlib.suppress(RuntimeError):  # the store is gone, for its readers too
-            self._publish(_announcement(None, error))
+            self._publish(next(self.rounds), self.rank, _announcement(None, error))
 
-    def _publish(self, announcement: bytes) -> int:
-        """Put a message into the store; the number of this exchange."""
-        number = next(self.rounds)
-        self.store.set(f"{number} {self.rank}", announcement)  # type: ignore[arg-type]  # or bytes
-        return number
+    def _publish(self, number: int, rank: int, announcement: bytes) -> None:
+        """Put a rank's message of an exchange into the store."""
+        self.store.set(f"{number} {rank}", announcement)  # type: ignore[arg-type]  # or bytes
 
 
 def member(group: object) -> dist.ProcessGroup:

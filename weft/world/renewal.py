@@ -21,6 +21,7 @@ from weft.world.door import Door, Handle
 from weft.world.membership import Decision, Membership
 from weft.world.wire import decode, encode
 
+_LONGEST = 8 << 20  # bytes of a text that was compressed: thousands of handles
 World = TypeVar("World")
 Kind = TypeVar("Kind")
 Make = Callable[[Known, Door], World]
@@ -150,6 +151,14 @@ def _text(value: object) -> str:
 
 def _value(text: str, kind: type[Kind], what: str) -> Kind:
     try:
-        return decode(zlib.decompress(base64.urlsafe_b64decode(text)), kind)
+        return decode(_decompressed(base64.urlsafe_b64decode(text)), kind)
     except (ValueError, TypeError, zlib.error) as error:
         raise ValueError(f"{what}; got {text!r:.60}") from error
+
+
+def _decompressed(data: bytes) -> bytes:
+    """What was compressed, of a bounded size. Raises `ValueError` for more."""
+    expanded = zlib.decompressobj().decompress(data, _LONGEST + 1)
+    if len(expanded) > _LONGEST:
+        raise ValueError(f"it expands to more than {_LONGEST >> 20} MiB")
+    return expanded

@@ -19,10 +19,9 @@ from weft.world.door import Handle, key
 from weft.world.handshake import Caller, OtherUser, Peer
 from weft.world.listener import UNPROVED, Address, Listener, Unproved
 from weft.world.membership import Decision
-from weft.world.wire import convert, decode, encode
+from weft.world.wire import LONGEST, convert, decode, encode
 
 _LENGTH = struct.Struct("<I")
-_LONGEST = 64 << 20  # bytes of a message
 _PACKET = 1 << 15  # bytes sent at a time: a packet of a Unix socket is read as a whole
 _STALLED = 2.0  # seconds after which a process that takes no message is given up
 _REFUSED = (errno.ECONNREFUSED, errno.ENOENT)
@@ -83,7 +82,7 @@ class Line:
 
     def receive(self) -> list[bytes]:
         """The messages that have arrived completely."""
-        while not self.ended and len(self._read) <= _LONGEST:
+        while not self.ended and len(self._read) <= LONGEST:
             try:
                 more = self.connection.recv(2 * _PACKET)
             except (BlockingIOError, InterruptedError):
@@ -97,7 +96,7 @@ class Line:
         while len(self._read) - at >= _LENGTH.size:
             (size,) = _LENGTH.unpack_from(self._read, at)
             end = at + _LENGTH.size + size
-            if size > _LONGEST:
+            if size > LONGEST:
                 self.ended = True
                 break
             if len(self._read) < end:

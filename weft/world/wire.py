@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 Kind = TypeVar("Kind")
 Convert = Callable[[Any], Any]
+LONGEST = 64 << 20
+"""Bytes of a message."""
 
 
 def encode(value: object) -> bytes:
@@ -28,6 +30,8 @@ def encode(value: object) -> bytes:
 
 def decode(message: bytes, kind: type[Kind]) -> Kind:
     """The value of type `kind` in a message. Raises `ValueError` for anything else."""
+    if len(message) > LONGEST:
+        raise ValueError(f"a message of {len(message)} bytes is longer than {LONGEST >> 20} MiB")
     try:
         return cast(Kind, convert(kind, _decoder().decode(message.decode())))
     except RecursionError:
