@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+from pathlib import Path
 
+import grimp
 import pytest
+
+from weft.predict.machine import tomllib
 
 
 def output_of(code):
@@ -43,13 +48,13 @@ def test_the_command_without_its_extra_names_it(arguments):
 
 @pytest.mark.slow
 def test_the_library_needs_no_extra():
-    """Every module except the commands' and vLLM's plug-in is imported without libraries of extras."""
+    """Every module is imported without libraries of extras, except those of commands, GPUs and vLLM."""
     imported = output_of(
-        f"""{WITHOUT}
+        f"""{WITHOUT} sys.modules["triton"] = None
 import importlib, pkgutil, weft
 for module in pkgutil.walk_packages(weft.__path__, "weft."):
     folder = module.name.split(".")[1]
-    if folder not in ("__main__", "cli", "doctor", "torchft", "vllm") and ".device" not in module.name:
+    if folder not in ("__main__", "cli", "doctor", "gpu", "torchft", "vllm"):
         importlib.import_module(module.name)
 print(weft.all_reduce.__name__, "weft.measure.calibrate" in sys.modules)
 """
@@ -76,7 +81,7 @@ print(sorted(name for name in sys.modules if name.startswith("weft.") and name.s
 """
     )
     assert loaded.startswith("tensor([2., 2., 2., 2.]) tensor([2., 2., 2., 2.]) 2\n")
-    assert {*re.findall(r"'([\w.]+)'", loaded)} <= {"weft.predict", "weft.predict.tuned"}
+    assert {*re.findall(r"'([\w.]+)'", loaded)} <= {"weft.predict"}
 
 
 @pytest.mark.slow
@@ -91,3 +96,46 @@ with ThreadPoolExecutor(16) as pool:
 """
     )
     assert loaded == "True\n"
+
+
+ROOT = Path(__file__).parents[1]
+BY_NAME = [("weft.world.backend", "weft.gpu.backend")]
+"""The imports of modules by their names that run up: of a backend, which few programs need."""
+
+
+def layers():
+    """The packages of weft from the top down, as the linter has them."""
+    linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    return linter["contracts"][0]["layers"]
+
+
+def imports_by_name(path):
+    """The modules of weft that a file imports by strings."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            text = node.args[0]
+            if isinstance(text, ast.JoinedStr):
+                text = text.values[0]
+            if isinstance(text, ast.Constant) and str(text.value).startswith("weft"):
+                yield text.value.rstrip(".")
+
+
+def test_imports_run_down_the_house_in_annotations_and_by_names_too():
+    """The linter looks at neither, and does not see who imports the root, which imports all."""
+    floor = {name: at for at, name in enumerate(layers())}
+    modules = [*(ROOT / "weft").rglob("*.py")]
+    of = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in modules
+    }
+    graph = grimp.build_graph("weft", exclude_type_checking_imports=False)
+    arrows = [(one, other) for one in of for other in graph.find_modules_directly_imported_by(one)]
+    arrows += [(one, other) for one, path in of.items() for other in imports_by_name(path)]
+    assert len(arrows) > 1000
+    up = [
+        (one, other)
+        for one, other in arrows
+        if one != "weft"
+        and (other == "weft" or floor[other.split(".")[1]] < floor[one.split(".")[1]])
+    ]
+    assert sorted(up) == BY_NAME

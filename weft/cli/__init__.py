@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-import weft
 from weft import variables
 from weft.cli import doctor, exports, fuzz, imports, machine, mutants, options, plan, predict, run
 from weft.cli.group import Commands
+from weft.version import __version__
 
 app = typer.Typer(
     cls=Commands,
@@ -37,7 +37,7 @@ plan.app.command()(exports.export)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"weft {weft.__version__}")
+        typer.echo(f"weft {__version__}")
         raise typer.Exit
 
 

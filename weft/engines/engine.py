@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +34,6 @@ from weft.schedules.barrier import barrier
 from weft.schedules.levels import Levels
 from weft.schedules.workload import Variant
 from weft.world import World, memory
-
-if TYPE_CHECKING:
-    from weft.gpu.onesided import OneSided
 
 _log = logging.getLogger("weft")
 # Concurrent calls of a rank. Ranks read descriptions of each other's latest 32 calls only, and may
@@ -313,7 +310,7 @@ class Engine(ABC):
         return ()
 
     @property
-    def one_sided(self) -> OneSided:
+    def one_sided(self) -> Any:
         """The one-sided calls of a world whose work is on streams; others are native."""
         raise WeftError("this world's one-sided calls are native")
 

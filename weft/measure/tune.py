@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-import weft
 from weft.engines import engine
 from weft.kernels.packed import pack
 from weft.measure.launched import on_ranks
@@ -22,7 +21,7 @@ from weft.ops import driver, stored
 from weft.ops.autotune import disturbed
 from weft.ops.call import Call
 from weft.ops.fused import FusedCall
-from weft.ops.operator import CollectiveOperator, find, find_any
+from weft.ops.operator import CollectiveOperator, find, find_any, function
 from weft.ops.options import Operands, Options
 from weft.plan.binding import bind
 from weft.schedules.operators import OPERATORS
@@ -202,7 +201,7 @@ def _prepare(workload: Workload, world: World) -> Call:
     assert isinstance(operator, CollectiveOperator)
     defaults = {
         name: parameter.default
-        for name, parameter in signature(getattr(weft, workload.operator)).parameters.items()
+        for name, parameter in signature(function(workload.operator)).parameters.items()
     }
     a = torch.ones(max(workload.rows), dtype=torch.uint8, device=world.device)
     return operator.call(world, a, defaults | {"source": 0})

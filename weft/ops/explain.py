@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import weft
 from weft.engines import engine
 from weft.kernels.weights import Weight, words
 from weft.ops import float8
@@ -19,7 +18,7 @@ from weft.ops.call import Call
 from weft.ops.expert_sums import check_routing, factors
 from weft.ops.fused import FusedCall
 from weft.ops.moe import moe
-from weft.ops.operator import EXCHANGED, SPLIT_SIZES, FusedOperator, find_any
+from weft.ops.operator import EXCHANGED, SPLIT_SIZES, FusedOperator, find_any, function
 from weft.ops.options import Operands, Options
 from weft.schedules.operators import COLLECTIVES, OPERATORS
 from weft.schedules.workload import Variant
@@ -65,7 +64,7 @@ def explain(
         a, b, options = _layer(a, b, options)
     found = find_any(operator)
     given = (a,) if b is None and operator in COLLECTIVES else (a, b)
-    bound = inspect.signature(getattr(weft, operator)).bind(*given, **options, world=world)
+    bound = inspect.signature(function(operator)).bind(*given, **options, world=world)
     call: Call
     notes, predicted = "", list[tuple[Variant, float]]()
     with torch.no_grad():

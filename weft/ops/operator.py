@@ -149,3 +149,9 @@ def find_any(name: str) -> FusedOperator | CollectiveOperator:
     """The operator of this name."""
     operator: FusedOperator | CollectiveOperator = import_module(f"weft.ops.{name}").OPERATOR
     return operator
+
+
+def function(name: str) -> Callable[..., Any]:
+    """The public function of the operator of this name."""
+    found: Callable[..., Any] = getattr(import_module(f"weft.ops.{name}"), name)
+    return found

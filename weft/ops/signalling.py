@@ -146,7 +146,7 @@ def test(signals: Signals, index: int | slice, cmp: str, value: int) -> bool:
 
 def on_streams(world: Peers) -> OneSided:
     """The one-sided calls of a world whose work is on streams."""
-    return engine(cast(World, world)).one_sided
+    return cast("OneSided", engine(cast(World, world)).one_sided)
 
 
 def notification(

@@ -108,7 +108,7 @@ def backend_of(
         raise ValueError(f"comm_threads must be a positive integer; got {comm_threads!r}")
     if str(device) == "cpu" and products == "torch" and not streams:
         return Backend(comm_threads)
-    # loaded only where it is needed, and by its name: nothing here depends on it
+    # loaded only where it is needed: the one import that runs up the house
     made: Backend = import_module("weft.gpu.backend").backend_of(
         device, products, streams, comm_threads, shared
     )

@@ -9,6 +9,8 @@ from types import TracebackType
 
 import torch
 
+from weft.schedules.operators import COLLECTIVES, OPERATORS
+
 _KEYWORDS = {
     "async_op": "begin it by weft.{name}_async(...), and call wait() of the handle that it returns",
     "src": "name the rank that sends by source=, or as the second argument: weft.{name}(x, source)",
@@ -33,13 +35,11 @@ def add(error: BaseException, trace: TracebackType | None) -> None:
 
 
 def _of_keywords(error: BaseException) -> list[str]:
-    import weft
-
     if type(error) is not TypeError:
         return []
     text = str(error)
     found = _UNEXPECTED.search(text) or _TOO_MANY.search(text)
-    if found is None or found[1] not in weft.__all__:
+    if found is None or found[1].removesuffix("_async") not in (*OPERATORS, *COLLECTIVES):
         return []
     if found.re is _TOO_MANY:
         return [f"name all but the first, as in weft.{found[1]}(x, out=y)"]
