@@ -35,7 +35,7 @@ done
 "$weft" bench p2p --sizes 4K:4M:4 --iterations 15 --json "$into/copies.json" --plot "$into/copies.png" >"$into/copies.txt"
 
 # 4. a row-parallel linear layer in 1, 2 and 4 chunks, in 2 also into symmetric memory, and a product beside an all-gather: an eighth of
-# each dimension
+# rows and columns, and a quarter of each rank's K of the layer
 for chunks in 1 2 4; do
   fused "linear-$chunks" matmul-all-reduce --shape 1024x4096x1024 --algorithm push --chunk-rows $((1024 / 2 / chunks)) \
     --dtype bfloat16 --iterations 15

@@ -38,8 +38,8 @@ streaming 2:2048x2048x1024 triton
 streaming 2:2048x2048x1024 triton --graph
 for case in 2:8192x4096x4096 4:4096x4096x4096 8:16384x4096x4096; do streaming $case triton; done
 for case in 2:2048x2048x1024 2:4096x4096x4096 8:16384x4096x4096; do streaming $case streams; done
-linear() { # NAME OPTIONS…: a row-parallel linear layer in two chunks
-  published "4-linear$1" matmul-all-reduce -n 2 --shape 8192x32768x8192 --algorithm push --chunk-rows 2048 --dtype bfloat16 "${@:2}"
+linear() { # NAME OPTIONS…: a row-parallel linear layer in two chunks; K is each rank's half of the published one
+  published "4-linear$1" matmul-all-reduce -n 2 --shape 8192x16384x8192 --algorithm push --chunk-rows 2048 --dtype bfloat16 "${@:2}"
 }
 linear ""
 linear -symmetric --symmetric-out

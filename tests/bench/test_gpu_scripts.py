@@ -2,6 +2,7 @@
 is climbed on the CPU.
 """
 
+import csv
 import importlib
 import json
 import os
@@ -315,3 +316,14 @@ def test_a_part_goes_through_all_steps_without_a_gpu(part, tmp_path):
     if part == "first.sh":
         assert "   ladder: done" in done.stdout
     assert int(re.findall(r"kernels: (\d+) compiled", done.stdout)[0]) > 0
+
+
+def test_the_shape_of_the_linear_layer_is_the_published_one_of_each_rank():
+    """The published K is that of all ranks, and the benchmark's that of each."""
+    with open(SCRIPTS.parent / "published_results.csv") as file:
+        [row, *_] = [
+            each for each in csv.DictReader(file) if each["operation"] == "matmul_all_reduce"
+        ]
+    m, k, n, ranks = (int(row[name]) for name in ("m", "k", "n", "ranks"))
+    [line] = re.findall(r"matmul-all-reduce .*", (SCRIPTS / "five_systems.sh").read_text())
+    assert f"-n {ranks} --shape {m}x{k // ranks}x{n} " in line
