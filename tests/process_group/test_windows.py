@@ -10,7 +10,11 @@ import torch.distributed as dist
 from support.ranks import group, on_ranks
 from torch._C import _distributed_c10d as c10d
 
-pytestmark = pytest.mark.skipif(
+import weft
+from weft.process_group import worlds
+from weft.process_group.windows import Window
+
+needs_windows = pytest.mark.skipif(
     torch.__version__ < "2.14", reason="torch before 2.14 has no windows"
 )
 
@@ -47,6 +51,7 @@ def puts(pg):
     return whole[:rank].flatten().tolist()
 
 
+@needs_windows
 def test_puts_and_signals_reach_a_tensor_and_its_views():
     assert on_ranks(puts, 3, context=group) == [[], [-1.0] * 2, [-1.0] * 4]
 
@@ -76,5 +81,50 @@ def refuses(pg):
     window.wait_signal(1 - dist.get_rank(), False)
 
 
+@needs_windows
 def test_wrong_calls_are_refused_and_leave_the_window_as_it_is():
     on_ranks(refuses, 2, context=group)
+
+
+def tensors_of_two_dtypes(pg, of_torch):
+    own = torch.full((8,), 3.0, dtype=(torch.float32, torch.float64)[dist.get_rank()])
+    address, moved = own.data_ptr(), []
+    operations = worlds.operations_of(pg)
+    window = Window(operations, lambda *_: moved.append(1))
+    register = dist._new_window().tensor_register if of_torch else lambda x: window.register(x, 0)
+    for _ in range(2):
+        with pytest.raises(weft.MismatchError, match="dtype") as refused:
+            register(own)
+        assert str(refused.value).splitlines()[1:] == ["  rank 0: float32", "  rank 1: float64"]
+    assert (own.data_ptr(), moved) == (address, [])
+    assert own.tolist() == [3.0] * 8
+    if dist.get_rank():
+        # a call that a rank made late would be taken for a refused one
+        operations.world.check()
+        pg.get_group_store().wait(["late"])
+    else:
+        pg.get_group_store().set("late", "")
+    dist.barrier()
+    register(own.float())  # the window is as it was
+
+
+@pytest.mark.parametrize("of_torch", [False, pytest.param(True, marks=needs_windows)])
+def test_tensors_of_different_dtypes_are_refused_on_all_ranks(of_torch):
+    on_ranks(tensors_of_two_dtypes, 2, of_torch, context=group)
+
+
+def refused_on_one_rank(pg):
+    window = Window(worlds.operations_of(pg), lambda *_: None)
+    store, strided = pg.get_group_store(), torch.ones(4, 4).t()
+    if dist.get_rank():
+        with pytest.raises(weft.MismatchError, match="a window's tensor must be contiguous"):
+            window.register(torch.ones(4, 4), False)
+        store.set("told", "")
+    else:
+        with pytest.raises(ValueError, match="contiguous"):
+            window.register(strided, False)
+        store.wait(["told"])
+
+
+def test_peers_of_a_rank_that_is_refused_learn_why():
+    on_ranks(refused_on_one_rank, 2, context=group)

@@ -4,6 +4,7 @@ and signals.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from functools import partial
 from weakref import WeakSet
@@ -11,8 +12,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from weft.checks import check_rank
-from weft.errors import PeerTimeout, WeftError
+from weft.checks import check_rank, name
+from weft.errors import MismatchError, PeerTimeout, WeftError
 from weft.ops.all_gather import all_gather
 from weft.ops.barrier import barrier
 from weft.ops.onesided import put
@@ -23,6 +24,11 @@ from weft.world.signals import Signals
 
 Move = Callable[[Tensor, Tensor], object]
 """Makes a contiguous tensor of bytes the storage of a tensor, with its values and all its views."""
+
+_PLACE = struct.Struct("3q32s")
+"""Of a rank's tensor in its storage: the first element, their number, the storage's bytes, the
+dtype's name.
+"""
 
 
 class Window:
@@ -41,9 +47,39 @@ class Window:
     def register(self, tensor: Tensor, owning: bool) -> None:
         """Make a tensor the window, in symmetric memory: its storage moves there, with all views.
 
-        Raises `WeftError` if the window has one, `ValueError` unless it is contiguous and on the
-        CPU.
+        Raises on all ranks `MismatchError` if their tensors differ in dtype, before anything moves;
+        `WeftError` if the window has one, `ValueError` unless it is contiguous and on the CPU.
         """
+        dtypes = list[str]()
+        self.operations.queue.run(partial(self._register, tensor, dtypes))
+        # raised here, since all ranks raise it: none refuses a call that others make
+        if self.memory is None:
+            lines = "".join(f"\n  rank {rank}: {each}" for rank, each in enumerate(dtypes))
+            raise MismatchError(f"the tensors of a window must have one dtype on all ranks{lines}")
+        self.shape = tensor.shape
+        self.kept = tensor if owning else None
+
+    def _register(self, tensor: Tensor, dtypes: list[str]) -> None:
+        self._check(tensor)
+        world, storage = self.world, tensor.untyped_storage()
+        row = tensor.storage_offset(), tensor.numel(), storage.nbytes(), name(tensor.dtype).encode()
+        own = torch.frombuffer(bytearray(_PLACE.pack(*row)), dtype=torch.uint8)
+        gathered = all_gather(own, world=world).numpy().tobytes()
+        places = [*_PLACE.iter_unpack(gathered)]
+        dtypes += [dtype.rstrip(b"\0").decode() for *_, dtype in places]
+        if len({*dtypes}) > 1:
+            return
+        memory = world.empty(max(1, *(total for _, _, total, _ in places)), dtype=torch.uint8)
+        elements = memory[: memory.numel() // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
+        self.parts = [elements[start : start + size] for start, size, *_ in places]
+        self.signals = world.signals(world.ranks, "the window's signals")
+        self.seen = [0] * world.ranks
+        self.move(tensor, memory[: storage.nbytes()])
+        self.memory = memory
+        barrier(world=world)  # no put comes before the values that were there
+
+    def _check(self, tensor: Tensor) -> None:
+        """Raise unless the tensor can be registered."""
         if self.memory is not None:
             raise WeftError("double registration: the window has a tensor; deregister it first")
         if not (tensor.is_cpu and tensor.is_contiguous()):
@@ -56,24 +92,6 @@ class Window:
             raise WeftError(
                 "double registration: another window has the tensor; deregister it there"
             )
-        self.operations.queue.run(partial(self._register, tensor))
-        self.shape = tensor.shape
-        self.kept = tensor if owning else None
-
-    def _register(self, tensor: Tensor) -> None:
-        world, storage = self.world, tensor.untyped_storage()
-        own = torch.tensor(
-            [tensor.storage_offset(), tensor.numel(), storage.nbytes()], device="cpu"
-        )
-        places = all_gather(own, world=world).view(-1, 3).tolist()
-        memory = world.empty(max(1, *(total for _, _, total in places)), dtype=torch.uint8)
-        elements = memory[: memory.numel() // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
-        self.parts = [elements[start : start + size] for start, size, _ in places]
-        self.signals = world.signals(world.ranks, "the window's signals")
-        self.seen = [0] * world.ranks
-        self.move(tensor, memory[: storage.nbytes()])
-        self.memory = memory
-        barrier(world=world)  # no put comes before the values that were there
 
     def deregister(self) -> None:
         """End the use of the tensor, which stays as it is."""
