@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import resource
 import subprocess
 import sys
 from datetime import timedelta
@@ -89,25 +90,49 @@ def test_the_variable_counts_when_a_group_is_made():
 
 
 def without_memory(_):
-    def fail(*_):
-        raise weft.SymmetricMemoryError("rank 0 has no shared memory")
-
-    plugin = distributed_c10d.Backend._plugins["WEFT"]
-    distributed_c10d.Backend._plugins["WEFT"] = plugin._replace(creator_fn=fail)
+    """Rank 1 alone may not make files, and memory, of the size that a world needs."""
     log = logging.getLogger("weft")
     log.setLevel(logging.INFO)
     log.addHandler(logging.StreamHandler())
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
     own = dist.new_group(backend="gloo")
     assert worlds.find(own) is None
     x = torch.ones(1)
     dist.all_reduce(x, group=own)
+    with pytest.raises(weft.SymmetricMemoryError, match=r"rank 1: \w+: .* no memory"):
+        dist.new_group(backend="weft")
     return x.item()
 
 
-def test_gloo_keeps_a_group_for_which_weft_lacks_memory():
-    for outcome in start(without_memory, 2, context=gloo):
-        assert outcome.result == 2.0
-    assert "gloo keeps a group of 2 ranks: rank 0 has no shared memory" in outcome.printed
+def test_gloo_keeps_a_group_for_which_a_rank_lacks_memory():
+    for outcome in start(without_memory, 3, context=gloo):
+        assert outcome.result == 3.0, outcome.trace
+    said = "gloo keeps a group of 3 ranks: a group of 3 ranks cannot be made: rank 1: Symmetric"
+    assert outcome.printed.count(said) == 3
+
+
+def without_descriptors(_, spare):
+    if dist.get_rank() == 1:
+        free = os.dup(0)
+        os.close(free)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + spare, limits[1]))
+    try:
+        dist.new_group(backend="gloo", timeout=timedelta(seconds=1000))
+    finally:
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("spare", [0, 1, 2, 6])
+def test_all_ranks_raise_soon_if_one_lacks_descriptors(spare):
+    first, second = start(without_descriptors, 2, spare, context=gloo)
+    assert isinstance(second.error, OSError | weft.SymmetricMemoryError), second
+    assert isinstance(first.error, weft.PeerLost), first
+    assert "rank 1: " in str(first.error)
+    for outcome in first, second:
+        assert "Too many open files" in str(outcome.error)
 
 
 def test_a_wrong_value_is_refused_where_a_group_is_made(monkeypatch):

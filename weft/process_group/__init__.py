@@ -77,17 +77,27 @@ def _made(
     store: Store, rank: int, ranks: int, timeout: timedelta, global_ranks: Sequence[int]
 ) -> tuple[Backend | Group, Operations]:
     """A backend, or without a compiler a group in Python, and its operations."""
+    from weft.process_group.by_all import confirm, made_by_all
     from weft.process_group.fallback import Group
     from weft.process_group.operations import Operations
     from weft.world import init_by_store
 
     native = _native()
     seconds = timeout.total_seconds()
-    world = init_by_store(store, rank, ranks, seconds)
-    operations = Operations(world, store, global_ranks)
-    if native is None:
-        return Group(operations), operations
-    return native.make(operations, None, rank, ranks, seconds), operations
+
+    def make() -> tuple[Backend | Group, Operations]:
+        world = init_by_store(store, rank, ranks, seconds)
+        try:
+            operations = Operations(world, store, global_ranks)
+            backend = native and native.make(operations, None, rank, ranks, seconds)
+            confirm(world)
+        except BaseException as error:
+            world.fail(error)
+            world.close()
+            raise
+        return backend or Group(operations), operations
+
+    return made_by_all(make, store, rank, ranks, seconds)
 
 
 def _backend(group: _DistributedBackendOptions, options: object) -> Backend | Group:

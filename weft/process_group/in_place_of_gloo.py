@@ -19,7 +19,6 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import BackendConfig
 
 from weft import variables
-from weft.errors import SymmetricMemoryError
 
 VARIABLE = "WEFT_REPLACES_GLOO"
 _MAKER = "_new_process_group_helper"
@@ -58,12 +57,14 @@ def _wrapped(of_torch: Callable[..., Any]) -> Callable[..., Any]:
         renamed = _renamed(backend) if in_force() else None
         if renamed is None:
             return of_torch(size, rank, ranks, backend, *others, **named)
+        from weft.process_group.by_all import NotMade  # weft is loaded by the first group
+
         ours = dict(named)
         if isinstance(named.get("backend_options"), _GLOO_OPTIONS):
             ours["backend_options"] = None
         try:
             group, store = of_torch(size, rank, ranks, renamed, *others, **ours)
-        except SymmetricMemoryError as error:  # which all ranks raise together
+        except NotMade as error:
             _log.info("gloo keeps a group of %d ranks: %s", size, error)
             return of_torch(size, rank, ranks, backend, *others, **named)
         world = distributed_c10d._world

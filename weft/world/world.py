@@ -443,7 +443,11 @@ def connect(
     """
     with contextlib.ExitStack() as unless_made:
         if door is None:
-            door = Door(backend)
+            try:
+                door = Door(backend)
+            except BaseException as error:
+                rendezvous.give_up(error)
+                raise
             unless_made.callback(door.close)
         with connections(rendezvous, door, timeout, backend) as (rank, infos, mesh, relay, handles):
             world = World(rank, infos, mesh, timeout, backend, relay)
