@@ -7,7 +7,6 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -17,16 +16,16 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from weft.errors import PeerTimeout, WeftError
 from weft.process_group.failure import Failure
+from weft.process_group.gloo import Gloo
 from weft.process_group.messages import Messages
 from weft.process_group.uncompiled import uncompiled_methods
-from weft.process_group.work_queue import CombinedWork, GlooWork, Work, WorkQueue
+from weft.process_group.work_queue import CombinedWork, Work, WorkQueue
 from weft.world import World, init_by_store
 from weft.world.rendezvous import time_left
 
 _log = logging.getLogger("weft")
 _TAGS = 1 << 31  # as of torch
 _MESSAGES = "messages, since its ranks are on several hosts"
-_DETECTION = 1.0  # seconds within which the world detects a lost peer
 
 
 @uncompiled_methods
@@ -46,7 +45,7 @@ class Operations:
         self.failure = self.world.before_failure = Failure()
         self.queue = WorkQueue(f"weft group of {world.ranks}", self.world)
         self.messages = None if self.world.hosts.several else Messages(self.world)
-        self.gloo: Any = None
+        self.gloo: Gloo | None = None
         if self.messages is None:
             self._gloo_for(_MESSAGES)
         self.coalesced: list[Work] | None = None  # issued since `start_coalescing`
@@ -77,9 +76,7 @@ class Operations:
         """An all_reduce of a sparse tensor, by gloo."""
         opts = dist.AllreduceOptions()
         opts.reduceOp = op
-        return self._run_by_gloo(
-            tensor, self._gloo_for("sparse all_reduce").allreduce, [tensor], opts
-        )
+        return self._coalesce(self._gloo_for("sparse all_reduce").issue("allreduce", tensor, opts))
 
     # Messages
 
@@ -87,16 +84,15 @@ class Operations:
         """Send a tensor to a peer."""
         self._check_message(peer, tag)
         if self.messages is None:
-            return self._run_by_gloo(tensor, self._gloo_for(_MESSAGES).send, [tensor], peer, tag)
+            return self._coalesce(self._gloo_for(_MESSAGES).issue("send", tensor, peer, tag))
         return self._coalesce(self.messages.send(tensor, peer, tag))
 
     def receive(self, tensor: Tensor, peer: int | None, tag: int = 0) -> Work:
         """Receive a tensor from a peer, or from any (None)."""
         self._check_message(peer, tag)
         if self.messages is None:
-            gloo = self._gloo_for(_MESSAGES)
-            begin, of = (gloo.recv_anysource, ()) if peer is None else (gloo.recv, (peer,))
-            return self._run_by_gloo(tensor, begin, [tensor], *of, tag)
+            gloo, of = self._gloo_for(_MESSAGES), () if peer is None else (peer,)
+            return self._coalesce(gloo.issue("recv" if of else "recv_anysource", tensor, *of, tag))
         return self._coalesce(self.messages.receive(tensor, peer, tag))
 
     def _check_message(self, peer: int | None, tag: int) -> None:
@@ -193,6 +189,8 @@ class Operations:
                 )
             )
         _leave(self.queue, self.messages)
+        if self.gloo is not None:
+            self.gloo.close()
         self.gloo = None  # its threads must end before the interpreter
         self.recorder = None  # has the group, which has this object
 
@@ -237,34 +235,14 @@ class Operations:
 
     # gloo
 
-    def _gloo_for(self, operations: str) -> Any:
+    def _gloo_for(self, operations: str) -> Gloo:
         """The gloo group for `operations`, made at the first use."""
         self.world.check()
         if self.gloo is None:
             if self.rank == 0:
                 _log.warning("a process group of weft uses gloo for %s", operations)
-            limit = timedelta(seconds=self.world.timeout)
-            self.gloo = dist.ProcessGroupGloo(
-                PrefixStore("weft gloo", self.store), self.rank, self.ranks, timeout=limit
-            )
+            self.gloo = Gloo(self.world, self.store)
         return self.gloo
-
-    def _run_by_gloo(self, tensor: Tensor, begin: Callable[..., dist.Work], *args: Any) -> Work:
-        """A gloo operation, started by ``begin(*args)``, which raises if a peer is already lost."""
-        try:
-            work = begin(*args)
-        except RuntimeError as error:
-            raise self._cause(error) from None
-        return self._coalesce(GlooWork(work, [tensor], self._cause))
-
-    def _cause(self, error: RuntimeError) -> BaseException:
-        """The error of a lost peer if that is why gloo lost a connection, else `error`."""
-        deadline = time.monotonic() + _DETECTION
-        while time.monotonic() < deadline:
-            if self.world.mesh.failure()[0]:
-                return self.world.failure("for a message")
-            time.sleep(0.01)
-        return error
 
 
 def _leave(queue: WorkQueue, messages: Messages | None) -> None:

@@ -10,7 +10,6 @@ autograd's.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import copy
 import logging
 import os
@@ -34,7 +33,7 @@ from weft.world import World
 from weft.world.rendezvous import time_left
 
 _log = logging.getLogger("weft")
-_NO_LIMIT = timedelta(0)  # the value of no limit in torch's native code
+NO_LIMIT = timedelta(0)  # the value of no limit in torch's native code
 
 Done = Callable[[BaseException | None, list[Tensor]], object]
 """A function of a work's error and of the tensors that it fills."""
@@ -61,13 +60,13 @@ class Work(dist.Work):
             _log.debug("an asynchronous operation failed", exc_info=error)
             self.error = _without_frames(error)
         self.done = True
-        with _callbacks_lock:
+        with callbacks_lock:
             callbacks = self.callbacks
             self.callbacks = []
         for call in callbacks:
             call()
 
-    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+    def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         """True once the work is done. Raises its error, and `PeerTimeout` after `timeout`, which
         leaves the work outstanding.
         """
@@ -131,7 +130,7 @@ class Work(dist.Work):
         """Run `call` once the work is done, which is to be soon; False if it is done already."""
         assert self.progress is not None
         self.progress.check()
-        with _callbacks_lock:
+        with callbacks_lock:
             if self.done:
                 return False
             self.callbacks.append(call)
@@ -163,7 +162,7 @@ DONE = Work(())
 """That of a call which is complete when it returns."""
 DONE.done = True
 
-_callbacks_lock = threading.RLock()  # a signal handler may interrupt its owner
+callbacks_lock = threading.RLock()  # a signal handler may interrupt its owner
 _thread = threading.local()  # `callback_depth`: 0, or one more than that of the callback thread
 
 
@@ -183,7 +182,7 @@ class CombinedWork(Work):
 
         def one_is_done(error: BaseException | None, _: object) -> None:
             nonlocal left
-            with _callbacks_lock:
+            with callbacks_lock:
                 self.error = self.error or error
                 left -= 1
             if left <= 0:
@@ -200,39 +199,6 @@ class CombinedWork(Work):
         for each in self.works:
             each.wait_for(None if deadline is None else time_left(deadline).total_seconds())
         self.end()
-
-
-@uncompiled_methods
-class GlooWork(Work):
-    """A work of gloo; `cause` returns the error to raise in place of gloo's."""
-
-    def __init__(
-        self,
-        work: dist.Work,
-        tensors: Sequence[Tensor],
-        cause: Callable[[RuntimeError], BaseException],
-    ) -> None:
-        super().__init__(tensors)
-        self.work = work
-        self.cause = cause
-
-    def is_completed(self) -> bool:
-        return self.done or self.work.is_completed()
-
-    def complete(self, done: Done) -> None:
-        if not self.done:
-            self._advance(None)  # messages of gloo's have no futures
-        super().complete(done)
-
-    def _advance(self, seconds: float | None) -> None:
-        try:
-            self.work.wait(_NO_LIMIT if seconds is None else timedelta(seconds=seconds))
-        except RuntimeError as error:
-            self.end(self.cause(error))
-        else:
-            with contextlib.suppress(RuntimeError):  # only a receive has a source
-                self.source = self.work._source_rank()
-            self.end()
 
 
 class Progress(ABC):
