@@ -2,7 +2,9 @@
 
 The directory is ``WEFT_CACHE``, by default ``weft`` in ``XDG_CACHE_HOME`` or ``~/.cache``. Machines
 and versions of weft may share it: a value for one of them is stored under a name made by
-`of_this_machine`. A stored value of an unexpected form counts as missing.
+`of_this_machine`. A stored value of an unexpected form counts as missing, and so does one that
+another user may have written. In place of a directory that others can write to, one of this user's
+in the folder of temporary files serves.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 import os
 import platform
 import tempfile
@@ -19,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from weft import trust
 from weft.version import __version__
 
 PROFILE = "machine"
@@ -30,6 +34,7 @@ _NAMES = (
 )
 """The lines of /proc/cpuinfo that tell processors apart, on Arm and on x86."""
 
+_log = logging.getLogger("weft")
 _WRITING = 1.0  # seconds that another process may take to write a file
 
 Fits = Callable[[Any], object]
@@ -37,13 +42,32 @@ Fits = Callable[[Any], object]
 
 
 def directory() -> Path | None:
-    """The cache directory; None without a home directory, where nothing is stored."""
+    """The cache directory, which only this user, or root, can write to; None without a home
+    directory, where nothing is stored.
+    """
     if folder := os.environ.get("WEFT_CACHE"):
-        return Path(folder)
+        return _safe(Path(folder))
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:  # neither HOME nor an entry in the list of users
         return None
+    return _safe(home / "weft")
+
+
+@functools.cache
+def _safe(folder: Path) -> Path | None:
+    """The folder, or one in its place if others can write to it, with a warning."""
+    if not (why := trust.refusal(folder)):
+        return folder
+    own = Path(tempfile.gettempdir()) / f"weft-{os.getuid()}"
+    found = None if trust.refusal(own) else own
+    _log.warning(
+        "%s is no safe cache directory (%s): %s; set WEFT_CACHE to a folder of yours",
+        folder,
+        why,
+        f"{found} is used" if found else "nothing is stored",
+    )
+    return found
 
 
 def of_this_machine(name: str, and_also: str = "") -> str:
@@ -76,7 +100,9 @@ def _named(cpuinfo: str) -> str:
 def stored(name: str, fits: Fits) -> Any:
     """The JSON value stored under `name`, None if there is none that `fits`."""
     try:
-        value = json.loads(_path(name).read_text())
+        path = _path(name)
+        trust.check_file(path)
+        value = json.loads(path.read_text())
         return value if fits(value) else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
@@ -160,11 +186,12 @@ def _directory() -> Path:
 
 def _written(value: Any) -> str:
     """The name of a new file in the directory that contains a JSON value."""
-    _directory().mkdir(parents=True, exist_ok=True)
+    trust.make(_directory())
     with tempfile.NamedTemporaryFile("w", dir=_directory(), suffix=".tmp", delete=False) as file:
         try:
             json.dump(value, file, indent=1)
             file.flush()
+            os.fsync(file.fileno())
         except BaseException:  # the disk is full
             os.unlink(file.name)
             raise

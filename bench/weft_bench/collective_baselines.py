@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from weft import trust
 from weft.measure.timing import largest
 from weft.world import World
 from weft_bench import deepspeed, nccl
@@ -48,6 +49,8 @@ def refusal(name: str, settings: SweepSettings) -> str | None:
     if not (environment(name) / "bin" / "mpiexec").exists():
         place = f"there is no {environment(name)} here"
         return f"{place}: run `make baselines` and start in its directory"
+    if why := trust.refusal(environment(name)):
+        return f"{name} is not started, since {why}"
     return None
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft import trust
 from weft_bench.mpi import DIRECTORY
 
 NAME = "deepspeed"
@@ -32,6 +33,8 @@ def missing() -> str | None:
     """The reason why the baseline cannot run here, or None."""
     if not _library().exists():
         return f"there is no {_library()} here: run `make baselines` and start in its directory"
+    if why := trust.refusal(_library().parent):
+        return f"it is not loaded, since {why}"
     if "avx512bw" not in Path("/proc/cpuinfo").read_text():
         return "DeepSpeed's operator needs a processor with AVX-512"
     return None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
+import glob
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -12,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sysconfig
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +24,7 @@ from typing import Any
 
 import torch
 
-from weft import cache
+from weft import cache, trust
 
 LIMIT = 600.0
 """Seconds that compiling, or waiting for a process that compiles, may take: it takes half a
@@ -63,23 +66,39 @@ def _compiled() -> Path:
     """The compiled library. One process compiles it, and others wait for that."""
     folder = cache.directory()
     if folder is None:
-        raise FileNotFoundError("there is no home directory to store it in: set WEFT_CACHE")
+        raise FileNotFoundError("there is no folder to store it in: set WEFT_CACHE")
+    folder /= "torch"
     parts = torch.__version__, torch.version.git_version, sysconfig.get_config_var("SOABI")
     digest = hashlib.sha256(_SOURCE.read_bytes() + repr(parts).encode()).hexdigest()[:16]
-    library = folder / "torch" / f"backend-{torch.__version__}-{digest}.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(library.parent):
-            if not library.exists():
-                _compile(library)
+    name = f"backend-{torch.__version__}-{digest}"
+    trust.make(folder)
+    if (library := _whole(folder, name)) is None:
+        with _alone(folder / "lock"):
+            library = _whole(folder, name) or _compile(folder, name)
     return library
 
 
+def _whole(folder: Path, name: str) -> Path | None:
+    """The library of this name, if there is one as it was compiled: one that was cut off would kill
+    the process that loads it.
+    """
+    for file in sorted(folder.glob(f"{glob.escape(name)}-*.so")):
+        with contextlib.suppress(OSError):
+            trust.check_file(file)
+            if file.name == f"{name}-{_digest(file)}.so":
+                return file
+    return None
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:32]
+
+
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _alone(file: Path) -> Iterator[None]:
     """A part of the program that one process at a time runs; a process that ends leaves it."""
     deadline = time.monotonic() + LIMIT
-    lock = os.open(folder, os.O_RDONLY)
+    lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         while True:
             try:
@@ -88,7 +107,7 @@ def _alone(folder: Path) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise TimeoutError(
-                        f"another process has locked {folder} for {LIMIT:g} s, to compile it"
+                        f"another process has locked {file} for {LIMIT:g} s, to compile it"
                     ) from None
                 time.sleep(0.05)
         yield
@@ -96,7 +115,8 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _compile(library: Path) -> None:
+def _compile(folder: Path, name: str) -> Path:
+    """The library, compiled now: it gets its name, which ends with its digest, once it is whole."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         raise FileNotFoundError("there is no C++ compiler: install g++, or set CXX")
@@ -106,7 +126,8 @@ def _compile(library: Path) -> None:
     )
     start = time.monotonic()
     home = Path(torch.__file__).parent
-    made = library.with_suffix(f".{os.getpid()}.tmp")
+    with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp", delete=False) as unnamed:
+        made = Path(unnamed.name)
     command = [
         *compiler.split(),
         *("-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden"),
@@ -118,7 +139,16 @@ def _compile(library: Path) -> None:
     ]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=LIMIT)
+        made.chmod(0o755)  # whatever the umask
+        with open(made, "rb") as written:
+            os.fsync(written.fileno())
+        library = folder / f"{name}-{_digest(made)}.so"
         made.rename(library)
     finally:
         made.unlink(missing_ok=True)
+    for other in folder.glob(f"{glob.escape(name)}-*.so"):
+        if other != library:  # it is not whole
+            with contextlib.suppress(OSError):
+                other.unlink()
     _log.info("compiled weft's backend in %.0f s: %s", time.monotonic() - start, library)
+    return library
