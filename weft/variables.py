@@ -8,6 +8,7 @@ import os
 
 VALUES = {
     "WEFT_BIND": ("0", "1"),
+    "WEFT_INSTRUCTIONS": ("baseline", "avx2", "avx512", "avx512_bf16"),
     "WEFT_LOG": ("debug", "info", "warning", "error"),
     "WEFT_READ_PEERS": ("0", "1"),
     "WEFT_REPLACES_GLOO": ("0", "1"),

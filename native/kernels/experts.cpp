@@ -230,8 +230,12 @@ class Block {
         for (size_t row = 0; row < tile.rows; ++row)
           for (size_t i = 0; i < count; ++i) {
             const float* const gate = sums + row * stride + 2 * i * columns;
-            kernels_.activate(product_.activation, gate, gate + up_at,
-                              inner_at(tile, row, pair + i));
+            float* const to = inner_at(tile, row, pair + i);
+            kernels_.activate(product_.activation, gate, gate + up_at, to);
+            // an infinite token makes a NaN of the zeros that fill the last pair
+            const size_t own = product_.shape.inner - (pair + i) * columns;
+            if (layout_.each == 2 && own < columns && own % 2)
+              std::memset(reinterpret_cast<uint16_t*>(to) + own, 0, sizeof(uint16_t));
           }
       });
     }

@@ -6,6 +6,8 @@
 //     once. So the bits of a token depend on no other token, and on no number of threads.
 // X2  Threads share the columns, never the rows: each reads its part of every weight, once for some
 //     tokens, whatever the router has chosen.
+// X3  NaN and infinities give what they give in float64. A logistic function below float32's
+//     smallest normal number may be 0, and so may numbers below it where pairs are multiplied.
 //
 // A packed expert consists of panels of `half::columns()` columns, as those of a packed weight:
 // pairs of a panel of the gate and one of up, of depth `width`; and those of down, of depth

@@ -6,9 +6,9 @@
 #include <utility>
 
 #include "kernels/half_product.hpp"
+#include "kernels/vectors.hpp"
 
 #if defined(__x86_64__)
-#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -141,33 +141,17 @@ WEFT_TARGET inline Vector widen_vector(const Pair* from) { return _mm512_loadu_p
 
 namespace {
 
-bool converts() {
-  unsigned a, b, c = 0, d;
-  return __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;
-}
-
-size_t find_columns() {
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f")) return avx512::kColumns;
-  const bool all = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && converts();
-  return all ? avx2::kColumns : 0;
-}
-
-bool multiplies_pairs() {
-  unsigned a = 0, b, c, d;
-  return columns() == avx512::kColumns && __get_cpuid_count(7, 1, &a, &b, &c, &d) && a & 1u << 5;
-}
-
 template <class Item>
 Kernels chosen() {
-  return columns() == avx512::kColumns ? avx512::kernels_of<Item>() : avx2::kernels_of<Item>();
+  return instructions >= Instructions::avx512 ? avx512::kernels_of<Item>()
+                                              : avx2::kernels_of<Item>();
 }
 
 }  // namespace
 
 size_t columns() {
-  static const size_t found = find_columns();
-  return found;
+  if (instructions >= Instructions::avx512) return avx512::kColumns;
+  return instructions == Instructions::avx2 ? avx2::kColumns : 0;
 }
 
 const Kernels& kernels_of(Dtype dtype) {
@@ -177,9 +161,8 @@ const Kernels& kernels_of(Dtype dtype) {
 }
 
 const Kernels* kernels_of_pairs(Dtype dtype) {
-  static const bool possible = multiplies_pairs();
   static const Kernels pairs = avx512_pairs::kernels_of<Pair, BFloat16, BFloat16>();
-  return possible && dtype == Dtype::bfloat16 ? &pairs : nullptr;
+  return instructions == Instructions::avx512_bf16 && dtype == Dtype::bfloat16 ? &pairs : nullptr;
 }
 
 #else

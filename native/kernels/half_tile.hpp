@@ -58,10 +58,12 @@ WEFT_TARGET inline void add_scaled(const float* sums, float factor, float* to, s
   for (; i < n; ++i) to[i] += factor * sums[i];
 }
 
-// 1 / (1 + exp(-x)). Compilers make vectors of loops over it.
+// 1 / (1 + exp(-x)), and 0 where that is less than float32's smallest normal number. Compilers make
+// vectors of loops over it.
 WEFT_TARGET inline float logistic(float x) {
   constexpr float kRound = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer
-  const float y = std::min(std::max(-x, -87.f), 87.f);
+  // up to where the power of two is infinite; NaN stays NaN, being no lesser argument
+  const float y = std::min(std::max(-x, -87.f), 89.f);
   const float shifted = y * 1.44269504f + kRound, power = shifted - kRound;
   const float rest = y - power * 0.693359375f + power * 2.12194440e-4f;
   float e = 1.9875691500e-4f;  // of Cephes' expf
@@ -71,7 +73,7 @@ WEFT_TARGET inline float logistic(float x) {
   e = e * rest + 1.6666665459e-1f;
   e = e * rest + 5.0000001201e-1f;
   e = e * rest * rest + rest + 1.f;
-  const int32_t exponent = bits_as<int32_t>(shifted) - bits_as<int32_t>(kRound);
+  const uint32_t exponent = bits_as<uint32_t>(shifted) - bits_as<uint32_t>(kRound);
   return 1.f / (1.f + e * bits_as<float>((exponent + 127) << 23));
 }
 
@@ -93,7 +95,7 @@ WEFT_TARGET void activate(Activation activation, const float* gate, const float*
       }
       break;
     case Activation::relu:
-      for (size_t i = 0; i < kColumns; ++i) result[i] = (gate[i] > 0.f ? gate[i] : 0.f) * up[i];
+      for (size_t i = 0; i < kColumns; ++i) result[i] = (gate[i] < 0.f ? 0.f : gate[i]) * up[i];
   }
   for (size_t i = 0; i < kColumns; i += kWidth) store(static_cast<Out*>(to) + i, load(result + i));
 }

@@ -10,7 +10,6 @@
 #include "kernels/vectors.hpp"
 
 #if defined(__x86_64__)
-#include <cpuid.h>
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -100,12 +99,15 @@ void store_all(T* dst, const Wide* total, size_t n) {
 }
 
 template <class Wide>
-void divide(Wide* total, size_t n, Wide by) {
+void divide(Wide* total, size_t n, int by) {
+  if constexpr (std::is_same_v<Wide, bool>) return;
+  // numbers of ranks may be beyond an integer of 8 bits, which C++ divides as an int
+  using By = std::conditional_t<std::is_integral_v<Wide>, int, Wide>;
   vectorised(
-      [](Wide* total, size_t n, Wide by) WEFT_INLINE {
-        for (size_t i = 0; i < n; ++i) total[i] /= by;
+      [](Wide* total, size_t n, By by) WEFT_INLINE {
+        for (size_t i = 0; i < n; ++i) total[i] = static_cast<Wide>(total[i] / by);
       },
-      total, n, by);
+      total, n, static_cast<By>(by));
 }
 
 // One block at a time, so that the accumulator stays in the first-level cache while the sources
@@ -122,13 +124,10 @@ constexpr size_t kRun = size_t{16} << 10;
 // Compilers do not vectorise conversions from and to float16, so vector instructions are written
 // out here. They convert the elements that fill vectors, and return the number of these elements.
 #if defined(__x86_64__)
-const bool converts = [] {
-  unsigned a, b, c = 0, d;
-  __builtin_cpu_init();
-  return __builtin_cpu_supports("avx") && __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;
-}();
+const bool converts = instructions >= Instructions::avx2;
 
-__attribute__((target("avx,f16c"))) size_t widen_vectors(float* dst, const Float16* src, size_t n) {
+__attribute__((target("avx2,f16c"))) size_t widen_vectors(float* dst, const Float16* src,
+                                                          size_t n) {
   size_t i = 0;
   for (; i + 8 <= n; i += 8)
     _mm256_storeu_ps(dst + i,
@@ -136,8 +135,8 @@ __attribute__((target("avx,f16c"))) size_t widen_vectors(float* dst, const Float
   return i;
 }
 
-__attribute__((target("avx,f16c"))) size_t narrow_vectors(Float16* dst, const float* src,
-                                                          size_t n) {
+__attribute__((target("avx2,f16c"))) size_t narrow_vectors(Float16* dst, const float* src,
+                                                           size_t n) {
   size_t i = 0;
   for (; i + 8 <= n; i += 8)
     _mm_storeu_si128(reinterpret_cast<__m128i*>(dst + i),
@@ -236,7 +235,7 @@ void reduce_all(Combine combine, Dtype result_dtype, const std::vector<Rows>& so
           if (direct) continue;
           for (size_t source = 2; source < sources.size(); ++source)  // R1
             from(sources[source], [&](const auto* more) { accumulate<Operation>(total, more, n); });
-          if (combine == Combine::avg) divide(total, n, static_cast<Wide>(ranks));
+          if (combine == Combine::avg) divide(total, n, ranks);
           write(result_dtype, sum, total, n);
         }
         for (size_t target = buffered ? 0 : 1; target < count; ++target)

@@ -7,6 +7,7 @@
 #include "kernels/reduce.hpp"
 #include "kernels/stores.hpp"
 #include "kernels/team.hpp"
+#include "kernels/vectors.hpp"
 #include "python/bind.hpp"
 #include "python/packed_experts.hpp"
 #include "python/tensor_view.hpp"
@@ -92,6 +93,7 @@ void bind_kernels(nb::module_& m) {
   if (const char* name = std::getenv("WEFT_STORES"); name && *name) set_stores(stores_named(name));
   m.def("stores", [] { return name_of(stores()); });
 
+  m.def("instructions", [] { return kInstructions[static_cast<int>(instructions)]; });
   m.def("panel_columns", &half::columns);
   m.def(
       "pack_panels",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,13 @@ from weft.plan import Kernel
 from weft.plan.kernel import Load, Rates, Run
 
 _LARGEST = 127
+_EXACT = (2**31 - 1) // _LARGEST**2
+"""Columns whose products have a sum in int32, however large they are."""
+_LEAST = 2.0**-126
+"""The least scale, float32's smallest normal number: below it numbers divided by their scale are
+beyond 127."""
+_GREATEST = 2.0**90
+"""Scales up to which a sum in int32 times both is no infinite float32 on the way."""
 _BLOCK = 256
 """Rows whose numbers and sums stay in the cache between their steps.
 
@@ -65,25 +73,75 @@ class Int8Weight(PreparedWeight):
         super().__init__(values.shape, dtype)
 
     def multiply(self, x: Tensor, out: Tensor, bias: Tensor | None, rows: int) -> None:
-        """Sums in int32, which are exact, times both scales in float32, rounded once to `out`."""
+        """Exact sums times both scales in float32, or in float64 if they might be infinite on the
+        way, rounded once to `out`.
+        """
         if not out.numel():
             return
         for start in range(0, len(x), _BLOCK):
             part = out[start : start + _BLOCK]
             numbers, scales = quantized(x[start : start + _BLOCK])
-            product = torch._int_mm(numbers, self.values).float().mul_(scales).mul_(self.scales)
+            product = exact_sums(numbers, self.values)
+            if product.dtype == torch.int32 and scales.max().item() <= _GREATEST:
+                product = product.float().mul_(scales).mul_(self.scales)
+            else:
+                product = product.double().mul_(scales).mul_(self.scales)
             part.copy_(product if bias is None else product.add_(bias))
+
+
+def exact_sums(x: Tensor, b: Tensor) -> Tensor:
+    """The product of two matrices of numbers from -127 to 127, exact: in int32, or in float64 if x
+    has more columns than int32 has sums for.
+    """
+    product = _int32_product()
+    if x.shape[1] <= _EXACT:
+        return product(x, b)
+    parts = zip(x.split(_EXACT, 1), b.split(_EXACT, 0), strict=True)
+    sums = torch.zeros(len(x), b.shape[1], dtype=torch.float64, device=x.device)
+    for own, other in parts:
+        sums.add_(product(own.contiguous(), other))
+    return sums
+
+
+def _in_halves(x: Tensor, b: Tensor) -> Tensor:
+    """A product of int8 numbers as that of the negative ones less that of the negated others.
+
+    Without instructions for it oneDNN multiplies bytes as ``x + 128``, and adds up two products in
+    16 bits, which saturate: these of numbers up to 0 do not.
+    """
+    return torch._int_mm(x.clamp(max=0), b).sub_(torch._int_mm(x.neg().clamp_(max=0), b))
+
+
+def _in_float64(x: Tensor, b: Tensor) -> Tensor:
+    return (x.double() @ b.double()).int()
+
+
+@functools.cache
+def _int32_product() -> Callable[[Tensor, Tensor], Tensor]:
+    """The fastest exact product of int8 numbers on this processor: torch's own is not where it
+    saturates.
+    """
+    signs = torch.tensor([[1], [-1]], dtype=torch.int8, device="cpu")
+    rows = torch.full((2, 256), _LARGEST, dtype=torch.int8, device="cpu") * signs
+    columns = rows.repeat(8, 1).t()
+    wanted = _in_float64(rows, columns)
+    return next(
+        product
+        for product in (torch._int_mm, _in_halves, _in_float64)
+        if all(product(rows, b).equal(wanted) for b in (columns, columns.contiguous()))
+    )
 
 
 def quantize(b: Tensor) -> Int8Weight:
     """Quantize a weight `b` (K, N) to int8, each column by its largest magnitude.
 
     Operators take the result in place of `b`, for rows of b's dtype. Each row is quantized alike
-    when it is multiplied, so both factors have the relative error of a rounding to 8 bits. The
-    weight takes a byte for each element. Torch's own operators quantize and multiply, so products
-    are not always faster: on a processor with AMX 0.9 times as fast as packed bfloat16 for a row,
-    0.5 times for 512. There is no gradient: a call that is recorded is a `ValueError`. Later writes
-    to `b` have no effect.
+    when it is multiplied, so both factors have the relative error of a rounding to 8 bits, or are
+    within 2^-127 of the original. A row, or a column of `b`, with an infinity or a NaN is NaN. Sums
+    are exact, however many columns a row has. The weight takes a byte for each element. Torch's own
+    operators quantize and multiply, so products are not always faster: on a processor with AMX 0.9
+    times as fast as packed bfloat16 for a row, 0.5 times for 512. There is no gradient: a call that
+    is recorded is a `ValueError`. Later writes to `b` have no effect.
 
     Raises `ValueError` or `TypeError` if b is no matrix on the CPU of a floating dtype.
 
@@ -101,12 +159,13 @@ def quantize(b: Tensor) -> Int8Weight:
 
 def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Rows as int8 numbers, contiguous, and a float32 scale (rows, 1) for each: its largest
-    magnitude divided by 127, or 1 for zeros.
+    magnitude divided by 127, but at least float32's smallest normal number. The scale of a row with
+    an infinity or a NaN, in float32, is NaN.
     """
     if not rows.numel():
         return rows.to(torch.int8), torch.ones(
             len(rows), 1, device=rows.device, dtype=torch.float32
         )
-    scales = rows.abs().amax(1, keepdim=True).float().div_(_LARGEST)
-    scales.masked_fill_(scales == 0, 1.0)
+    scales = rows.abs().amax(1, keepdim=True).float().div_(_LARGEST).clamp_(min=_LEAST)
+    scales.add_(scales, alpha=0)  # zero times an infinity is NaN
     return (rows.float() / scales).round_().to(torch.int8).contiguous(), scales
