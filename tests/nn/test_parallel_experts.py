@@ -10,6 +10,7 @@ from support.checks.autograd import assert_same
 from support.mixture import defined, random
 from support.ranks import everyones, on_ranks
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -156,6 +157,64 @@ def loaded(world):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_state_dicts_as_they_are(ranks):
     on_ranks(loaded, ranks)
+
+
+def stacks(numbers, first=None, of=None):
+    """A state dict of experts that are full of their numbers."""
+    full = torch.tensor([*numbers]).float().view(-1, 1, 1)
+    part = {} if first is None else {"_extra_state": torch.tensor([first, of])}
+    return part | {"gate_up_proj": full.expand(-1, 4, 3), "down_proj": full.expand(-1, 3, 2)}
+
+
+def single(numbers):
+    shapes = {"gate_proj": (2, 3), "up_proj": (2, 3), "down_proj": (3, 2)}
+    return {
+        f"{number}.{name}.weight": torch.full(shape, float(number))
+        for number in numbers
+        for name, shape in shapes.items()
+    }
+
+
+def of_another_layer(world):
+    layer = weft.nn.ParallelExperts(8, 3, 2)
+    own = [*range(layer.first, layer.first + len(layer.gate_up_proj))]
+    for state in (
+        stacks(range(8)),
+        single(range(8)),
+        single(own),
+        stacks(own, layer.first, 8),
+        stacks(range(1, 8) if layer.first else range(8), min(layer.first, 1), 8),
+    ):
+        torch.nn.init.constant_(layer.gate_up_proj, -1)
+        layer.load_state_dict(state)
+        for parameter in layer.parameters():
+            assert parameter[:, 0, 0].tolist() == own
+    torch.nn.init.constant_(layer.gate_up_proj, -1)
+    alone = layer.number == len(own)
+    for state, words in (
+        (stacks(range(16)), "given are 16 experts, and this rank has those from number"),
+        (single(range(16)), "given are experts up to number 15, and the layer has 8"),
+        (stacks(range(7)), "given are 7 experts"),
+        (stacks(range(4), 0, 16), "given are 4 experts, from number 0 of 16 on"),
+        (stacks(range(3), 2, 8), "given are 3 experts, from number 2 of 8 on"),
+        *([] if alone else [(stacks(own), f"given are {len(own)} experts, and this rank")]),
+        (stacks(own) | {"_extra_state": 1}, "_extra_state must be a tensor of two numbers"),
+    ):
+        for strict in (True, False):
+            with pytest.raises(RuntimeError, match=words):
+                layer.load_state_dict(state, strict=strict)
+        assert (layer.gate_up_proj == -1).all()
+    model = nn.ModuleDict({"experts": layer})
+    saved = get_model_state_dict(model)
+    assert ("experts._extra_state" in saved) != alone
+    set_model_state_dict(model, saved)
+    with pytest.raises(RuntimeError, match=r"experts: given are 1 experts"):
+        model.load_state_dict({f"experts.{k}": v for k, v in stacks([0]).items()})
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_experts_of_another_layer_are_refused(ranks):
+    on_ranks(of_another_layer, ranks)
 
 
 def test_top_is_checked():

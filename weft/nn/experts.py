@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from weft.kernels.experts import Experts
 from weft.nn.frozen import FrozenExperts
@@ -42,7 +43,9 @@ class ParallelExperts(nn.Module):
 
     Without a style the state dict has this rank's experts as plain tensors, which
     `torch.distributed.checkpoint` takes for equal on all ranks: it keeps one rank's. Save a file
-    for each rank, or use `ExpertParallel`.
+    for each rank, or use `ExpertParallel`. The entry ``_extra_state`` of such a file tells which
+    experts they are, the first one's number and that of all: a rank loads it if its own are among
+    them. Other experts, or a part that does not tell, are a `RuntimeError`.
     """
 
     world: World
@@ -143,35 +146,90 @@ class ParallelExperts(nn.Module):
             self.frozen = None
         return super().train(mode)
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        of_each = _of_each(state_dict, prefix)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._has_part:
+            destination[prefix + _PART] = torch.tensor([self.first, self.number], device="cpu")
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        try:
+            self._select(state_dict, prefix)
+        except ValueError as error:
+            error_msgs.append(f"{prefix.rstrip('.') or type(self).__name__}: {error}")
+            return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    @property
+    def _has_part(self) -> bool:
+        """Whether a parameter is a plain tensor of some of the experts, which does not tell
+        which.
+        """
+        plain = not isinstance(self.gate_up_proj, DTensor)
+        return plain and len(self.gate_up_proj) != self.number
+
+    def _select(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Leave this rank's experts of those in a state dict, as its parameters have them. Raises
+        `ValueError` for experts of another layer, and for a part that does not tell which they are.
+        """
+        part, of_each = state_dict.pop(prefix + _PART, None), _of_each(state_dict, prefix)
+        if part is not None and (not isinstance(part, Tensor) or part.shape != (2,)):
+            raise ValueError(
+                f"its {_PART} must be a tensor of two numbers, those of the first of its experts "
+                f"and of all; got {type(part).__name__}"
+            )
+        if any(number >= self.number for number, _ in of_each):
+            raise ValueError(
+                f"given are experts up to number {max(of_each)[0]}, and the layer has "
+                f"{self.number}: load the state dict of a layer with as many"
+            )
         for name, parts in _PARTS.items():
             parameter = self._parameters[name]
             assert parameter is not None
             own = range(self.first, self.first + len(local(parameter)))
+            given = state_dict.get(prefix + name)
+            plain = not isinstance(parameter, DTensor) and not isinstance(given, DTensor)
             if of_each:
-                given = [
-                    torch.cat([of_each.pop((number, part)) for part in parts])
+                made = [
+                    torch.cat([of_each[number, each] for each in parts])
                     for number in own
-                    if all((number, part) in of_each for part in parts)
+                    if all((number, each) in of_each for each in parts)
                 ]
-                if len(given) == len(own) > 0:
-                    state_dict[prefix + name] = torch.stack(given)
+                if len(made) == len(own) > 0:
+                    state_dict[prefix + name] = torch.stack(made)
                 elif not own:
                     state_dict[prefix + name] = parameter.detach()
-            elif (
-                isinstance(full := state_dict.get(prefix + name), Tensor)
-                and type(full) is type(parameter.data)
-                and full.dim() == 3
-                and len(full) != len(own)
-                and len(full) >= own.stop
-            ):
-                state_dict[prefix + name] = full[own.start : own.stop]
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
+            elif plain and isinstance(given, Tensor) and given.dim() == 3:
+                state_dict[prefix + name] = self._own(given, own, part)
+
+    def _own(self, given: Tensor, own: range, part: Tensor | None) -> Tensor:
+        """The experts `own` of a stack of all, or of the part that `part` tells."""
+        first, number = (0, len(given)) if part is None else part.tolist()
+        if number == self.number and first <= own.start and own.stop <= first + len(given):
+            return given[own.start - first : own.stop - first]
+        which = "" if part is None else f", from number {first} of {number} on"
+        of_own = f", or this rank's own with the entry {_PART} that its state dict has"
+        raise ValueError(
+            f"given are {len(given)} experts{which}, and this rank has those from number "
+            f"{own.start} to before {own.stop} of {self.number}: load the state dict of all "
+            f"{self.number}{of_own if self._has_part else ''}"
+        )
 
 
+_PART = "_extra_state"
+"""The entry of a state dict that tells which experts it has: the first number, and that of all."""
 _PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 _NAMES = {
     **{f"{part}_proj": part for part in ("gate", "up", "down")},
