@@ -13,6 +13,7 @@
 
 #include "memory/segment.hpp"
 #include "python/execute.hpp"
+#include "python/gil.hpp"
 #include "python/modes.hpp"
 #include "python/tensor_view.hpp"
 #include "python/weak.hpp"
@@ -228,9 +229,16 @@ class CallCache {
   template <class Fine>
   static bool all(nb::handle sequence, Fine fine) {
     const Py_ssize_t count = sequence.is_none() ? 0 : PySequence_Size(sequence.ptr());
+    if (count < 0) throw nb::python_error();
     for (Py_ssize_t at = 0; at < count; ++at)
-      if (!fine(nb::steal(PySequence_GetItem(sequence.ptr(), at)))) return false;
+      if (!fine(item(sequence, at))) return false;
     return true;
+  }
+
+  static nb::object item(nb::handle sequence, Py_ssize_t at) {
+    nb::object found = nb::steal(PySequence_GetItem(sequence.ptr(), at));
+    if (!found.is_valid()) throw nb::python_error();
+    return found;
   }
 
   bool add_layout(nb::handle tensor, Place& place) {
@@ -310,13 +318,12 @@ class CallCache {
       else if (!operand.number || !several)
         arguments[number] = operand.number ? made.ptr() : operands.a.ptr();
       else
-        pass(number, nb::steal(PySequence_GetItem(made.ptr(), operand.number - 1)));
+        pass(number, item(made, operand.number - 1));
     }
     arguments[sources] = arguments[sources + 2] = Py_None;
     if (one.weight >= 0) {
-      pass(sources, nb::steal(PySequence_GetItem(operands.weights.ptr(), one.weight)));
-      if (one.biased)
-        pass(sources + 2, nb::steal(PySequence_GetItem(operands.biases.ptr(), one.weight)));
+      pass(sources, item(operands.weights, one.weight));
+      if (one.biased) pass(sources + 2, item(operands.biases, one.weight));
     }
     if (!nb::steal(PyObject_Vectorcall(one.run.ptr(), arguments, sources + 3, nullptr)).is_valid())
       throw nb::python_error();
@@ -359,7 +366,7 @@ class CallCache {
   // is none. Comparing with a recent one takes half the time of hashing the options.
   std::shared_ptr<CachedCall> find(nb::handle options) {
     const auto is = [&](const std::shared_ptr<CachedCall>& one) {
-      return one && one->layouts == layouts_ && one->options.equal(options);
+      return one && one->layouts == layouts_ && equal(one->options, options);
     };
     if (std::shared_ptr<CachedCall> one = recent(layouts_); is(one)) return one;
     const auto found = calls_.find(hashed(options));
@@ -377,10 +384,17 @@ class CallCache {
     return recent_[(sum >> 4) % recent_.size()];
   }
 
+  // Options that cannot be compared or hashed are not found, and the check of the call reports the
+  // error.
+  static bool equal(nb::handle one, nb::handle other) {
+    const int found = PyObject_RichCompareBool(one.ptr(), other.ptr(), Py_EQ);
+    if (found < 0) clear_only({PyExc_TypeError, PyExc_ValueError, PyExc_RuntimeError});
+    return found > 0;
+  }
+
   uint64_t hashed(nb::handle options) const {
     uint64_t hash = static_cast<uint64_t>(PyObject_Hash(options.ptr()));
-    // options that cannot be hashed are not found, and the check of the call reports the error
-    if (PyErr_Occurred()) PyErr_Clear();
+    clear_only({PyExc_TypeError});
     for (int64_t number : layouts_) {
       hash = (hash ^ static_cast<uint64_t>(number)) * 0x9e3779b97f4a7c15;
       hash ^= hash >> 32;

@@ -3,6 +3,8 @@
 
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
+#include <initializer_list>
 #include <memory>
 #include <utility>
 
@@ -49,6 +51,15 @@ auto briefly_locked(Work work) {
 inline bool signal_pending() {
   nb::gil_scoped_acquire acquire;
   return PyErr_CheckSignals() != 0;
+}
+
+// Clear Python's error if its type is one of these itself, and raise any other: wherever Python
+// code runs, as to hash, compare or read an attribute, a signal handler may have raised its own.
+inline void clear_only(std::initializer_list<PyObject*> meant) {
+  PyObject* const type = PyErr_Occurred();
+  if (!type) return;
+  if (std::find(meant.begin(), meant.end(), type) == meant.end()) throw nb::python_error();
+  PyErr_Clear();
 }
 
 [[noreturn]] inline void raise(const nb::object& error) {

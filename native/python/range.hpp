@@ -23,42 +23,29 @@ inline bool profiled() {
   return PyDict_GetItemWithError(variables, name) == Py_True;
 }
 
-// A range that has begun, and ends with `end`, or with the exception that leaves its block.
-class Range {
- public:
-  explicit Range(const std::string& name)
-      : shown_(
-            nb::module_::import_("torch.autograd.profiler").attr("record_function")(name.c_str())) {
-    shown_.attr("__enter__")();
-  }
-  ~Range() {
-    try {
-      if (shown_.is_valid()) end();
-    } catch (nb::python_error& error) {
-      error.discard_as_unraisable("the range of a call");
-    }
-  }
-  void end() {
-    const nb::object shown = std::exchange(shown_, {});
-    shown.attr("__exit__")(nb::none(), nb::none(), nb::none());
-  }
-
- private:
-  nb::object shown_;
-};
-
 // The result of `work`, which an active profiler shows as ``weft:NAME``; `name` returns the name.
 // Called with the GIL.
 template <class Name, class Work>
 auto in_range(Name name, Work work) {
   if (!profiled()) return work();  // R1
-  Range range(std::string("weft:") + name());
+  const nb::object range = nb::module_::import_("torch.autograd.profiler")
+                               .attr("record_function")((std::string("weft:") + name()).c_str());
+  const auto end = [&] { range.attr("__exit__")(nb::none(), nb::none(), nb::none()); };
+  const auto made = [&] {
+    try {
+      return work();
+    } catch (...) {
+      end();
+      throw;
+    }
+  };
+  range.attr("__enter__")();
   if constexpr (std::is_void_v<decltype(work())>) {
-    work();
-    range.end();
+    made();
+    end();
   } else {
-    auto result = work();
-    range.end();
+    auto result = made();
+    end();
     return result;
   }
 }

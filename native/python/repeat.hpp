@@ -31,7 +31,7 @@ inline double limit(nb::handle timeout, nb::handle world) {
       timeout.is_none() ? nb::steal(PyObject_GetAttr(world.ptr(), name)) : nb::borrow(timeout);
   if (!of_world.is_valid() || !(PyFloat_Check(of_world.ptr()) || PyLong_CheckExact(of_world.ptr())))
     return 0;
-  const double seconds = PyFloat_AsDouble(of_world.ptr());
+  const double seconds = PyFloat_AsDouble(of_world.ptr());  // -1 with an error if it is too large
   return std::isfinite(seconds) && seconds > 0 ? seconds : 0;
 }
 
@@ -46,7 +46,7 @@ inline nb::object repeat(nb::handle function, nb::handle options, nb::handle a, 
   const nb::object cache = nb::steal(PyObject_GetAttr(of.ptr(), repeats));
   const double seconds = cache.is_valid() && !cache.is_none() ? limit(timeout, of) : 0;
   if (!seconds) {
-    PyErr_Clear();
+    clear_only({PyExc_AttributeError, PyExc_OverflowError});
     return nb::none();
   }
   return nb::cast<CallCache&>(cache).call(function, options, a, out, weights, biases, seconds);

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "kernels/strided.hpp"
+#include "python/gil.hpp"
 
 namespace weft {
 
@@ -57,7 +58,7 @@ class View {
   bool read(nb::handle tensor) {
     if (exchange_) {
       if (exchange_->read(tensor.ptr(), &view_)) {
-        PyErr_Clear();
+        clear_only({PyExc_RuntimeError});  // torch's for all that it cannot describe
         return false;
       }
       address = reinterpret_cast<uintptr_t>(view_.data) + view_.byte_offset;
@@ -82,7 +83,9 @@ class View {
       strides = strides_.data();
       dimensions = shape_.size();
       return true;
-    } catch (const nb::python_error&) {
+    } catch (nb::python_error& error) {
+      error.restore();
+      clear_only({PyExc_AttributeError, PyExc_NotImplementedError, PyExc_RuntimeError});
       return false;
     }
   }

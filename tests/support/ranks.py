@@ -112,6 +112,14 @@ def reference_world() -> Iterator[weft.World]:
         yield made
 
 
+@contextlib.contextmanager
+def shared_store() -> Iterator[tuple[dist.Store, int]]:
+    """A store that all ranks reach, for worlds of their own, and the number of this rank."""
+    address, port, rank = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
+    store = dist.TCPStore(address, int(port), is_master=rank == "0", wait_for_workers=False)
+    yield store, int(rank)
+
+
 _PORTS = 500  # of a process
 
 

@@ -4,7 +4,6 @@ is left behind.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
 import logging
@@ -18,7 +17,15 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import die, named_memory, none_left, on_ranks, sockets, start
+from support.ranks import (
+    die,
+    named_memory,
+    none_left,
+    on_ranks,
+    shared_store,
+    sockets,
+    start,
+)
 
 import weft
 import weft._native as _native
@@ -76,16 +83,9 @@ def die_at(world, algorithm, lane, done):
     return "no error", 0.0
 
 
-@contextlib.contextmanager
-def shared_store():
-    """A store that all ranks reach."""
-    address, port, rank = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
-    yield dist.TCPStore(address, int(port), is_master=rank == "0", wait_for_workers=False)
-
-
-def die_at_every_cut(store, algorithm):
+def die_at_every_cut(made, algorithm):
     """Ranks 0 and 1 survive one victim after the other, each with a cut and a world of its own."""
-    rank, found = int(os.environ["RANK"]), []
+    (store, rank), found = made, []
     for number, (lane, done) in enumerate(cuts(algorithm)):
         in_world = {0: 0, 1: 2, 2 + number: VICTIM}.get(rank)
         if in_world is None:

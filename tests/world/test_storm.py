@@ -12,7 +12,7 @@ from support.hosts import WHY_NOT
 from support.storm.kinds import KINDS
 from support.storm.trial import trial_of
 
-QUICK = "kill,mismatch,files,outstanding,outstanding-mismatch,fork,fork-all,threads-share,threads-come,ctrl-c,jobs,containers"
+QUICK = "kill,mismatch,files,outstanding,outstanding-mismatch,fork,fork-all,threads-share,threads-come,ctrl-c,handler-within,jobs,containers"
 
 
 def run_storm(*options: str, script: str = "storm.py") -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,6 @@
-"""Signals at random moments: handlers that do nothing, raise, exit or leave the world, and Ctrl-C."""
+"""Signals at random moments, also in Python code that native code calls: handlers that do nothing,
+raise, exit or leave the world, and Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import weft
+from support.interrupted import PLACES, Moment
 from support.storm.judge import Scene
 from support.storm.rank import Part
 
@@ -47,6 +50,33 @@ def ignoring(part: Part) -> None:
                 _in_background(part, world)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def within(part: Part) -> None:
+    """Calls during which native code runs Python code, and others. The victim gets a signal in such
+    code, or at a random moment by a timer; its handler raises one of three exceptions.
+    """
+    kind = part.draw.choice((Interrupted, KeyboardInterrupt, SystemExit))
+    by_timer, delay, moment = part.draw.random() < 0.5, part.draw.uniform(0.001, 0.15), Moment()
+
+    def handler(*_: object) -> None:
+        part.fault()
+        raise kind(7)
+
+    def again(_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.001)
+
+    sys.unraisablehook = again  # Python drops what a handler raises in a finalizer
+    signal.signal(signal.SIGUSR1, handler)
+    signal.signal(signal.SIGALRM, handler)
+    made = [place(moment) for place in PLACES.values()]
+    with part.world() as world:
+        if part.victim and by_timer:
+            signal.setitimer(signal.ITIMER_REAL, delay)
+        for number, call in enumerate(part.calls()):
+            moment.armed = part.victim and not by_timer and number >= part.trial.call
+            part.draw.choice(made)()
+            call(world)
 
 
 def raises(part: Part) -> None:

@@ -118,6 +118,7 @@ KINDS: dict[str, Kind] = {
         phases=("meeting", "calls", "calls", "calls"),
         by=EITHER,
     ),
+    "handler-within": Kind(interrupts.within, LOST, ("Interrupted", "KeyboardInterrupt", "exit 7")),
     # Other jobs and processes on the hosts
     "jobs": Kind(rendezvous.two_jobs, ranks=(4,), alone=True),
     "jobs-port": Kind(
