@@ -234,13 +234,24 @@ def integer(number: object, expected: str) -> int:
 
 
 def integers(numbers: object, argument: str) -> list[int]:
-    """A list of integers. Raises `TypeError` for anything else."""
+    """A list of integers. Raises `TypeError` for anything else, `ValueError` for one that no tensor
+    has as a size.
+    """
     try:
-        return [operator.index(number) for number in numbers]  # type: ignore[attr-defined]
+        found = [operator.index(number) for number in numbers]  # type: ignore[attr-defined]
     except TypeError:
         raise TypeError(
             f"{argument} must be a list of integers, one per rank; got {numbers!r}"
         ) from None
+    for number in found:
+        check_size(number, argument)
+    return found
+
+
+def check_size(number: int, argument: str) -> None:
+    """Raise `ValueError` for a number that is larger than any size of a tensor."""
+    if number > _LARGEST:
+        raise ValueError(f"{argument} must be less than 2**63; got {number}")
 
 
 def check_number(number: object, argument: str) -> None:
@@ -263,6 +274,8 @@ def check_ranks(ranks: object) -> None:
         raise ValueError(f"at least one rank is needed; got {ranks}")
 
 
+_LARGEST = 2**63 - 1
+
 LONGEST = 1e6
 """Seconds of the longest time limit: clocks must not overflow."""
 
@@ -278,8 +291,8 @@ def limited(timeout: float) -> float:
 def check_timeout(timeout: float | None) -> None:
     """Raise `ValueError` unless `timeout` is None or a positive number of seconds."""
     try:
-        if timeout is None or timeout > 0:
+        if timeout is None or (timeout > 0 and float(timeout)):
             return
-    except TypeError:  # no number
+    except (TypeError, ValueError, OverflowError):  # no number, or one of more than 308 digits
         pass
     raise ValueError(f"timeout must be a positive number of seconds; got {timeout!r}")

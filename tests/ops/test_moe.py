@@ -187,7 +187,7 @@ def operators(world):
         operands = x, mixture.chosen, scores, gate_up, down, 0, "silu"
         torch.library.opcheck(torch.ops.weft.expert_sums.default, operands)
         torch.library.opcheck(
-            torch.ops.weft.moe.default, (*operands, None, "auto", None, world.name)
+            torch.ops.weft.moe.default, (*operands, None, "auto", None, None, world.name)
         )
 
 

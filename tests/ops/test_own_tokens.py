@@ -176,7 +176,7 @@ def compiled(world):
     assert_same(*results)
     x, scores, gate_up, down = tensors
     operands = x, own.chosen, scores, gate_up, down, first, "silu", sizes, "auto", None
-    torch.library.opcheck(torch.ops.weft.moe.default, (*operands, world.name))
+    torch.library.opcheck(torch.ops.weft.moe.default, (*operands, None, world.name))
 
 
 @pytest.mark.data

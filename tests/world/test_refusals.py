@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.loopback import each_rank, two_worlds
+from support.public_calls import public_calls
 from support.ranks import group, start, stream_world, world
 
 import weft
@@ -29,40 +30,17 @@ def layer(world, wrong):
     weft.nn.RowParallelLinear(8, 4)(ONES(2, 3 if wrong else 4))
 
 
+def call_of(public):
+    """A call with one bad argument, which every function has."""
+
+    def make(world, wrong):
+        public.call(public.good(world.rank) | ({"timeout": -1} if wrong else {}))
+
+    return make, "ValueError: timeout must be a positive number of seconds; got -1"
+
+
 CALLS = {
-    "all_reduce": (
-        lambda world, wrong: weft.all_reduce(ONES(4, dtype=torch.bool if wrong else torch.float)),
-        "TypeError: a has dtype bool; supported are ",
-    ),
-    "all_gather": (
-        lambda world, wrong: weft.all_gather(ONES(4, 2), out=torch.empty(8, 3 if wrong else 2)),
-        "ValueError: out ",
-    ),
-    "all_reduce_async": (
-        lambda world, wrong: weft.all_reduce_async(ONES(4), op="add" if wrong else "sum").wait(),
-        "ValueError: there is no reduction 'add'; ",
-    ),
-    "all_to_all_async": (
-        lambda world, wrong: weft.all_to_all_async(ONES(3 if wrong else 4, 2)).wait(),
-        "ValueError: ",
-    ),
-    "all_gather_matmul": (
-        lambda world, wrong: weft.all_gather_matmul(ONES(4, 3), ONES(5 if wrong else 3, 2)),
-        "ValueError: a has 3 columns and b 5 rows; ",
-    ),
-    "matmul_all_reduce": (
-        lambda world, wrong: weft.matmul_all_reduce(ONES(4, 3), ONES(5 if wrong else 3, 2)),
-        "ValueError: a has 3 columns and b 5 rows; ",
-    ),
-    "moe": (
-        lambda world, wrong: weft.moe(
-            ONES(4, 3 if wrong else 2),
-            torch.zeros(4, 1, dtype=torch.int64),
-            ONES(4, 1),
-            weft.Experts(ONES(1, 2, 2), ONES(1, 2, 1)),
-        ),
-        "ValueError: x must be tokens (T, 2) for ",
-    ),
+    **{name: call_of(public) for name, public in public_calls().items()},
     "empty": (
         lambda world, wrong: world.empty(-4 if wrong else 4),
         "ValueError: sizes must not be negative; got (-4,)",

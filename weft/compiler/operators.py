@@ -73,10 +73,11 @@ def _run(
             "make one with weft.enable_async_tp(group), on all of its ranks"
         )
 
-    results: list[Tensor] = worlds.run_in_order(
-        group, partial(driver.call, fused_operator.check, world, operands, options)
-    )
-    return results
+    with world.tell_refusal:
+        results: list[Tensor] = worlds.run_in_order(
+            group, partial(driver.call, fused_operator.check, world, operands, options)
+        )
+        return results
 
 
 COLLECTIVES: dict[Any, list[tuple[str, Pattern]]] = {}

@@ -19,6 +19,7 @@ from weft.ops.call import Key, Selection
 from weft.ops.fused import FusedCall
 from weft.ops.operator import Exchange, FusedOperator, Gradient, Gradients, Pattern, Recorded
 from weft.ops.options import Operands, Options, kernel_of, workload
+from weft.ops.refusals import tell
 from weft.plan import Plan
 from weft.schedules import all_gather_matmul as schedule
 from weft.schedules.all_gather import all_gather
@@ -113,48 +114,53 @@ def all_gather_matmul(
         tensor([[0., 0.],
                 [1., 1.]])
     """
-    several = isinstance(b, (list, tuple))  # no union: the compiler of torch 2.9 does not know them
-    weights: list[Weight] = [*b] if several else [b]  # type: ignore[list-item, misc]
-    biases = arguments.listed(bias, weights, several, "bias")
-    shards = None if shard_rows is None else arguments.as_key(shard_rows)
-    key: Key | None = None
-    plain = scale_a is None and scale_b is None and not return_gathered
-    if plain and (out is None or isinstance(out, Tensor)):
-        choices = dim, out_dtype, shards, algorithm, chunk_rows, order, compress
-        key = check, choices, a, out, weights, biases
-        if (cached := driver.repeat(key, world, timeout)) is not None:
-            return [cached] if several and isinstance(cached, Tensor) else cached
-    world = current(world)
-    outs = arguments.listed(out, weights, several, "out")
-    rows, weights = float8.scaled(
-        a, weights, scale_a, arguments.listed(scale_b, weights, several, "scale_b"), world
-    )
-    recorded = arguments.recorded([a, *weights, *biases, *outs])
-    keep = return_gathered or (
-        recorded and any(getattr(w, "requires_grad", False) for w in weights)
-    )
-    options = Options(
-        dim=dim,
-        out_dtype=out_dtype,
-        keep=keep,
-        shard_rows=shards,
-        algorithm=algorithm,
-        chunk_rows=chunk_rows,
-        timeout=timeout,
-        order=order,
-        compress=compress,
-    )
-    if recorded:
-        operator = torch.ops.weft.all_gather_matmul.default
-        made = autograd.call(operator, a, weights, biases, out, options, world)
-    else:
-        made = driver.call(check, world, Operands(rows, weights, biases, outs), options, key)
-    results, gathered = made[: len(weights)], made[-1]
-    scales = rows.shape[-1] - a.shape[-1]  # columns of float8 rows that hold the scale
-    if return_gathered and scales:
-        gathered = gathered[..., : gathered.shape[-1] - scales].contiguous()
-    y = results if several else results[0]
-    return (y, gathered) if return_gathered else y
+    try:
+        # no union: the compiler of torch 2.9 does not know them
+        several = isinstance(b, (list, tuple))
+        weights: list[Weight] = [*b] if several else [b]  # type: ignore[list-item, misc]
+        biases = arguments.listed(bias, weights, several, "bias")
+        shards = None if shard_rows is None else arguments.as_key(shard_rows)
+        key: Key | None = None
+        plain = scale_a is None and scale_b is None and not return_gathered
+        if plain and (out is None or isinstance(out, Tensor)):
+            choices = dim, out_dtype, shards, algorithm, chunk_rows, order, compress
+            key = check, choices, a, out, weights, biases
+            if (cached := driver.repeat(key, world, timeout)) is not None:
+                return [cached] if several and isinstance(cached, Tensor) else cached
+        world = current(world)
+        outs = arguments.listed(out, weights, several, "out")
+        rows, weights = float8.scaled(
+            a, weights, scale_a, arguments.listed(scale_b, weights, several, "scale_b"), world
+        )
+        recorded = arguments.recorded([a, *weights, *biases, *outs])
+        keep = return_gathered or (
+            recorded and any(getattr(w, "requires_grad", False) for w in weights)
+        )
+        options = Options(
+            dim=dim,
+            out_dtype=out_dtype,
+            keep=keep,
+            shard_rows=shards,
+            algorithm=algorithm,
+            chunk_rows=chunk_rows,
+            timeout=timeout,
+            order=order,
+            compress=compress,
+        )
+        if recorded:
+            operator = torch.ops.weft.all_gather_matmul.default
+            made = autograd.call(operator, a, weights, biases, out, options, world)
+        else:
+            made = driver.call(check, world, Operands(rows, weights, biases, outs), options, key)
+        results, gathered = made[: len(weights)], made[-1]
+        scales = rows.shape[-1] - a.shape[-1]  # columns of float8 rows that hold the scale
+        if return_gathered and scales:
+            gathered = gathered[..., : gathered.shape[-1] - scales].contiguous()
+        y = results if several else results[0]
+        return (y, gathered) if return_gathered else y
+    except Exception as error:
+        tell(error, world)
+        raise
 
 
 def check(world: World, operands: Operands, options: Options) -> FusedCall:

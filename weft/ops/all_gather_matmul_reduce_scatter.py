@@ -19,6 +19,7 @@ from weft.ops.call import Key
 from weft.ops.fused import FusedCall
 from weft.ops.operator import FusedOperator, Gradient, Gradients, Recorded
 from weft.ops.options import Operands, Options, workload
+from weft.ops.refusals import tell
 from weft.ops.split_sizes import Exchanged
 from weft.schedules import all_gather_matmul_reduce_scatter as schedule
 from weft.schedules.exchanges import Counts, ToAll
@@ -84,34 +85,37 @@ def all_gather_matmul_reduce_scatter(
         ...     [y.flatten().tolist() for y in local.run(multiplied_by_all_ranks)]
         [[11.0], [22.0, 22.0]]
     """
-    sent = None if input_split_sizes is None else arguments.as_key(input_split_sizes)
-    key: Key | None = None
-    if sent is None:
-        key = check, (out_dtype, algorithm, chunk_rows, None), a, out, (b,), (None,)
-        if (cached := driver.repeat(key, world, timeout)) is not None:
-            return cached  # type: ignore[no-any-return]
-    world = current(world)
-    options = Options(
-        out_dtype=out_dtype,
-        algorithm=algorithm,
-        chunk_rows=chunk_rows,
-        timeout=timeout,
-        input_split_sizes=sent,
-    )
-    if arguments.recorded([a, b, out]):
-        operator = torch.ops.weft.all_gather_matmul_reduce_scatter.default
-        return autograd.call(operator, a, [b], [None], out, options, world)[0]
-    given: Exchanged | None = None
-    if sent is not None:
-        with world.tell_refusal:
-            given = exchange(a, sent, world, timeout)
-        if given.again:
-            key = check, (out_dtype, algorithm, chunk_rows, given.counts), a, out, (b,), (None,)
+    try:
+        sent = None if input_split_sizes is None else arguments.as_key(input_split_sizes)
+        key: Key | None = None
+        if sent is None:
+            key = check, (out_dtype, algorithm, chunk_rows, None), a, out, (b,), (None,)
             if (cached := driver.repeat(key, world, timeout)) is not None:
                 return cached  # type: ignore[no-any-return]
-    with torch.no_grad(), world.tell_refusal:
-        call = check(world, Operands(a, [b], [None], [out]), options, given)
-        return driver.run(call, key)[0]  # type: ignore[no-any-return]
+        world = current(world)
+        options = Options(
+            out_dtype=out_dtype,
+            algorithm=algorithm,
+            chunk_rows=chunk_rows,
+            timeout=timeout,
+            input_split_sizes=sent,
+        )
+        if arguments.recorded([a, b, out]):
+            operator = torch.ops.weft.all_gather_matmul_reduce_scatter.default
+            return autograd.call(operator, a, [b], [None], out, options, world)[0]
+        given: Exchanged | None = None
+        if sent is not None:
+            given = exchange(a, sent, world, timeout)
+            if given.again:
+                key = check, (out_dtype, algorithm, chunk_rows, given.counts), a, out, (b,), (None,)
+                if (cached := driver.repeat(key, world, timeout)) is not None:
+                    return cached  # type: ignore[no-any-return]
+        with torch.no_grad():
+            call = check(world, Operands(a, [b], [None], [out]), options, given)
+            return driver.run(call, key)[0]  # type: ignore[no-any-return]
+    except Exception as error:
+        tell(error, world)
+        raise
 
 
 def exchange(a: Tensor, sent: Sequence[int], world: World, timeout: float | None) -> Exchanged:

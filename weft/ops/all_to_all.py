@@ -16,6 +16,7 @@ from weft.ops.collective import CollectiveCall, Plans, as_matrix, planned
 from weft.ops.deferred import DeferredHandle
 from weft.ops.handle import Handle
 from weft.ops.operator import CollectiveOperator
+from weft.ops.refusals import tell
 from weft.schedules import all_to_all as schedule
 from weft.schedules.exchanges import Counts, Way
 from weft.schedules.thresholds import EAGER_BUFFER_BYTES
@@ -50,10 +51,10 @@ def all_to_all(
         ...     local.run(lambda: weft.all_to_all(torch.tensor([1, 2]) + 10 * weft.init().rank))
         [tensor([ 1, 11]), tensor([ 2, 12])]
     """
-    if input_split_sizes is None and output_split_sizes is None:
-        return collective.run(_check, a, out, (), world, timeout)
-    world = current(world)
-    with world.tell_refusal:
+    try:
+        if input_split_sizes is None and output_split_sizes is None:
+            return collective.run(_check, a, out, (), world, timeout)
+        world = current(world)
         check_timeout(timeout)
         ins, outs = _sizes(world, a, input_split_sizes, output_split_sizes)
         if out is not None and outs is not None:
@@ -61,8 +62,11 @@ def all_to_all(
         found = split_sizes.exchange(
             world, "all_to_all", Way.plain(world.ranks), ins, outs, "rows", timeout
         )
-    run = collective.run if found.again else collective.run_once
-    return run(_check_uneven, a, out, (found.counts,), world, timeout)
+        run = collective.run if found.again else collective.run_once
+        return run(_check_uneven, a, out, (found.counts,), world, timeout)
+    except Exception as error:
+        tell(error, world)
+        raise
 
 
 def all_to_all_async(
@@ -90,26 +94,30 @@ def all_to_all_async(
         ...     local.run(overlapped)
         [tensor([ 1, 11]), tensor([ 2, 12])]
     """
-    if input_split_sizes is None and output_split_sizes is None:
-        return collective.start(_check, a, out, (), world, timeout)
-    world = current(world)
-    ins, outs = _sizes(world, a, input_split_sizes, output_split_sizes)
-    if outs is None:
-        raise ValueError(
-            "the result of all_to_all_async is allocated before ranks exchange sizes: give "
-            "output_split_sizes, or call all_to_all"
-        )
-    result = _result(a, out, outs, world)
-    both = torch.tensor([ins, outs], device="cpu").view(1, -1)
-    exchange = collective.start(_check_sizes, both, None, (), world, timeout)
+    try:
+        if input_split_sizes is None and output_split_sizes is None:
+            return collective.start(_check, a, out, (), world, timeout)
+        world = current(world)
+        ins, outs = _sizes(world, a, input_split_sizes, output_split_sizes)
+        if outs is None:
+            raise ValueError(
+                "the result of all_to_all_async is allocated before ranks exchange sizes: give "
+                "output_split_sizes, or call all_to_all"
+            )
+        result = _result(a, out, outs, world)
+        both = torch.tensor([ins, outs], device="cpu").view(1, -1)
+        exchange = collective.start(_check_sizes, both, None, (), world, timeout)
 
-    def prepare(every: Tensor) -> CollectiveCall:
-        rows = every.view(world.ranks, -1).tolist()
-        counts, _ = split_sizes.agreed(rows, world.rank, Way.plain(world.ranks))
-        return _AllToAll(world, a, result, counts)
+        def prepare(every: Tensor) -> CollectiveCall:
+            rows = every.view(world.ranks, -1).tolist()
+            counts, _ = split_sizes.agreed(rows, world.rank, Way.plain(world.ranks))
+            return _AllToAll(world, a, result, counts)
 
-    description = collective.describe("all_to_all", a, _check, ())
-    return DeferredHandle(world, exchange, prepare, description, result, timeout)
+        description = collective.describe("all_to_all", a, _check, ())
+        return DeferredHandle(world, exchange, prepare, description, result, timeout)
+    except Exception as error:
+        tell(error, world)
+        raise
 
 
 def _check(world: World, a: Tensor, out: Tensor | None) -> CollectiveCall:

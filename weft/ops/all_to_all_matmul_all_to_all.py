@@ -18,6 +18,7 @@ from weft.ops.expert_calls import ExpertCall
 from weft.ops.fused import FusedCall
 from weft.ops.operator import FusedOperator, Gradient, Gradients, Recorded
 from weft.ops.options import Operands, Options
+from weft.ops.refusals import tell
 from weft.ops.split_sizes import Exchanged
 from weft.schedules import all_to_all_matmul_all_to_all as schedule
 from weft.schedules.workload import Workload
@@ -73,25 +74,29 @@ def all_to_all_matmul_all_to_all(
         ...     [y.flatten().tolist() for y in local.run(multiplied_by_the_ranks_in_turn)]
         [[1.0, 2.0, 2.0], [1.0, 2.0, 2.0]]
     """
-    result: Tensor = expert_calls.call(
-        OPERATOR,
-        check,
-        a,
-        b,
-        input_split_sizes=input_split_sizes,
-        output_split_sizes=None,
-        return_split_sizes=False,
-        experts_of_ranks=experts_of_ranks,
-        bias=bias,
-        out=out,
-        out_dtype=out_dtype,
-        algorithm=algorithm,
-        chunk_rows=chunk_rows,
-        world=world,
-        timeout=timeout,
-        returns=True,
-    )
-    return result
+    try:
+        result: Tensor = expert_calls.call(
+            OPERATOR,
+            check,
+            a,
+            b,
+            input_split_sizes=input_split_sizes,
+            output_split_sizes=None,
+            return_split_sizes=False,
+            experts_of_ranks=experts_of_ranks,
+            bias=bias,
+            out=out,
+            out_dtype=out_dtype,
+            algorithm=algorithm,
+            chunk_rows=chunk_rows,
+            world=world,
+            timeout=timeout,
+            returns=True,
+        )
+        return result
+    except Exception as error:
+        tell(error, world)
+        raise
 
 
 def check(

@@ -162,8 +162,10 @@ def check_chunk_rows(chunk_rows: int | None) -> None:
     """Raise an error unless it is None or an integer of at least 1."""
     if chunk_rows is None:
         return
-    if checks.integer(chunk_rows, "chunk_rows must be an integer") <= 0:
+    number = checks.integer(chunk_rows, "chunk_rows must be an integer")
+    if number <= 0:
         raise ValueError(f"chunk_rows must be at least 1; got {chunk_rows}")
+    checks.check_size(number, "chunk_rows")
 
 
 def check_order(order: str | None, algorithm: str, operator: Operator) -> None:
@@ -309,17 +311,15 @@ def check_recorded(
     options: Options,
     world: World,
 ) -> None:
-    """Check the operands of a call that torch records, and the types of its options; its results
-    are new tensors.
+    """Check the operands of a call that torch records, and the types of its options, which torch
+    would refuse by their place in a schema; its results are new tensors.
     """
     if not torch.compiler.is_compiling():
-        checks.integer(options.dim, "dim must be an integer")
+        options.check_types()
         check_chunk_rows(options.chunk_rows)
-        if options.shard_rows is not None:
-            checks.integers(options.shard_rows, "shard_rows")
-        if options.out_dtype is not None:
-            checks.check_dtype(options.out_dtype, "out_dtype")
         check_input(a, "a", world, FACTORS, traced=True)
+        if not weights:
+            raise ValueError("b is an empty list: give at least one weight")
         for b in weights:
             if not isinstance(b, PreparedWeight):
                 check_input(b, "b", world, FACTORS, traced=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from weft._native import repeat
 from weft.checks import check_timeout
 from weft.engines import engine
+from weft.ops.refusals import tell
 from weft.schedules import barrier as schedule
 from weft.world import World, current
 
@@ -28,16 +29,20 @@ def barrier(world: World | None = None, timeout: float | None = None) -> None:
         ...     local.run(together)
         [2, 2]
     """
-    if repeat(barrier, (), None, None, None, None, world, timeout):
-        return
-    check_timeout(timeout)
-    world = current(world)
-    own = engine(world)
-    own.drain()
-    program = own.program(schedule.barrier(world.levels), {})
-    binding = program.bind({}, ())
-    with world.exclusive:
-        program.execute(binding, timeout)
-    if own.caches_calls:
-        no_operands = None, None, None, None
-        own.calls.add(barrier, (), *no_operands, program, binding, {}, [], program.prepare)
+    try:
+        if repeat(barrier, (), None, None, None, None, world, timeout):
+            return
+        check_timeout(timeout)
+        world = current(world)
+        own = engine(world)
+        own.drain()
+        program = own.program(schedule.barrier(world.levels), {})
+        binding = program.bind({}, ())
+        with world.exclusive:
+            program.execute(binding, timeout)
+        if own.caches_calls:
+            no_operands = None, None, None, None
+            own.calls.add(barrier, (), *no_operands, program, binding, {}, [], program.prepare)
+    except Exception as error:
+        tell(error, world)
+        raise

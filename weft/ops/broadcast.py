@@ -11,6 +11,7 @@ from weft.ops import arguments, collective, granularity
 from weft.ops.collective import ANY, CollectiveCall, Plans, planned
 from weft.ops.handle import Handle
 from weft.ops.operator import CollectiveOperator
+from weft.ops.refusals import tell
 from weft.schedules import broadcast as schedule
 from weft.schedules.workload import pieces
 from weft.world import World
@@ -62,7 +63,11 @@ def broadcast(
         ...     local.run(lambda: weft.broadcast(torch.tensor([weft.init().rank]), 1))
         [tensor([1]), tensor([1])]
     """
-    return collective.run(check, tensor, tensor, (source, algorithm), world, timeout)
+    try:
+        return collective.run(check, tensor, tensor, (source, algorithm), world, timeout)
+    except Exception as error:
+        tell(error, world)
+        raise
 
 
 def broadcast_async(
@@ -84,7 +89,11 @@ def broadcast_async(
         ...     local.run(overlapped)
         [tensor([1]), tensor([1])]
     """
-    return collective.start(check, tensor, tensor, (source, algorithm), world, timeout)
+    try:
+        return collective.start(check, tensor, tensor, (source, algorithm), world, timeout)
+    except Exception as error:
+        tell(error, world)
+        raise
 
 
 def check(world: World, tensor: Tensor, out: Tensor, source: int, algorithm: str) -> CollectiveCall:

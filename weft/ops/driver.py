@@ -36,10 +36,8 @@ def call(
     options: Options,
     key: Key | None = None,
 ) -> list[Tensor]:
-    """The results of a call that `check` accepts, without gradients, collectively; peers are told
-    if it is refused.
-    """
-    with torch.no_grad(), world.tell_refusal:  # autograd records by thread, and this may be another
+    """The results of a call that `check` accepts, without gradients, collectively."""
+    with torch.no_grad():  # autograd records by thread, and this may be another
         made: list[Tensor] = run(check(world, operands, options), key)
         return made
 

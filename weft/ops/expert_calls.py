@@ -82,9 +82,8 @@ def call(
                 "the shapes of a compiled graph cannot depend on what arrives: give "
                 "output_split_sizes"
             )
-        with world.tell_refusal:
-            way = _way(weights, experts, back, world)
-            given = exchange(operator.name, way, a, sent, expected, world, timeout)
+        way = _way(weights, experts, back, world)
+        given = exchange(operator.name, way, a, sent, expected, world, timeout)
         expected = given.received
         if given.again and not recorded:
             choices = out_dtype, algorithm, chunk_rows, given.counts, experts
@@ -109,7 +108,7 @@ def call(
             custom = getattr(torch.ops.weft, operator.name).default
             result = autograd.call(custom, a, weights, biases, out, options, world)[0]
         else:
-            with torch.no_grad(), world.tell_refusal:
+            with torch.no_grad():
                 operands = Operands(a, weights, biases, [out])
                 result = driver.run(check(world, operands, options, given), key)[0]
     if not return_split_sizes:

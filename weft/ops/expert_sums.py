@@ -14,6 +14,7 @@ from weft.checks import check_tensor, in_modes, name
 from weft.kernels.expert_methods import ACTIVATIONS, routed
 from weft.kernels.experts import Experts
 from weft.ops import arguments
+from weft.ops.dims import adjacent
 
 
 def expert_sums(x: Tensor, chosen: Tensor, scores: Tensor, experts: Experts) -> Tensor:
@@ -28,7 +29,7 @@ def expert_sums(x: Tensor, chosen: Tensor, scores: Tensor, experts: Experts) -> 
     layer they consist; an expert without a token gets zeros. There are no second derivatives.
 
     Args:
-        x: the tokens (T, K), of the dtype of the experts.
+        x: the tokens (T, K), of the dtype of the experts; any strides, as of the next two.
         chosen: the numbers of each token's experts (T, top), int64 or int32.
         scores: the factors of their results (T, top), of any floating dtype; they are multiplied in
             float32 (float64 for float64).
@@ -59,7 +60,7 @@ def local_sums(x: Tensor, chosen: Tensor, scores: Tensor, experts: Experts) -> T
     """The sums of checked operands, without gradients."""
     experts.check_unchanged()
     out = x.new_empty(x.shape)
-    experts.sums(_rows(x), _rows(chosen), factors(scores, x.dtype), out)
+    experts.sums(adjacent(x), adjacent(chosen), factors(scores, x.dtype), out)
     return out
 
 
@@ -72,11 +73,7 @@ def recorded(x: Tensor, scores: Tensor, experts: Experts) -> bool:
 
 def factors(scores: Tensor, dtype: torch.dtype) -> Tensor:
     """Scores as products by experts of this dtype take them."""
-    return _rows(scores.to(torch.float64 if dtype == torch.float64 else torch.float32))
-
-
-def _rows(matrix: Tensor) -> Tensor:
-    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+    return adjacent(scores.to(torch.float64 if dtype == torch.float64 else torch.float32))
 
 
 def check_routing(x: Tensor, chosen: Tensor, scores: Tensor, experts: Experts) -> None:
@@ -160,8 +157,8 @@ def gradients(
     experts = Experts(gate_up.detach(), down.detach(), first=first, activation=activation)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     found = (
-        torch.zeros_like(x, dtype=wide),
-        torch.zeros_like(scores, dtype=wide),
+        x.new_zeros(x.shape, dtype=wide),
+        scores.new_zeros(scores.shape, dtype=wide),
         torch.zeros_like(gate_up),
         torch.zeros_like(down),
     )
@@ -203,8 +200,8 @@ def fake_gradients(
     grad: Tensor, x: Tensor, chosen: Tensor, scores: Tensor, gate_up: Tensor, down: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    like = torch.empty_like
-    return like(x, dtype=wide), like(scores, dtype=wide), like(gate_up), like(down)
+    for_x, for_scores = (each.new_empty(each.shape, dtype=wide) for each in (x, scores))
+    return for_x, for_scores, torch.empty_like(gate_up), torch.empty_like(down)
 
 
 _aten = torch.ops.aten

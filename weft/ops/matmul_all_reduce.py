@@ -25,6 +25,7 @@ from weft.ops.partial_sums import (
     save_factors,
     summed_products,
 )
+from weft.ops.refusals import tell
 from weft.plan.binding import split
 from weft.schedules import matmul_all_reduce as schedule
 from weft.schedules.workload import Request, Variant
@@ -82,21 +83,25 @@ def matmul_all_reduce(
         tensor([[8., 8., 8.],
                 [8., 8., 8.]])
     """
-    key: Key | None = None
-    if scale_a is None and scale_b is None:
-        key = check, (op, out_dtype, algorithm, chunk_rows), a, out, (b,), (bias,)
-        cached: Tensor | None = driver.repeat(key, world, timeout)
-        if cached is not None:
-            return cached
-    world = current(world)
-    a, (b,) = float8.scaled(a, [b], scale_a, [scale_b], world)
-    options = Options(
-        op=op, out_dtype=out_dtype, algorithm=algorithm, chunk_rows=chunk_rows, timeout=timeout
-    )
-    if arguments.recorded((a, b, bias, out)):
-        operator = torch.ops.weft.matmul_all_reduce.default
-        return autograd.call(operator, a, [b], [bias], out, options, world)[0]
-    return driver.call(check, world, Operands(a, [b], [bias], [out]), options, key)[0]
+    try:
+        key: Key | None = None
+        if scale_a is None and scale_b is None:
+            key = check, (op, out_dtype, algorithm, chunk_rows), a, out, (b,), (bias,)
+            cached: Tensor | None = driver.repeat(key, world, timeout)
+            if cached is not None:
+                return cached
+        world = current(world)
+        a, (b,) = float8.scaled(a, [b], scale_a, [scale_b], world)
+        options = Options(
+            op=op, out_dtype=out_dtype, algorithm=algorithm, chunk_rows=chunk_rows, timeout=timeout
+        )
+        if arguments.recorded((a, b, bias, out)):
+            operator = torch.ops.weft.matmul_all_reduce.default
+            return autograd.call(operator, a, [b], [bias], out, options, world)[0]
+        return driver.call(check, world, Operands(a, [b], [bias], [out]), options, key)[0]
+    except Exception as error:
+        tell(error, world)
+        raise
 
 
 def check(world: World, operands: Operands, options: Options) -> FusedCall:

@@ -17,6 +17,7 @@ from weft.ops.expert_calls import ExpertCall
 from weft.ops.fused import FusedCall
 from weft.ops.operator import FusedOperator, Gradient, Gradients, Recorded
 from weft.ops.options import Operands, Options
+from weft.ops.refusals import tell
 from weft.ops.split_sizes import Exchanged
 from weft.schedules import matmul_all_to_all as schedule
 from weft.schedules.workload import Workload
@@ -72,24 +73,28 @@ def matmul_all_to_all(
         ...     [y.flatten().tolist() for y in local.run(rows_for_each_rank_doubled)]
         [[0.0, 20.0], [2.0, 4.0, 22.0, 24.0]]
     """
-    return expert_calls.call(
-        OPERATOR,
-        check,
-        a,
-        b,
-        input_split_sizes=input_split_sizes,
-        output_split_sizes=output_split_sizes,
-        return_split_sizes=return_split_sizes,
-        experts_of_ranks=experts_of_ranks,
-        bias=bias,
-        out=out,
-        out_dtype=out_dtype,
-        algorithm=algorithm,
-        chunk_rows=chunk_rows,
-        world=world,
-        timeout=timeout,
-        back=True,
-    )
+    try:
+        return expert_calls.call(
+            OPERATOR,
+            check,
+            a,
+            b,
+            input_split_sizes=input_split_sizes,
+            output_split_sizes=output_split_sizes,
+            return_split_sizes=return_split_sizes,
+            experts_of_ranks=experts_of_ranks,
+            bias=bias,
+            out=out,
+            out_dtype=out_dtype,
+            algorithm=algorithm,
+            chunk_rows=chunk_rows,
+            world=world,
+            timeout=timeout,
+            back=True,
+        )
+    except Exception as error:
+        tell(error, world)
+        raise
 
 
 def check(

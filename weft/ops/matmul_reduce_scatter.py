@@ -27,6 +27,7 @@ from weft.ops.partial_sums import (
     save_factors,
     summed_products,
 )
+from weft.ops.refusals import tell
 from weft.schedules import matmul_reduce_scatter as schedule
 from weft.schedules.workload import Variant
 from weft.world import World, current
@@ -115,31 +116,35 @@ def matmul_reduce_scatter(
         ...     local.run(one_row_of_the_sum)
         [tensor([[8., 8., 8.]]), tensor([[8., 8., 8.]])]
     """
-    shards = None if shard_rows is None else arguments.as_key(shard_rows)
-    key: Key | None = None
-    if scale_a is None and scale_b is None:
-        choices = op, dim, out_dtype, shards, algorithm, chunk_rows, order, compress
-        key = check, choices, a, out, (b,), (bias,)
-        cached: Tensor | None = driver.repeat(key, world, timeout)
-        if cached is not None:
-            return cached
-    world = current(world)
-    a, (b,) = float8.scaled(a, [b], scale_a, [scale_b], world)
-    options = Options(
-        dim=dim,
-        op=op,
-        out_dtype=out_dtype,
-        shard_rows=shards,
-        algorithm=algorithm,
-        chunk_rows=chunk_rows,
-        timeout=timeout,
-        order=order,
-        compress=compress,
-    )
-    if arguments.recorded((a, b, bias, out)):
-        operator = torch.ops.weft.matmul_reduce_scatter.default
-        return autograd.call(operator, a, [b], [bias], out, options, world)[0]
-    return driver.call(check, world, Operands(a, [b], [bias], [out]), options, key)[0]
+    try:
+        shards = None if shard_rows is None else arguments.as_key(shard_rows)
+        key: Key | None = None
+        if scale_a is None and scale_b is None:
+            choices = op, dim, out_dtype, shards, algorithm, chunk_rows, order, compress
+            key = check, choices, a, out, (b,), (bias,)
+            cached: Tensor | None = driver.repeat(key, world, timeout)
+            if cached is not None:
+                return cached
+        world = current(world)
+        a, (b,) = float8.scaled(a, [b], scale_a, [scale_b], world)
+        options = Options(
+            dim=dim,
+            op=op,
+            out_dtype=out_dtype,
+            shard_rows=shards,
+            algorithm=algorithm,
+            chunk_rows=chunk_rows,
+            timeout=timeout,
+            order=order,
+            compress=compress,
+        )
+        if arguments.recorded((a, b, bias, out)):
+            operator = torch.ops.weft.matmul_reduce_scatter.default
+            return autograd.call(operator, a, [b], [bias], out, options, world)[0]
+        return driver.call(check, world, Operands(a, [b], [bias], [out]), options, key)[0]
+    except Exception as error:
+        tell(error, world)
+        raise
 
 
 def check(world: World, operands: Operands, options: Options) -> FusedCall:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.kernels.experts import Experts, RoutedExperts
-from weft.ops import autograd, visits
+from weft.kernels.experts import Experts
+from weft.ops import autograd, dims, visits
 from weft.ops.all_reduce import all_reduce
 from weft.ops.expert_sums import (
     OPERANDS,
@@ -23,7 +23,9 @@ from weft.ops.expert_sums import (
     save,
 )
 from weft.ops.matmul_all_reduce import matmul_all_reduce
+from weft.ops.options import Options
 from weft.ops.own_tokens import Layer
+from weft.ops.refusals import tell
 from weft.world import World, current
 
 
@@ -83,7 +85,7 @@ def moe(
             ``sequential``, ``shared``, ``gathered`` or ``auto``.
         chunk_rows: as there.
         world: by default the world made by ``weft.init()``.
-        timeout: seconds; a recorded call has no timeout but the world's.
+        timeout: seconds any wait may take, also of the backward pass; by default the world's.
 
     Returns:
         (T, K) of x's dtype.
@@ -103,35 +105,53 @@ def moe(
         tensor([[45., 45., 45.],
                 [72., 72., 72.]])
     """
-    world = current(world)
-    sizes = experts_of_ranks
-    if torch.compiler.is_compiling():
+    try:
+        world = current(world)
+        sizes = experts_of_ranks
         check_routing(x, chosen, scores, experts)
-    else:
-        with world.tell_refusal:
-            check_routing(x, chosen, scores, experts)
+        if not torch.compiler.is_compiling():
+            Options(algorithm=algorithm, chunk_rows=chunk_rows, timeout=timeout).check_types()
             experts.check_unchanged()
             sizes = None if sizes is None else visits.check_sizes(sizes, experts, world)
-    if recorded(x, scores, experts):
-        result: Tensor = torch.ops.weft.moe(
-            x,
-            chosen,
-            scores,
-            experts.gate_up,
-            experts.down,
-            experts.first,
-            experts.activation,
-            sizes,
-            algorithm,
-            chunk_rows,
-            world.name,
-        )
-        return result
+        if recorded(x, scores, experts):
+            result: Tensor = torch.ops.weft.moe(
+                x,
+                chosen,
+                scores,
+                experts.gate_up,
+                experts.down,
+                experts.first,
+                experts.activation,
+                sizes,
+                algorithm,
+                chunk_rows,
+                timeout,
+                world.name,
+            )
+            return result
+        return _sums(x, chosen, scores, experts, sizes, algorithm, chunk_rows, world, timeout)
+    except Exception as error:
+        tell(error, world)
+        raise
+
+
+def _sums(
+    x: Tensor,
+    chosen: Tensor,
+    scores: Tensor,
+    experts: Experts,
+    sizes: Sequence[int] | None,
+    algorithm: str,
+    chunk_rows: int | None,
+    world: World,
+    timeout: float | None,
+) -> Tensor:
+    """The layer of checked operands, without gradients; collective."""
     if sizes is not None:
         layer = Layer(x, chosen, scores, experts, sizes, algorithm, chunk_rows, world, timeout)
         return layer.sums()
     weight = experts.routed(chosen.shape[1])
-    rows = weight.rows(x, chosen, factors(scores, x.dtype))
+    rows = weight.rows(dims.adjacent(x), dims.adjacent(chosen), factors(scores, x.dtype))
     return matmul_all_reduce(
         rows, weight, algorithm=algorithm, chunk_rows=chunk_rows, world=world, timeout=timeout
     )
@@ -148,19 +168,24 @@ def _run(
     sizes: Sequence[int] | None,
     algorithm: str,
     chunk_rows: int | None,
+    timeout: float | None,
     world: Sequence[int],
 ) -> Tensor:
-    with torch.no_grad():
+    own = autograd.recorded_world(world)
+    with torch.no_grad(), own.tell_refusal:
         experts = Experts(gate_up.detach(), down.detach(), first=first, activation=activation)
-        options = algorithm, chunk_rows, autograd.recorded_world(world)
-        x, scores = x.detach(), scores.detach()
         if sizes is not None:
-            visits.check_sizes(sizes, experts, options[2])
-            return Layer(x, chosen, scores, experts, sizes, *options).sums()
-        weight = RoutedExperts(experts, chosen.shape[1])
-        rows = weight.rows(x, chosen, factors(scores, x.dtype))
-        return matmul_all_reduce(
-            rows, weight, algorithm=algorithm, chunk_rows=chunk_rows, world=options[2]
+            visits.check_sizes(sizes, experts, own)
+        return _sums(
+            x.detach(),
+            chosen,
+            scores.detach(),
+            experts,
+            sizes,
+            algorithm,
+            chunk_rows,
+            own,
+            timeout,
         )
 
 
@@ -176,6 +201,7 @@ def _gradients(
     sizes: Sequence[int] | None,
     algorithm: str,
     chunk_rows: int | None,
+    timeout: float | None,
     of_tokens: bool,
     world: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -185,14 +211,15 @@ def _gradients(
     own = autograd.recorded_world(world)
     if sizes is not None:
         experts = Experts(gate_up.detach(), down.detach(), first=first, activation=activation)
-        layer = Layer(x, chosen, scores, experts, sizes, algorithm, chunk_rows, own)
-        return layer.gradients(grad)
+        layer = Layer(x, chosen, scores, experts, sizes, algorithm, chunk_rows, own, timeout)
+        with own.tell_refusal:
+            return layer.gradients(grad)
     for_x, for_scores, *for_weights = gradients(
         grad, x, chosen, scores, gate_up, down, first, activation
     )
     if of_tokens:
         sums = torch.cat((for_x.view(-1), for_scores.view(-1)))
-        all_reduce(sums, out=sums, world=own)
+        all_reduce(sums, out=sums, world=own, timeout=timeout)
         for_x, for_scores = (
             part.view(like.shape).clone()  # one operator's results share no memory
             for part, like in zip(
@@ -204,8 +231,8 @@ def _gradients(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *operands, sizes, algorithm, chunk_rows, ctx.world = inputs
-    ctx.exchange = sizes, algorithm, chunk_rows
+    *operands, sizes, algorithm, chunk_rows, timeout, ctx.world = inputs
+    ctx.exchange = sizes, algorithm, chunk_rows, timeout
     save(ctx, tuple(operands), output)
 
 
@@ -224,11 +251,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         of_tokens,
         ctx.world,
     )
-    of_options = [None] * 6
+    of_options = [None] * 7
     return for_x.to(x.dtype), None, for_scores.to(scores.dtype), for_gate_up, for_down, *of_options
 
 
-_OPERANDS = OPERANDS + ", SymInt[]? experts_of_ranks, str algorithm, SymInt? chunk_rows, "
+_OPERANDS = (
+    OPERANDS + ", SymInt[]? experts_of_ranks, str algorithm, SymInt? chunk_rows, float? timeout, "
+)
 _made = torch.library.custom_op(
     "weft::moe",
     _run,

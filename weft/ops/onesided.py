@@ -317,8 +317,8 @@ def put_notify(
         ...     local.run(send_right)
         [[1.0, 1.0], [0.0, 0.0]]
     """
-    own, copy = _prepared(dst, src, peer, signals.world, True, algorithm, comm_sms)
     raising = notification(signals, index, peer, op, value)
+    own, copy = _prepared(dst, src, peer, signals.world, True, algorithm, comm_sms)
     description = _Copy(True, peer, src.nbytes)
     if isinstance(copy, RemoteCopy) and isinstance(raising, RemoteChange):
         copy.run(own, f"to make a {description}", raising)

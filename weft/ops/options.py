@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from weft.checks import name
+from weft.checks import check_dtype, check_size, check_timeout, integer, integers, name
 from weft.kernels.matmul import MATMUL
 from weft.kernels.weights import Weight, packed
 from weft.plan import Kernel
@@ -26,6 +26,25 @@ _SCHEMA_OF = {
     "torch.dtype | None": "ScalarType?",
 }
 """The types of torch's operators by those of options."""
+
+
+def _check_integer(value: object, name: str) -> None:
+    check_size(abs(integer(value, f"{name} must be an integer")), name)
+
+
+def _check_text(value: object, name: str) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a text; got {value!r}")
+
+
+_CHECKS: Mapping[str, Callable[[Any, str], object]] = {
+    "int": _check_integer,
+    "Sequence[int]": integers,
+    "bool": lambda value, name: None,
+    "str": _check_text,
+    "float": lambda value, name: check_timeout(value),
+    "torch.dtype": check_dtype,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +80,14 @@ class Options:
     def values(self) -> tuple[Any, ...]:
         """The options in the order of their fields, as the arguments of torch's operators."""
         return tuple([getattr(self, field.name) for field in fields(self)])
+
+    def check_types(self) -> None:
+        """Raise `TypeError` or `ValueError` for an option that is of no type of its schema."""
+        for each in fields(self):
+            value, kind = getattr(self, each.name), str(each.type)
+            if value is None and kind.endswith("None"):
+                continue
+            _CHECKS[kind.removesuffix(" | None")](value, each.name)
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> Options:

@@ -14,6 +14,7 @@ from weft.kernels.experts import Experts, RoutedExperts
 from weft.kernels.function import weight
 from weft.ops.all_gather_matmul_reduce_scatter import all_gather_matmul_reduce_scatter
 from weft.ops.all_to_all_matmul_all_to_all import all_to_all_matmul_all_to_all
+from weft.ops.dims import adjacent
 from weft.ops.expert_sums import add_gradients, factors
 from weft.ops.visits import add_up, find
 from weft.ops.ways import Rows, fastest
@@ -37,10 +38,11 @@ class Layer(NamedTuple):
     def sums(self) -> Tensor:
         """The layer of checked operands, without gradients; collective."""
         routed = self.experts.routed(self.chosen.shape[1])
-        scores = factors(self.scores, self.x.dtype)
+        x, chosen = adjacent(self.x), adjacent(self.chosen)
+        scores = factors(self.scores, x.dtype)
 
         def rows(tokens: Tensor) -> Tensor:
-            return routed.rows(self.x, self.chosen, scores, tokens)
+            return routed.rows(x, chosen, scores, tokens)
 
         return self._visit(Rows(rows, routed, self.x.dtype))
 
@@ -48,7 +50,7 @@ class Layer(NamedTuple):
         """The gradients of x and scores, in the dtype of sums, and of both weights of this rank's
         experts; collective. Rows visit the experts again, with the gradients of their results.
         """
-        x, chosen, experts = self.x, self.chosen, self.experts
+        x, chosen, experts = adjacent(self.x), adjacent(self.chosen), self.experts
         routed = RoutedExperts(experts, chosen.shape[1])
         scores, width, at = factors(self.scores, x.dtype), x.shape[1], routed.shape[0]
         for_gate_up, for_down = torch.zeros_like(experts.gate_up), torch.zeros_like(experts.down)
@@ -84,7 +86,7 @@ class Layer(NamedTuple):
     def _visit(self, rows: Rows) -> Tensor:
         """What the weights of all ranks contribute to each token."""
         if self.algorithm == "auto":
-            with torch.no_grad(), self.world.tell_refusal:
+            with torch.no_grad():
                 return fastest(
                     self.chosen, self.sizes, rows, self.chunk_rows, self.world, self.timeout
                 )

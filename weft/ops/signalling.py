@@ -91,7 +91,10 @@ def wait(
         ...     local.run(wait_for_all)
         [3, 3, 3]
     """
-    world = signals.world
+    try:
+        world = signals.world
+    except AttributeError:
+        raise no_signals(signals) from None
     world.check()
     selection, compare, number = signals.select(index), _comparison(cmp), _value(value)
     seconds = seconds_of(timeout, world)
@@ -131,16 +134,18 @@ def test(signals: Signals, index: int | slice, cmp: str, value: int) -> bool:
         ...     local.run(poll)
         [(False, True), (False, True)]
     """
-    signals.world.check()
+    try:
+        world = signals.world
+    except AttributeError:
+        raise no_signals(signals) from None
+    world.check()
     selection, compare, number = signals.select(index), _comparison(cmp), _value(value)
     if signals.on_streams:
-        satisfied = on_streams(signals.world).test(
-            cast("DeviceSignals", signals), selection, cmp, number
-        )
+        satisfied = on_streams(world).test(cast("DeviceSignals", signals), selection, cmp, number)
     else:
         satisfied = signals.array.test(*selection, compare, number)
-    if not satisfied and signals.world.mesh.failure()[0]:
-        raise signals.world.failure(f"for {signals.name}[{index}] {cmp} {number}")
+    if not satisfied and world.mesh.failure()[0]:
+        raise world.failure(f"for {signals.name}[{index}] {cmp} {number}")
     return satisfied
 
 
@@ -153,7 +158,10 @@ def notification(
     signals: Signals, index: int | slice, peer: int, op: str, value: int
 ) -> Callable[[], bool]:
     """A notify with checked arguments, to be called."""
-    world = signals.world
+    try:
+        world = signals.world
+    except AttributeError:
+        raise no_signals(signals) from None
     world.check()
     if op not in ("add", "set"):
         raise ValueError(f"a notify can add or set; got op={op!r}")
@@ -167,6 +175,11 @@ def notification(
         return RemoteChange(signals, op, rank, selection, number)
     raising = signals.array.add if op == "add" else signals.array.set
     return partial(raising, rank, *selection, number)
+
+
+def no_signals(signals: object) -> TypeError:
+    """The error for an argument that is no signals."""
+    return TypeError(f"signals must be those of world.signals(...); got {type(signals).__name__}")
 
 
 def _comparison(cmp: str) -> _native.Compare:

@@ -15,6 +15,7 @@ import weft._native as _native
 from weft.checks import name
 from weft.kernels.experts import Experts
 from weft.ops.arguments import check_experts_of_ranks
+from weft.ops.dims import adjacent
 from weft.schedules.peers import Hosts
 from weft.world import World
 
@@ -49,7 +50,7 @@ def find(chosen: Tensor, sizes: Sequence[int], hosts: Hosts, for_hosts: bool = F
     """The rows of tokens that chose these experts, of which each rank has so many: for each rank,
     or for each of the `hosts` of ranks.
     """
-    chosen = chosen if chosen.stride(1) == 1 else chosen.contiguous()
+    chosen = adjacent(chosen)
     places = torch.empty(chosen.shape, dtype=torch.int64, device="cpu")
     tokens = torch.empty(chosen.numel(), 1, dtype=torch.int64, device="cpu")
     parts = [*hosts] if for_hosts else [*range(len(sizes))]

@@ -219,10 +219,9 @@ def all_to_all_single(
             _in_elements(full, sizes, world)
             for full, sizes in ((source, input_sizes), (target, output_sizes))
         )
-        with world.tell_refusal:
-            found = split_sizes.exchange(
-                world, "all_to_all", Way.plain(world.ranks), sent, received, "elements", timeout
-            )
+        found = split_sizes.exchange(
+            world, "all_to_all", Way.plain(world.ranks), sent, received, "elements", timeout
+        )
         counts, run = found.counts, collective.run if found.again else collective.run_once
     run(_check_all_to_all, source, target, (counts,), world, timeout)
     if target is not out:

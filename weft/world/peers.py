@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from weft.world.backend import Backend
 
 _log = logging.getLogger("weft")
+_TOLD = "_told"
+"""The attribute of an error of which peers were told."""
 _SPINS = 200
 """Tests of a counter before a wait yields: some microseconds.
 
@@ -321,13 +323,16 @@ class Peers:
         return error  # type: ignore[return-value]
 
     def refuse(self, error: BaseException) -> None:
-        """Tell peers that this rank does not make its next call because of `error`, which has sent
-        nothing. If they make the call, and this rank does not make it after all within a second,
-        they raise `MismatchError` with the error's text.
+        """Tell peers, once, that this rank does not make its next call because of `error`, which
+        has sent nothing. If they make the call, and this rank does not make it after all within a
+        second, they raise `MismatchError` with the error's text.
         """
         alike = isinstance(error, SymmetricMemoryError)  # all ranks raise it together
         if self.closed is not None or self.forked or alike or not isinstance(error, Exception):
             return
+        if getattr(error, _TOLD, False):
+            return
+        setattr(error, _TOLD, True)
         place = places.here()
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         if place:

@@ -17,6 +17,7 @@ from weft.checks import (
     check_dtype,
     check_number,
     check_rank,
+    check_size,
     check_tensor,
     check_untraced,
     limited,
@@ -121,6 +122,7 @@ class World(Peers):
                 raise TypeError(f"sizes must be integers; got {shape}") from None
             if any(n < 0 for n in sizes):
                 raise ValueError(f"sizes must not be negative; got {tuple(sizes)}")
+            check_size(math.prod(sizes), "the number of elements")
             if dtype is not None:
                 check_dtype(dtype, "dtype")
             check_untraced("empty")
@@ -145,6 +147,7 @@ class World(Peers):
         with self.tell_refusal:
             if not (isinstance(count, int) and count > 0):
                 raise ValueError(f"count must be a positive integer; got {count!r}")
+            check_size(count, "count")
         self._drain()
         with self.exclusive, self.fail_on_error:
             return self.backend.signals(self, count, name)
