@@ -144,7 +144,7 @@ docs-version: .venv/documentation
 	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/mike deploy $(MIKE) --update-aliases $(VERSION) latest
 	$(BIN)/mike set-default $(MIKE) latest
 
-.venv/documentation: .venv/installed
+.venv/documentation: .venv/command
 	@$(BIN)/python $(INSTALL) "torch-weft[docs]" $(ONLY_ERRORS)
 	touch $@
 

@@ -1,10 +1,12 @@
-"""The index of errors in docs/errors.md, from the source: a hook of mkdocs, and
-`python .ci/error_index.py`, which prints it.
+"""The index of errors in docs/errors.md, from the source, and its messages in the site's search: a
+hook of mkdocs, and `python .ci/error_index.py`, which prints the index.
 """
 
 from __future__ import annotations
 
 import ast
+import html
+import json
 import logging
 import re
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
@@ -116,8 +119,44 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     if MARK not in markdown:
         return markdown
     for message in outdated(markdown):
-        _log.info("no text of the source: %s", message)
+        _log.debug("no text of the source: %s", message)
     return markdown.replace(MARK, index())
+
+
+found: list[dict[str, str]] = []
+"""The entries of the search for messages with a remedy: a part of the page each, that a pasted
+message finds.
+"""
+
+
+def on_page_content(content: str, page: Page, **_: Any) -> str:
+    """The page with a name for each row of a message, a cause and a cure."""
+    if page.file.src_uri != "errors.md":
+        return content
+    names = set[str]()
+
+    def named(row: re.Match[str]) -> str:
+        message, cause, cure = row.groups()
+        words = re.findall(r"\w+", html.unescape(message).lower())
+        name = "-".join(words)[:60]
+        while name in names:
+            name += "-"
+        names.add(name)
+        text = f"<p>{cause}. {cure}</p>"
+        found.append({"location": f"{page.url}#{name}", "title": message, "text": text})
+        return row[0].replace("<tr>", f'<tr id="{name}">', 1)
+
+    cell = r"\s*<td>(.*?)</td>"
+    return re.sub(rf"<tr>\s*<td><code>(.*?)</code></td>{cell}{cell}\s*</tr>", named, content)
+
+
+def on_post_build(config: MkDocsConfig, **_: Any) -> None:
+    """Add the messages to the index of the search, and to its copy for pages from a folder."""
+    path = Path(config.site_dir) / "search" / "search_index.json"
+    index = json.loads(path.read_text())
+    index["docs"] += found
+    path.write_text(text := json.dumps(index, separators=(",", ":")))
+    path.with_suffix(".js").write_text(f"var __index = {text}")
 
 
 if __name__ == "__main__":

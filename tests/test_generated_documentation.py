@@ -1,8 +1,12 @@
 """The tables that `make docs` makes from the source."""
 
 import importlib.util
+import json
+import re
+import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -77,3 +81,54 @@ raise error
     }
     page = "| `no text of weft has this message` | | |\n| `there is no lane …` | | |\n"
     assert generator.outdated(page) == ["no text of weft has this message"]
+
+
+@pytest.mark.parametrize("generator", ["error_index"], indirect=True)
+def test_messages_with_a_cure_are_found_by_the_search(generator, tmp_path):
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="errors.md"), url="errors.html")
+    row = "<tr>\n<td><code>a rank &lt;{}&gt;</code></td>\n<td>it died</td>\n<td>look</td>\n</tr>\n"
+    content = "".join(row.format(name) for name in ("…", "…", "one"))
+    other = "<tr><td><code>ValueError</code></td><td>weft/a.py</td></tr>"
+    made = generator.on_page_content(content + other, page)
+    assert [*re.findall(r'<tr id="([^"]*)"', made)] == ["a-rank", "a-rank-", "a-rank-one"]
+    assert made.endswith(other)
+    (tmp_path / "search").mkdir()
+    (tmp_path / "search/search_index.json").write_text('{"docs":[{"title":"first"}]}')
+    generator.on_post_build(SimpleNamespace(site_dir=tmp_path))
+    text = (tmp_path / "search/search_index.json").read_text()
+    _, _, _, last = json.loads(text)["docs"]
+    assert last == {
+        "location": "errors.html#a-rank-one",
+        "title": "a rank &lt;one&gt;",
+        "text": "<p>it died. look</p>",
+    }
+    # pages that are opened from a folder cannot load it otherwise
+    assert (tmp_path / "search/search_index.js").read_text() == f"var __index = {text}"
+
+
+@pytest.mark.slow
+def test_a_page_from_a_folder_has_a_worker(tmp_path):
+    """The search of the site runs in one, and browsers start none for files."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    shim = ROOT / "docs/javascripts/iframe-worker.js"
+    (tmp_path / "shim.js").write_text(shim.read_text())
+    (tmp_path / "more.js").write_text("var more = 1;")
+    (tmp_path / "worker.js").write_text(
+        "const ready = importScripts('more.js');"
+        "addEventListener('message', async e => { await ready; postMessage(e.data + more); });"
+    )
+    (tmp_path / "page.html").write_text(
+        "<body><script src=shim.js></script><script>const worker = new Worker('worker.js');"
+        "const answer = new Promise(done => worker.addEventListener('message', e => done(e.data)));"
+        "worker.postMessage(41);</script></body>"
+    )
+    with playwright.sync_playwright() as running:
+        path = shutil.which("chromium")
+        try:
+            browser = running.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        except playwright.Error as error:
+            pytest.skip(f"no browser: {error}")
+        view = browser.new_page()
+        view.goto((tmp_path / "page.html").as_uri())
+        assert view.evaluate("answer") == 42
+        browser.close()

@@ -31,6 +31,13 @@ def every_command(command, words=()):
 COMMANDS = [*every_command(typer.main.get_command(app))]
 
 
+def test_help_recommends_no_command_that_is_not_installed(monkeypatch):
+    assert "weft bench" in shown()
+    monkeypatch.setattr("weft.cli.group.entry_points", lambda group: [])
+    assert "weft bench" not in shown()
+    assert "weft doctor" in shown()
+
+
 def test_the_first_commands_come_first():
     listed = re.findall(r"^│ (\w+) {2,}", shown().partition("Commands")[2], re.M)
     assert listed[:3] == ["run", "doctor", "bench"]

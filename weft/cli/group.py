@@ -20,7 +20,15 @@ _OF_BENCHMARKS = "bench", "report", "show"
 
 
 class Commands(typer.core.TyperGroup):
-    """The group of all commands, which refuses values in the words of users."""
+    """The group of all commands, which refuses values in the words of users, and recommends no
+    command that is not installed.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if _OF_BENCHMARKS[0] not in self._others:
+            paragraphs = (self.help or "").split("\n\n")
+            self.help = "\n\n".join(each for each in paragraphs if "weft bench" not in each)
 
     @cached_property
     def _others(self) -> dict[str, EntryPoint]:
