@@ -418,5 +418,4 @@ OPERATOR = FusedOperator(
         any_dim=True,
         keeps=True,
     ),
-    subject="GatheredRows",
 )

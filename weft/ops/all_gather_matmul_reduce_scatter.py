@@ -237,5 +237,4 @@ OPERATOR = FusedOperator(
     reference,
     fake=_fake,
     gradient=Gradient(_save, _backward),
-    subject="GatheredAndScattered",
 )

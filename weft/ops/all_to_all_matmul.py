@@ -191,5 +191,4 @@ OPERATOR = FusedOperator(
     reference,
     fake=_fake,
     gradient=Gradient(_save, _backward),
-    subject="Exchanged",
 )

@@ -202,5 +202,4 @@ OPERATOR = FusedOperator(
     fake=_fake,
     gradient=Gradient(save_factors, _backward),
     pattern=Pattern("all_reduce", "before", exchange_of_sum),
-    subject="SummedProducts",
 )

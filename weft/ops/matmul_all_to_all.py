@@ -151,5 +151,4 @@ OPERATOR = FusedOperator(
     reference,
     fake=_fake,
     gradient=Gradient(expert_calls.save, _backward),
-    subject="Exchanged",
 )

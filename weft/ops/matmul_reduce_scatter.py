@@ -285,5 +285,4 @@ OPERATOR = FusedOperator(
     fake=_fake,
     gradient=Gradient(save_factors, _backward),
     pattern=Pattern("reduce_scatter_tensor", "before", exchange_of_sum, any_dim=True),
-    subject="ScatteredProducts",
 )

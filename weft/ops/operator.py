@@ -116,7 +116,7 @@ class FusedOperator:
     `check` returns a checked call. `reference` is the definition: it computes each rank's result
     from each rank's input and weight, and the numbers of rows of the results. `fake` returns the
     results of a recorded call without data; an operator without it can neither be differentiated
-    nor compiled. `subject` is the class of `weft_bench.subjects` by which benchmarks measure it.
+    nor compiled.
     """
 
     schedule: Operator
@@ -125,7 +125,6 @@ class FusedOperator:
     fake: Callable[[Recorded], list[Tensor]] | None = None
     gradient: Gradient | None = None
     pattern: Pattern | None = None
-    subject: str = "Defined"
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for a record that compiles an operator without `fake`."""
