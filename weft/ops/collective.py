@@ -46,6 +46,7 @@ from weft.engines.program import Program
 from weft.kernels.weights import DTYPES as FLOATS
 from weft.ops import arguments, dims, driver, handle
 from weft.ops.call import Call, Key, Selection
+from weft.ops.dropped import warn_if_dropped
 from weft.ops.handle import Handle
 from weft.plan import Plan
 from weft.plan.values import REDUCTIONS
@@ -183,6 +184,8 @@ def run_once(
     world = current(world)
     check_timeout(timeout)
     made: Tensor = driver.run(_checked(check, world, a, out, options, timeout), key)
+    if out is None:
+        warn_if_dropped()
     return made
 
 
