@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.inductor import QUICK
-from support.ranks import on_ranks
+from support.ranks import on_ranks, start
 
 import weft
 from weft.ops.options import Options
@@ -193,3 +194,47 @@ def test_cached_graphs_of_other_worlds_are_not_used(tmp_path):
     """The last two ranks find their own graphs of before, and no others."""
     found = on_ranks(one_cache, 3, tmp_path, limit=110)
     assert found == [[0, 0, 0, 3], [0, 0, 3], [0]]
+
+
+PLAIN = {
+    "all_reduce": lambda x: weft.all_reduce(x),
+    "all_gather": lambda x: weft.all_gather(x),
+    "broadcast": lambda x: weft.broadcast(x, 0),
+    "all_reduce_async": lambda x: weft.all_reduce_async(x).wait(),
+    "barrier": lambda x: weft.barrier() or x,
+}
+
+
+def breaking(_):
+    """What compiled functions with plain collectives warn and raise; their results are right."""
+
+    def function(x):
+        for collective in PLAIN.values():
+            x = collective(x * 2) + 1
+        return x
+
+    x, refused = torch.arange(4.0), {}
+    for name, collective in PLAIN.items():
+        with pytest.raises(torch._dynamo.exc.Unsupported) as raised:
+            torch.compile(collective, backend="eager", fullgraph=True)(x)
+        refused[name] = str(raised.value)
+    torch.compiler.reset()
+    expected = function(x)
+    compiled = torch.compile(function, backend="eager")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert torch.equal(compiled(x), expected)
+    return [str(each.message) for each in warned], refused
+
+
+def test_plain_collectives_break_the_graph_without_noise():
+    for outcome in start(breaking, 2):
+        assert outcome.error is None, outcome.trace
+        assert "torch._dynamo" not in outcome.printed
+        warned, refused = outcome.result
+        assert warned == []
+        assert len(refused) == len(PLAIN)
+        for name, message in refused.items():
+            assert f"weft.{name} is not traced: call it outside of compiled code" in message
+            assert "torch's functional collectives on a group of weft's" in message

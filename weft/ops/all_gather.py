@@ -25,9 +25,11 @@ from weft.ops.refusals import tell
 from weft.plan.launch import Launch
 from weft.schedules import all_gather as schedule
 from weft.schedules.workload import PIECES, pieces
+from weft.uncompiled import untraced
 from weft.world import World
 
 
+@untraced
 def all_gather(
     a: Tensor,
     *,
@@ -74,6 +76,7 @@ def all_gather(
         raise
 
 
+@untraced
 def all_gather_async(
     a: Tensor,
     *,

@@ -16,9 +16,11 @@ from weft.schedules import all_reduce as schedule
 from weft.schedules.peers import one_rank_per_host
 from weft.schedules.thresholds import EAGER_BUFFER_BYTES
 from weft.schedules.workload import pieces
+from weft.uncompiled import untraced
 from weft.world import World
 
 
+@untraced
 def all_reduce(
     a: Tensor,
     *,
@@ -53,6 +55,7 @@ def all_reduce(
         raise
 
 
+@untraced
 def all_reduce_async(
     a: Tensor,
     *,

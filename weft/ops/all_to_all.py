@@ -21,9 +21,11 @@ from weft.schedules import all_to_all as schedule
 from weft.schedules.exchanges import Counts, Way
 from weft.schedules.thresholds import EAGER_BUFFER_BYTES
 from weft.schedules.workload import PIECES, pieces
+from weft.uncompiled import untraced
 from weft.world import World, current
 
 
+@untraced
 def all_to_all(
     a: Tensor,
     *,
@@ -69,6 +71,7 @@ def all_to_all(
         raise
 
 
+@untraced
 def all_to_all_async(
     a: Tensor,
     *,

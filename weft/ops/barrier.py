@@ -7,9 +7,11 @@ from weft.checks import check_timeout
 from weft.engines import engine
 from weft.ops.refusals import tell
 from weft.schedules import barrier as schedule
+from weft.uncompiled import untraced
 from weft.world import World, current
 
 
+@untraced
 def barrier(world: World | None = None, timeout: float | None = None) -> None:
     """Return once all ranks have called it; collective.
 

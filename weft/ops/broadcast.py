@@ -14,6 +14,7 @@ from weft.ops.operator import CollectiveOperator
 from weft.ops.refusals import tell
 from weft.schedules import broadcast as schedule
 from weft.schedules.workload import pieces
+from weft.uncompiled import untraced
 from weft.world import World
 
 SHARED_BYTES = 256 << 10
@@ -36,6 +37,7 @@ def piece_bytes(size: int) -> int:
     return min(max(size // 4, 16 << 10), 256 << 10)
 
 
+@untraced
 def broadcast(
     tensor: Tensor,
     source: int,
@@ -70,6 +72,7 @@ def broadcast(
         raise
 
 
+@untraced
 def broadcast_async(
     tensor: Tensor,
     source: int,

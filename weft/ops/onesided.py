@@ -41,6 +41,7 @@ from weft.checks import check_rank, check_tensor, integer, name
 from weft.errors import PeerTimeout, WeftError
 from weft.ops.between_hosts import RemoteChange, RemoteCopy
 from weft.ops.signalling import notification, on_streams, seconds_of
+from weft.uncompiled import untraced
 from weft.world import World, by_number, check_world, memory
 from weft.world.peers import Peers
 from weft.world.signals import Signals
@@ -158,6 +159,7 @@ class StreamTransfer(Transfer):
             )
 
 
+@untraced
 def put(
     dst: Tensor,
     src: Tensor,
@@ -202,6 +204,7 @@ def put(
     _copy(dst, src, peer, world, True, algorithm, comm_sms)
 
 
+@untraced
 def get(
     dst: Tensor,
     src: Tensor,
@@ -232,6 +235,7 @@ def get(
     _copy(src, dst, peer, world, False, algorithm, comm_sms)
 
 
+@untraced
 def put_async(
     dst: Tensor,
     src: Tensor,
@@ -263,6 +267,7 @@ def put_async(
     return _begin(dst, src, peer, world, True, algorithm, comm_sms)
 
 
+@untraced
 def get_async(
     dst: Tensor,
     src: Tensor,
@@ -290,6 +295,7 @@ def get_async(
     return _begin(src, dst, peer, world, False, algorithm, comm_sms)
 
 
+@untraced
 def put_notify(
     dst: Tensor,
     src: Tensor,

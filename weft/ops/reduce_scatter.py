@@ -17,9 +17,11 @@ from weft.ops.operator import CollectiveOperator
 from weft.ops.refusals import tell
 from weft.schedules import reduce_scatter as schedule
 from weft.schedules.workload import pieces
+from weft.uncompiled import untraced
 from weft.world import World
 
 
+@untraced
 def reduce_scatter(
     a: Tensor,
     *,
@@ -64,6 +66,7 @@ def reduce_scatter(
         raise
 
 
+@untraced
 def reduce_scatter_async(
     a: Tensor,
     *,

@@ -14,6 +14,7 @@ from weft.checks import check_rank, check_timeout, integer
 from weft.engines import engine
 from weft.errors import PeerTimeout
 from weft.ops.between_hosts import RemoteChange
+from weft.uncompiled import untraced
 from weft.world import World
 from weft.world.peers import Peers
 from weft.world.signals import LARGEST, Signals
@@ -33,6 +34,7 @@ _COMPARISONS = {
 _FOREVER = 1e9  # seconds; nanoseconds in 64 bits must not overflow
 
 
+@untraced
 def notify(
     signals: Signals, index: int | slice, peer: int, op: str = "add", value: int = 1
 ) -> None:
@@ -59,6 +61,7 @@ def notify(
         raise signals.world.failure(f"to notify rank {peer}")
 
 
+@untraced
 def wait(
     signals: Signals, index: int | slice, cmp: str, value: int, timeout: float | None = None
 ) -> None:
@@ -116,6 +119,7 @@ def wait(
     raise PeerTimeout(f"rank {world.rank} waited {seconds:g} s {doing}")
 
 
+@untraced
 def test(signals: Signals, index: int | slice, cmp: str, value: int) -> bool:
     """Whether `wait` with these arguments would return at once; if so, with the same guarantee for
     memory.

@@ -20,8 +20,8 @@ from torch.distributed.distributed_c10d import Store
 from weft.checks import check_own_elements, in_modes, waited
 from weft.process_group import collectives
 from weft.process_group.operations import Operations
-from weft.process_group.uncompiled import uncompiled_methods
 from weft.process_group.work_queue import DONE
+from weft.uncompiled import uncompiled_methods
 
 _CPU = torch.device("cpu")
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from weft.errors import WeftError
-from weft.process_group.uncompiled import uncompiled_methods
 from weft.process_group.work_queue import NO_LIMIT, Done, Work, callbacks_lock
+from weft.uncompiled import uncompiled_methods
 from weft.world import World
 
 _DETECTION = 1.0  # seconds within which the world detects a lost peer

@@ -18,8 +18,8 @@ from weft.errors import PeerTimeout, WeftError
 from weft.process_group.failure import Failure
 from weft.process_group.gloo import Gloo
 from weft.process_group.messages import Messages
-from weft.process_group.uncompiled import uncompiled_methods
 from weft.process_group.work_queue import CombinedWork, Work, WorkQueue
+from weft.uncompiled import uncompiled_methods
 from weft.world import World, init_by_store
 from weft.world.rendezvous import time_left
 

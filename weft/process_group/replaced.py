@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from weft.process_group.uncompiled import uncompiled
 from weft.process_group.worlds import operations_of
+from weft.uncompiled import uncompiled
 
 
 @functools.cache

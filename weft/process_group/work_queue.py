@@ -28,7 +28,7 @@ from torch import Tensor
 
 import weft._native as _native
 from weft.errors import PeerTimeout, WeftError
-from weft.process_group.uncompiled import uncompiled_methods
+from weft.uncompiled import uncompiled_methods
 from weft.world import World
 from weft.world.rendezvous import time_left
 

@@ -25,6 +25,7 @@ from weft.checks import (
 from weft.errors import WeftError
 from weft.plan import Plan
 from weft.schedules.device_options import DeviceOptions
+from weft.uncompiled import untraced
 from weft.world import memory, registry, renewal, stopped
 from weft.world.agreement import Kept
 from weft.world.backend import Backend
@@ -105,6 +106,7 @@ class World(Peers):
         )
         registry.alive[self.number] = self
 
+    @untraced
     def empty(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
         """A symmetric tensor with undefined contents, on the world's device; collective, with one
         `shape` and `dtype` on all ranks.
@@ -135,6 +137,7 @@ class World(Peers):
         with self.fail_on_error:
             return self.backend.allocate(self, sizes, dtype)
 
+    @untraced
     def signals(self, count: int, name: str = "signals") -> Signals:
         """`count` zeroed counters on every rank for one-sided calls; collective, with the same
         `count` on all ranks.

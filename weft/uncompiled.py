@@ -1,4 +1,4 @@
-"""Methods at which torch.compile breaks its graph."""
+"""Functions and methods at which torch.compile breaks its graph."""
 
 from __future__ import annotations
 
@@ -28,8 +28,20 @@ def uncompiled_methods(kind: Kind) -> Kind:
     return kind
 
 
-def uncompiled(function: Function) -> Function:
-    """The function, which the compiler neither inlines nor compiles, nor what it calls."""
+def uncompiled(function: Function, reason: str = "") -> Function:
+    """The function, which the compiler neither inlines nor compiles, nor what it calls; it gives
+    the `reason` where a graph may not break.
+    """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     _dynamo.set_code_exec_strategy(function.__code__, _SKIP)
     return function
+
+
+def untraced(function: Function) -> Function:
+    """A call of weft's that is no operator of torch, and so no part of a graph."""
+    return uncompiled(
+        function,
+        f"weft.{function.__qualname__} is not traced: call it outside of compiled code, or take "
+        "torch's functional collectives on a group of weft's",
+    )
