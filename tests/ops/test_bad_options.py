@@ -67,6 +67,11 @@ CALLS = {
         weft.all_reduce, [A, A]
     ),
     "a must be a tensor; got list: pass torch.as_tensor(a)": partial(weft.all_reduce, [1.0]),
+    "they must have one dtype: pass b.to(a.dtype)": partial(weft.all_gather_matmul, A, B.double()),
+    "they must have one dtype: pass a.to(torch.float64)": partial(
+        weft.matmul_all_reduce, A, weft.pack(B.double())
+    ),
+    "pass a.view(1, -1) for one row": partial(weft.all_gather_matmul, A[0], B),
     "there is no algorithm None; choose auto or one of pull, push, ring": partial(
         weft.all_gather, A, algorithm=None
     ),
@@ -81,6 +86,8 @@ def messages(world):
         f"src {order} put(dst, src, peer)": lambda: weft.put(A, symmetric, 1),
         f"dst {order} get(dst, src, peer)": lambda: weft.get(symmetric, A, 1),
         "world must be a weft.World": lambda: weft.put(symmetric, A, 1, world=5),
+        "dtype: pass src.to(torch.float32)": lambda: weft.put(symmetric, A.double(), 1),
+        "dtype: pass a dst of torch.float32": lambda: weft.get(A.double(), symmetric, 1),
     }
     if world.rank == 0:
         made = world.executor.calls

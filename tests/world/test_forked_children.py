@@ -16,6 +16,11 @@ from support.ranks import die, group, on_ranks, start
 
 import weft
 
+OF_ITS_OWN = (
+    ": a forked child makes a world of its own, or none; call from the parent, or start children "
+    'by spawn, as DataLoader(multiprocessing_context="spawn") does'
+)
+
 
 def end():
     """End this process as a program ends, with all of Python's finalizers."""
@@ -58,7 +63,7 @@ def forks(world):
         **({} if handle is None else {"a handle": handle.wait}),
         "close": world.close,
     }
-    own = f"WeftError: this world belongs to process {os.getpid()}: a forked child makes a world of its own, or none"
+    own = f"WeftError: this world belongs to process {os.getpid()}{OF_ITS_OWN}"
     texts, code = forked(*calls.values())
     assert dict(zip(calls, texts, strict=True)) == dict.fromkeys(calls, own) | {"close": "None"}
     assert code == 0
@@ -125,7 +130,7 @@ def forks_with_a_group(_):
         "send": lambda: dist.send(torch.ones(2), 1 - dist.get_rank()),
         "destroy": dist.destroy_process_group,
     }
-    own = f"WeftError: this world belongs to process {os.getpid()}: a forked child makes a world of its own, or none"
+    own = f"WeftError: this world belongs to process {os.getpid()}{OF_ITS_OWN}"
     texts, code = forked(*calls.values())
     assert dict(zip(calls, texts, strict=True)) == dict.fromkeys(calls, own) | {"destroy": "None"}
     assert code == 0

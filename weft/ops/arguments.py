@@ -81,7 +81,11 @@ def check_weight(a: Tensor, b: Weight, world: World, k: int | None = None) -> No
             + (f": pass {turned} if b is (N, K), as nn.Linear.weight is" if k == b.shape[1] else "")
         )
     if a.dtype != b.dtype:
-        raise TypeError(f"a is {name(a.dtype)} and b {name(b.dtype)}; they must have one dtype")
+        converted = "b.to(a.dtype)" if isinstance(b, Tensor) else f"a.to({b.dtype})"
+        raise TypeError(
+            f"a is {name(a.dtype)} and b {name(b.dtype)}; they must have one dtype: pass "
+            f"{converted}"
+        )
 
 
 def check_out_dtype(dtype: torch.dtype, out_dtype: torch.dtype | None) -> torch.dtype:
@@ -220,7 +224,8 @@ def check_matrix(a: Tensor, world: World, dtypes: Sequence[torch.dtype] = FACTOR
     check_input(a, "a", world, dtypes)
     if a.dim() < 2:
         raise ValueError(
-            f"a must have at least 2 dimensions, (rows, …, K); got shape {tuple(a.shape)}"
+            f"a must have at least 2 dimensions, (rows, …, K); got shape {tuple(a.shape)}: pass "
+            "a.view(1, -1) for one row"
         )
 
 

@@ -97,7 +97,8 @@ def check_routing(x: Tensor, chosen: Tensor, scores: Tensor, experts: Experts) -
         )
     if x.dtype != experts.dtype:
         raise TypeError(
-            f"x is {name(x.dtype)} and the experts {name(experts.dtype)}; they must have one dtype"
+            f"x is {name(x.dtype)} and the experts {name(experts.dtype)}; they must have one "
+            f"dtype: pass x.to({experts.dtype})"
         )
     if chosen.dtype not in (torch.int64, torch.int32):
         raise TypeError(

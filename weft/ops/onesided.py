@@ -475,9 +475,10 @@ def _checked(remote: Tensor, local: Tensor, peer: int, world: Peers | None, put:
             "on one device"
         )
     if remote.dtype != local.dtype:
+        cure = f"pass src.to({remote.dtype})" if put else f"pass a dst of {remote.dtype}"
         raise TypeError(
             f"{there} is {name(remote.dtype)} and {here} {name(local.dtype)}; they must have one "
-            "dtype"
+            f"dtype: {cure}"
         )
     if remote.is_cpu and memory.layouts((remote,)) is None:
         raise TypeError(

@@ -513,7 +513,7 @@ def _check_dtypes(first: Tensor, *others: Tensor) -> None:
         if tensor.dtype != first.dtype:
             raise TypeError(
                 f"all tensors of a collective must have one dtype; got {name(first.dtype)} and "
-                f"{name(tensor.dtype)}"
+                f"{name(tensor.dtype)}: convert one by .to({first.dtype})"
             )
 
 

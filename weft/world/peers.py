@@ -210,7 +210,8 @@ class Peers:
         if self.forked:
             raise WeftError(
                 f"this world belongs to process {self.pids[self.rank]}: a forked child makes a "
-                "world of its own, or none"
+                "world of its own, or none; call from the parent, or start children by spawn, as "
+                'DataLoader(multiprocessing_context="spawn") does'
             )
 
     def failure(self, doing: str) -> WeftError:
