@@ -27,13 +27,14 @@ _TOLD = (PeerTimeout, PeerLost, Excluded, MismatchError, WeftError)
 
 class _Calls:
     """Calls of this process to the doors of `handles`, by rank: `gone` are those of this host that
-    have ended, or have closed their doors.
+    have ended, or have closed their doors, `hung_up` those whose latest call has ended.
     """
 
     def __init__(self, handles: Sequence[Handle], own: Handle) -> None:
         self.addresses = [each.address_from(own.info.host) for each in handles]
         self.open: dict[int, Call] = {}
         self.gone: set[int] = set()
+        self.hung_up: set[int] = set()
         self._again: dict[int, float] = {}  # when a rank whose call has ended may be called again
 
     def call(self, ranks: Iterable[int], request: Request) -> None:
@@ -67,7 +68,10 @@ class _Calls:
             found += [(rank, each) for each in call.answers()]
             if call.gone:
                 self.gone.add(rank)
+            if call.answered:
+                self.hung_up.discard(rank)
             if call.ended:
+                self.hung_up.add(rank)
                 self._again[rank] = call.again
                 self.open.pop(rank).close()
         return found
@@ -79,6 +83,8 @@ class _Calls:
     @property
     def patience(self) -> float:
         """The seconds until a rank may be called again, or at most until the next look."""
+        if any(call.ended for call in self.open.values()):
+            return 0.0
         soonest = min(self._again.values(), default=_FOREVER) - time.monotonic()
         for rank in [rank for rank, at in self._again.items() if at <= time.monotonic()]:
             del self._again[rank]
@@ -198,11 +204,12 @@ class Agreement:
         ranks beside them, which find out whether they are gone; do so for others.
         """
         here = self.hosts[self.rank]
-        self.unknown = (
-            {rank for rank in awaited if self.hosts[rank] != here and not self.calls.answered(rank)}
-            if self.unanswered.passed
-            else set()
-        )
+        awaited_in_vain = {*awaited} if self.unanswered.passed else self.calls.hung_up & {*awaited}
+        self.unknown = {
+            rank
+            for rank in awaited_in_vain
+            if self.hosts[rank] != here and not self.calls.answered(rank)
+        }
         beside = {self.hosts[rank] for rank in self.unknown}
         others = [rank for rank in self._others() if self.hosts[rank] in beside]
         self.calls.call({*awaited, *others, *(self.asked - self.gone)}, self._request())
