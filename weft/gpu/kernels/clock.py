@@ -28,14 +28,16 @@ _host.__triton_builtin__ = True  # type: ignore[attr-defined]
 def nanoseconds():
     """The time, as the warp that executes this reads it: each may get another one."""
     if _target() == "cuda":
-        return tl.inline_asm_elementwise(
+        now = tl.inline_asm_elementwise(
             "mov.u64 $0, %globaltimer;", "=l", [], tl.int64, is_pure=False, pack=1
         )
-    if _target() == "hip":  # ticks of 10 ns; a scalar load, so another counter than vector loads
-        return 10 * tl.inline_asm_elementwise(
+    elif _target() == "hip":  # ticks of 10 ns; a scalar load, so another counter than vector loads
+        now = 10 * tl.inline_asm_elementwise(
             "s_memrealtime $0\n s_waitcnt lgkmcnt(0)", "=s", [], tl.int64, is_pure=False, pack=1
         )
-    return _host()
+    else:
+        now = _host()
+    return now  # one return: Triton 3.9 compiles what follows a branch that returns
 
 
 @triton.jit

@@ -16,6 +16,7 @@ import triton.language as tl
 from weft.gpu.kernels.symmetric import (
     POLLS,
     acquire,
+    all_arrived,
     limit_unless_timed_out,
     look,
     peer_pointer,
@@ -31,7 +32,7 @@ def raise_kernel(counters, bases, rank, peer, start, count, step, value: tl.int6
     """Add `value` to a selection of the peer's counters, or set them to it, after all earlier work
     of this stream.
     """
-    tl.debug_barrier()
+    all_arrived()
     first = peer_pointer(counters, bases, rank, peer)
     at = 0
     while at < count:

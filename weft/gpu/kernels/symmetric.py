@@ -23,7 +23,7 @@ reported as an error. All results after the timeout are invalid.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -188,6 +188,34 @@ def get(dst, src, count, bases, rank, peer, BLOCK: tl.constexpr):
     copy(dst, peer_pointer(src, bases, rank, peer), count, BLOCK)
 
 
+def _needs_write_back(_semantic: Any = None) -> Any:
+    """A constant of kernels: whether they are for a GPU whose releases are not what they should be:
+    AMD's CDNA 3 and 4, for which Triton 3.6 does not wait for the cache to be written back.
+    """
+    options = None if _semantic is None else _semantic.builder.options
+    return tl.constexpr(getattr(options, "arch", None) in ("gfx942", "gfx950"))
+
+
+_needs_write_back.__triton_builtin__ = True  # type: ignore[attr-defined]  # kernels may name it
+
+
+@triton.jit
+def all_arrived():
+    """Synchronize the threads of this program: after it a release of one publishes what all have
+    written.
+    """
+    if _needs_write_back():  # each warp its own
+        tl.inline_asm_elementwise(
+            "buffer_wbl2 sc0 sc1\n s_waitcnt vmcnt(0)\n s_mov_b32 $0, 0",
+            "=s",
+            [],
+            tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    tl.debug_barrier()
+
+
 @triton.jit
 def notify(counter, bases, rank, peer):
     """Add 1 to `counter` on `peer`.
@@ -196,7 +224,7 @@ def notify(counter, bases, rank, peer):
     threads before the notify. To publish writes of other programs, each of them has to arrive
     first; see `last_to_arrive`.
     """
-    tl.debug_barrier()
+    all_arrived()
     tl.atomic_add(peer_pointer(counter, bases, rank, peer), 1, sem="release", scope="sys")
 
 
@@ -209,7 +237,7 @@ def last_to_arrive(ticket, programs):
     size of the grid. All earlier writes of the other programs are visible to the last. `ticket` is
     a local int32, zero between kernels.
     """
-    tl.debug_barrier()
+    all_arrived()
     last = tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == programs - 1
     if last:
         tl.atomic_xchg(ticket, 0, sem="relaxed", scope="gpu")
