@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from weft import trust
+from weft.outside import read_text
 from weft.version import __version__
 
 PROFILE = "machine"
@@ -102,9 +103,9 @@ def stored(name: str, fits: Fits) -> Any:
     try:
         path = _path(name)
         trust.check_file(path)
-        value = json.loads(path.read_text())
+        value = json.loads(read_text(path))
         return value if fits(value) else None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
+from weft.outside import printable
 from weft.plan.trace import Span, Trace
 from weft_bench import tables
 
@@ -39,6 +40,8 @@ neither computations nor copies between GPUs.
 _PERSISTENT = r"all_gather_matmul_kernel"
 """weft's kernel that multiplies rows as they arrive: it waits for them, too."""
 
+_MOST_BYTES = 1 << 30
+"""Of a trace, unpacked."""
 _KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
 _COPIES = "CUPTI_ACTIVITY_KIND_MEMCPY"
 
@@ -55,7 +58,7 @@ def read(file: Path) -> Trace | None:
     """
     try:
         found = _spans(file)
-    except (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError):
+    except (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         return None
     if found is None:
         return None
@@ -64,7 +67,7 @@ def read(file: Path) -> Trace | None:
         raise ValueError(
             f"{file} has no work of a GPU: profile with ProfilerActivity.CUDA, or nsys --trace cuda"
         )
-    return Trace(file.name, tuple(spans))
+    return Trace(printable(file.name), tuple(spans))
 
 
 def _spans(file: Path) -> Iterator[Span] | None:
@@ -73,9 +76,10 @@ def _spans(file: Path) -> Iterator[Span] | None:
         begins = opened.read(16)
     if begins == b"SQLite format 3\0":
         return _of_nsight(file)
-    content = file.read_bytes()
-    if begins.startswith(b"\x1f\x8b"):
-        content = gzip.decompress(content)
+    with (gzip.open if begins.startswith(b"\x1f\x8b") else open)(file, "rb") as opened:
+        content = opened.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise ValueError(f"{file} has more than {_MOST_BYTES} bytes, the most that weft reads")
     found = json.loads(content.decode("utf-8"))
     if not isinstance(found, dict) or "deviceProperties" not in found:
         return None
@@ -90,7 +94,8 @@ def _of_torch(events: Sequence[dict[str, Any]]) -> Iterator[Span]:
         name, of = event["name"], event["args"]
         start = round(1e3 * float(event["ts"]))
         stop = start + round(1e3 * float(event["dur"]))
-        yield Span(int(of["device"]), f"stream {of['stream']}", kind_of(name), name, 0, start, stop)
+        lane = printable(f"stream {of['stream']}")
+        yield Span(int(of["device"]), lane, kind_of(name), name, 0, start, stop)
 
 
 def _of_nsight(file: Path) -> Iterator[Span]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.text import Text
 
 from weft.measure.timing import session
@@ -68,7 +69,7 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
             same = compared is None or row["implementation"] == against
             table.add_row(
                 head,
-                _named(row),
+                escape(_named(row)),
                 _short(row["time_us"]["median"]),
                 _short(row["time_us"]["p99"]),
                 f"{row['algbw_gbps']:.1f}",

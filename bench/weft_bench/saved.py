@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from weft.outside import parsed, read_text
 from weft.plan.trace import Trace, from_perfetto
 from weft_bench import tables
 from weft_bench.benchmarks import Result
 
+MOST_BYTES = 1 << 30
+"""Of a result or a trace that is read."""
 _PASSING = {"waited_for_core_percent"}
 """Entries of a machine that differ in every run."""
 
@@ -75,10 +77,9 @@ def load_traces(file: Path) -> list[Trace]:
 
 
 def _json(file: Path) -> Any:
+    text = read_text(file, MOST_BYTES)
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
+        return parsed(text)
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error}") from None
 

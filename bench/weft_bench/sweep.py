@@ -251,10 +251,11 @@ def _print_rows(rows: Sequence[dict[str, Any]], console: Console, p99: bool) -> 
     for place in places:
         columns += [f"{'in' if place else 'out of'} place\nus", *(["\np99 us"] if p99 else [])]
         columns += ["algbw\nGB/s", "busbw\nGB/s", "\n#wrong"]
-    table = tables.table([*columns, *(f"\nvs {escape(name)}" for name in baselines)])
+    table = tables.table([*columns, *(f"\nvs {name}" for name in baselines)])
     for _, of_size in groupby(rows, key=lambda row: row["size_bytes"]):
         found = {(row["implementation"], row["in_place"]): row for row in of_size}
-        head = [str(next(iter(found.values()))[key]) for key in ("size_bytes", "count", "dtype")]
+        case = next(iter(found.values()))
+        head = [escape(str(case[key])) for key in ("size_bytes", "count", "dtype")]
         for name in dict.fromkeys(name for name, _ in found):
             cells = [cell for place in places for cell in _cells(found.get((name, place)), keys)]
             first = next(place for place in places if (name, place) in found)

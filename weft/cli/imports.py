@@ -4,7 +4,6 @@ changed as weft's own.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +15,7 @@ from weft.cli.options import refuse
 from weft.cli.tables import table
 from weft.formats.mscclpp.reader import Imported, read
 from weft.measure.progress import progress
+from weft.outside import read_json
 from weft.plan.language import show as show_plan
 from weft.plan.ordinary import ordinary
 from weft.plan.proof import problems, runs
@@ -95,10 +95,7 @@ def import_plan(
 
 def _read(file: Path, collective: str | None) -> Imported:
     with options.refusing(str(file)):
-        try:
-            return read(json.loads(file.read_text()), collective)
-        except OSError as error:
-            raise ValueError(error.strerror) from None
+        return read(read_json(file), collective)
 
 
 def _execute(plan: Imported) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from weft.cli.values import (
     positive,
     product,
 )
+from weft.outside import read_json
 from weft.predict import COLLECTIVES, answers, candidates, copies, trace, workload
 from weft.predict import machine as profiles
 from weft.predict import overlap as concurrent
@@ -232,7 +232,7 @@ class Question:
         if not self.compare:
             return self, None
         try:
-            found: dict[str, Any] = json.loads(self.compare.read_text())
+            found: dict[str, Any] = read_json(self.compare)
         except (OSError, ValueError) as error:
             refuse("--compare", f"cannot read {self.compare}: {error}")
         if "times_ms" not in found or found.get("benchmark") != self.operator:

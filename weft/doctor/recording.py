@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from weft.outside import read_json
 from weft.world import flight
 from weft.world.wire import convert
 
@@ -92,7 +92,7 @@ def _worlds(files: Iterable[Path]) -> Iterator[FlightRecording]:
     by_world = dict[str, dict[int, Any]]()
     for file in files:
         try:
-            record = json.loads(file.read_text())
+            record = read_json(file)
             by_world.setdefault(record["world"], {})[record["rank"]] = record
         except (LookupError, TypeError):
             raise ValueError(

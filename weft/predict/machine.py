@@ -21,6 +21,7 @@ else:
     import tomli as tomllib
 
 import weft.cache as cache
+from weft.outside import parsed, read_text
 from weft.predict.cores import CoreGroup, Cores
 from weft.predict.interpolation import RateGrid
 from weft.predict.rates import ITEMSIZE, passing
@@ -319,4 +320,5 @@ def _grid(figures: Mapping[str, Any] | None) -> RateGrid | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return tomllib.loads(path.read_text())
+    found: dict[str, Any] = parsed(read_text(path), tomllib.loads)
+    return found

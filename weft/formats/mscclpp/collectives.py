@@ -26,6 +26,20 @@ def whole(given: object, what: str, least: int = 0, stop: int | None = None) -> 
     return given
 
 
+MOST_RANKS = 256
+MOST_ROWS = 1 << 22  # of all ranks
+MOST_OPERATIONS = 100_000
+MOST_CHANNELS = 5000  # of a rank
+MOST_TOGETHER = 1000  # operations of a thread block before its threads meet
+MOST_DEFECTS = 1000
+
+
+def at_most(number: int, most: int, what: str) -> None:
+    """Raise `ValueError` for more of a file than weft reads, before it is expanded."""
+    if number > most:
+        raise ValueError(f"it has {number} {what}, and weft reads at most {most}")
+
+
 class Shape(NamedTuple):
     """A collective on a number of ranks, each with `rows` in the input and `out_rows` in the
     output, which are one buffer if it is `inplace`.

@@ -8,7 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from weft.formats.mscclpp.blocks import ASIDE, Block, Placed, aside
-from weft.formats.mscclpp.collectives import INPUT, OUTPUT, REGISTERS, SCRATCH, Shape, whole
+from weft.formats.mscclpp.collectives import (
+    INPUT,
+    MOST_DEFECTS,
+    MOST_TOGETHER,
+    OUTPUT,
+    REGISTERS,
+    SCRATCH,
+    Shape,
+    at_most,
+    whole,
+)
 from weft.plan import Copy, Instruction, Notify, Reduce, Region, Signal, Wait
 from weft.plan import reads as reads_of
 from weft.plan import writes as writes_of
@@ -182,6 +192,7 @@ class _Operation:
                 "others send packets, or have signalled"
             )
         placed = [Placed(each, self.at) for each in moves]
+        at_most(len(self.block.moves), MOST_TOGETHER, f"operations together ({self.place})")
         found = [each for instruction in moves for each in self.conflicts(instruction)]
         after = next(filter(self.block.aside_of.__contains__, self.same_threads(moves)), None)
         packets = any(self.flagged(src) for each in moves for src in reads_of(each))
@@ -189,6 +200,7 @@ class _Operation:
             self.block.aside(placed, after)
         else:
             self.reading.defects += found
+            at_most(len(self.reading.defects), MOST_DEFECTS, "defects")
             self.block.lane += placed
         self.block.moves += placed
 

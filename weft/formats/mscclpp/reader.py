@@ -17,10 +17,15 @@ from weft.formats.mscclpp.collectives import (
     BOTH,
     COLLECTIVES,
     INPUT,
+    MOST_CHANNELS,
+    MOST_OPERATIONS,
+    MOST_RANKS,
+    MOST_ROWS,
     OUTPUT,
     REGISTERS,
     SCRATCH,
     Shape,
+    at_most,
     whole,
 )
 from weft.formats.mscclpp.operations import PACKETS, Channel, Json, Rank, Reading, place
@@ -100,6 +105,7 @@ class _Reader:
     ) -> None:
         self.file, self.gpus, self.result = file, file["gpus"], result
         self.ranks = len(self.gpus)
+        at_most(self.ranks, MOST_RANKS, "ranks")
         if [gpu["id"] for gpu in self.gpus] != [*range(self.ranks)] or not self.ranks:
             raise ValueError("its gpus are not numbered from 0 on")
         operations = [
@@ -109,6 +115,7 @@ class _Reader:
             for operation in block["ops"]
         ]
         self.size = len(operations)
+        at_most(self.size, MOST_OPERATIONS, "operations")
         for operation in operations:
             if why := _REFUSED.get(operation["name"]):
                 raise ValueError(f"weft has no words for {operation['name']!r}: {why}")
@@ -125,6 +132,10 @@ class _Reader:
                 if "tbg_info" in each
             )
         )
+        every = sum(
+            chunks(gpu, buffer) for gpu in self.gpus for buffer in ("input", "output", "scratch")
+        )
+        at_most(every * self.unit, MOST_ROWS, "chunks and parts of them")
         name = collective or file["collective"]
         if name not in COLLECTIVES and result is None:
             raise ValueError(
@@ -154,6 +165,7 @@ class _Reader:
                 raise ValueError(f"weft has no words for channels of the type {kind!r}")
             for given in each["connected_to"]:
                 peer = whole(given, f"rank {gpu['id']}: the peer of a channel", 0, self.ranks)
+                at_most(len(found[kind]) + 1, MOST_CHANNELS, f"channels of rank {gpu['id']}")
                 number = sum(other.peer == peer for other in found[kind])
                 found[kind].append(Channel(kind, peer, number))
         return found
@@ -175,6 +187,7 @@ class _Reader:
             copies = 1 + bool(self.file.get("use_double_scratch_buffer"))
             buffers[SCRATCH] = Buffer("private", scratch, copies=copies, flagged=reading.flagged)
         if reading.registers:
+            at_most(reading.registers.total(), MOST_ROWS, "chunks and parts of them in registers")
             registers = tuple(reading.registers[rank] for rank in range(self.ranks))
             buffers[REGISTERS] = Buffer("private", registers)
         plan = Plan(
