@@ -22,6 +22,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def printable_lines(text: str) -> str:
+    """As `printable`, but for line breaks."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
 def read_text(path: Path, most: int = MOST_BYTES) -> str:
     """The text of a file. Raises `ValueError` if it has more than `most` bytes, or cannot be
     read as text.

@@ -1,63 +1,87 @@
-"""Many courses of the agreement on who goes on: the ranks run `weft.world.agreement` as it is, over a
-network, a clock and deaths that a seed decides, in one thread.
+"""Many courses of worlds that follow each other: processes run `weft.world.renewal` and `.agreement` as
+they are, over a network, a clock and deaths that a seed decides, in one thread.
 
-Each rank is a greenlet, which goes on with the others wherever it would wait. A message arrives at any later
-time, or not before a partition heals; a host's firewall drops or refuses; a rank dies, is suspended for a
-while, or comes late. A world that was decided is made if all of its ranks adopt the decision.
+Each process is a greenlet, which goes on with the others wherever it would wait. A message arrives at any
+later time, or not before a partition heals; firewalls drop or refuse; a process dies, is suspended for a
+while, or comes late. A rank has made a world once all of its ranks have come to make it, as far as this
+one can see then: so it may be made for some, and not for others.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from unittest import mock
 
 from greenlet import getcurrent, greenlet
 
-from weft.errors import Excluded, PeerTimeout
-from weft.world import agreement, talk
-from weft.world.agreement import Agreement
+from weft.errors import PeerLost, PeerTimeout, WeftError
+from weft.world import agreement, renewal, talk
 from weft.world.door import Handle
 from weft.world.listener import Address
 from weft.world.membership import Membership
 from weft.world.rendezvous import RankInfo
 
 LIMIT = 20.0
-"""The time limit of a rank that shrinks, in the seconds of the clock."""
+"""The time limit of ranks, in the seconds of the clock."""
+_EVENTS = 120.0  # seconds in which there are any
+_END = 1500.0
+_NOTHING = frozenset[int]()
 
 
-@dataclass
 class Door:
-    """The door of rank `number`; `decision` is what a kept door answers."""
+    """The door of the process that runs now; `decision` is what it answers once it is kept."""
 
-    number: int
-    host: int
-    open: bool = True
-    waiting: list = field(default_factory=list)  # connections
-    decision: object = None
+    def __init__(self, backend: object = None, process: greenlet | None = None) -> None:
+        self.process = getcurrent() if process is None else process
+        self.course = self.process.course
+        self.number = next(self.course.numbers)
+        self.course.doors[self.number] = self
+        self.open = True
+        self.waiting: list[Connection] = []
+        self.kept: Visitors | None = None
+        self.decision: object = None
+        secret = self.number.to_bytes(16, "little")
+        here, outside = (Address(f"door {self.number}", port, secret) for port in (0, 1))
+        info = RankInfo(self.process.number, f"host {self.process.host}", here, _NOTHING, 1)
+        self.handle = Handle(info, outside)
 
     @property
-    def handle(self) -> Handle:
-        here = Address(f"door {self.number}", 0, bytes([self.number]) * 16)
-        outside = Address(f"door {self.number}", 1, bytes([self.number]) * 16)
-        cores = frozenset[int]()
-        return Handle(RankInfo(self.number, f"host {self.host}", here, cores, 1), outside)
-
-    @property
-    def listeners(self) -> list:
+    def listeners(self) -> list[Door]:
         return [self]
+
+    def open_if_possible(self, rank: int) -> None:
+        """Processes are on hosts that reach each other."""
+
+    def close(self) -> None:
+        self.open = False
+
+    def serve(self) -> None:
+        """Answer those who come to a kept door."""
+        if self.kept is not None and self.open and self.process.awake:
+            for visitor in self.kept.hear():
+                visitor.send(talk.Answer(self.decision))
+
+
+class Kept:
+    """As `weft.world.agreement.Kept`; `Course` is its thread."""
+
+    def __init__(self, door: Door, decision: object) -> None:
+        self.door = door
+        door.kept, door.decision = Visitors([door]), decision
+
+    def close(self) -> None:
+        self.door.close()
 
 
 class Connection:
-    """A connection between the doors of two processes: what is under way in each direction."""
+    """A connection of a process to a door: what is under way in each direction."""
 
-    def __init__(self, course: Course, caller: int, called: Door) -> None:
-        self.course, self.hosts = course, (course.hosts[caller], called.host)
-        self.called = called
-        self.accepted = False
-        self.ended = False
-        self.ways: tuple[list, list] = ([], [])  # to the called one, to the caller
+    def __init__(self, caller: greenlet, door: Door) -> None:
+        self.course, self.hosts = door.course, (caller.host, door.process.host)
+        self.accepted = self.ended = False
+        self.ways: tuple[list, list] = ([], [])  # to the door, from it
 
     def arrived(self, way: int) -> list:
         """Some of what is under way."""
@@ -73,8 +97,8 @@ class Call:
     """As `weft.world.talk.Call`."""
 
     def __init__(self, address: Address) -> None:
-        self.course = getcurrent().course
-        self.own = getcurrent().number
+        self.process = getcurrent()
+        self.course = self.process.course
         self.door = self.course.doors[int(address.host.split()[1])]
         self.here = not address.port
         self.connected = self.gone = self.answered = self.ended = False
@@ -84,26 +108,27 @@ class Call:
     def advance(self) -> bool:
         if self.connected or self.ended:
             return False
-        course = self.course
-        way = "open" if self.here else course.between(course.hosts[self.own], self.door.host)
+        way = self.course.between(self.process.host, self.door.process.host)
         if self.link is None and way == "open" and self.door.open:
-            self.link = Connection(course, self.own, self.door)
+            self.link = Connection(self.process, self.door)
             self.door.waiting.append(self.link)
         elif self.link is None and (way == "refuses" or (way == "open" and not self.door.open)):
-            self.ended = True
-            self.gone = self.here or course.believes_refusals
-            self.again = course.now + 0.1
-        if self.link is not None and self.link.accepted:
+            self._end(self.here or self.course.believes_refusals)
+        elif self.link is not None and self.link.accepted:
             self.connected = True
         self._look()
         return self.connected
 
     def _look(self) -> None:
-        if self.link is not None and (self.link.ended or not self.door.open):
-            if self.here and not self.door.open:
-                self.gone = self.ended = True
-            elif self.link.ended and not self.link.ways[1]:
-                self.ended = True
+        if self.link is not None and self.here and not self.door.open:
+            self._end(gone=True)
+        elif self.link is not None and self.link.ended and not self.link.ways[1]:
+            self._end(gone=False)
+
+    def _end(self, gone: bool) -> None:
+        self.ended = True
+        self.gone = self.gone or gone
+        self.again = self.course.now + 0.1
 
     def send(self, message: object) -> None:
         if self.link is not None:
@@ -148,7 +173,7 @@ class Visitor:
 class Visitors:
     """As `weft.world.talk.Visitors`."""
 
-    def __init__(self, listeners: list, ranks: int = 0) -> None:
+    def __init__(self, listeners: list[Door], ranks: int = 0) -> None:
         [self.door] = listeners
         self.all: list[Visitor] = []
 
@@ -169,69 +194,201 @@ class Visitors:
             each.close()
 
 
+class World:
+    """A world as one of its processes sees it; `key` are the doors of all, by which it is the same."""
+
+    def __init__(self, rank: int, handles: list[Handle], door: Door) -> None:
+        self.rank, self.handles, self.door = rank, handles, door
+        self.key = tuple(int(each.info.address.host.split()[1]) for each in handles)
+
+
+class Process(greenlet):
+    """A process of a course: it makes calls in its world, until it has lost a rank of it."""
+
+    def __init__(self, course: Course, number: int, host: int) -> None:
+        super().__init__(self.live)
+        self.course, self.number, self.host = course, number, host
+        self.suspended = 0.0  # until then
+        self.died = False
+        self.said = ""
+        self.world: World | None = None
+        self.membership: Membership | None = None
+        self.joins = False
+
+    @property
+    def awake(self) -> bool:
+        return not self.died and self.suspended <= self.course.now
+
+    @property
+    def runs(self) -> bool:
+        return self.awake and not self.dead
+
+    def live(self) -> None:
+        try:
+            if self.joins:
+                self.made(
+                    *renewal.join(self.course.invitation(), LIMIT, LIMIT, None, self.make)[:1]
+                )
+            while True:
+                if self.world is not None:
+                    self.use()
+                assert self.membership is not None
+                joiners = self.course.joiners if self.world is None else 0
+                self.world = None
+                world, _ = renewal.renew(
+                    self.membership, joiners, LIMIT, None, self.make, self.adopt, ()
+                )
+                self.made(world)
+        except WeftError as error:
+            self.said = f"{type(error).__name__}: {error}"
+            self.world = None
+            for door in self.course.doors.values():
+                if door.process is self and not door.kept:
+                    door.close()
+
+    def adopt(self, membership: Membership) -> None:
+        self.membership = membership
+
+    def made(self, world: World) -> None:
+        self.world = world
+        self.membership = Membership.of_made(str(world.key), world.rank, world.handles, world.door)
+
+    def use(self) -> None:
+        """Return once a rank of the world is lost to this one."""
+        assert self.world is not None
+        while all(self.course.reaches(self, door) for door in self.world.key):
+            getcurrent().parent.switch()
+        until = self.course.now + self.course.random.uniform(0, LIMIT)
+        while self.course.now < until:
+            getcurrent().parent.switch()
+
+    def make(self, known: renewal.Known, door: Door) -> World:
+        """Make a world of ranks with these handles, or raise."""
+        course, world = self.course, World(known.rank, known.handles, door)
+        come = course.making.setdefault(world.key, {})
+        come[door.number] = "has come"
+        until = course.now + LIMIT
+        try:
+            while True:
+                if all(
+                    come.get(each) in ("has come", "has made")
+                    and course.between(self.host, course.doors[each].process.host) == "open"
+                    for each in world.key
+                ):
+                    come[door.number] = "has made"
+                    course.change_network(0.2)  # the worst moment: others have not made it
+                    return world
+                if any(come.get(each) == "failed" for each in world.key):
+                    raise PeerLost("it gave up")
+                if course.now > until:
+                    raise PeerTimeout("some have not come")
+                getcurrent().parent.switch()
+        finally:
+            if come[door.number] != "has made":
+                come[door.number] = "failed"
+
+
 class Course:
-    """One course of events among ranks on these `hosts`, decided by a seed. `made` has the ranks of each
-    world that was made in place of the first, `beside` those of a world that was made while a rank of
-    another one lived.
+    """One course of events among ranks on these `hosts`, and as many `joiners`, decided by a seed.
+
+    `worlds` are those of which all ranks were in it at some time, by their doors, `beside` two of them at
+    one time.
     """
 
-    def __init__(self, hosts: list[int], seed: int, believes_refusals: bool = False) -> None:
+    def __init__(
+        self, hosts: list[int], seed: int, joiners: int = 0, believes_refusals: bool = False
+    ) -> None:
         self.random = random.Random(seed)
-        self.hosts = hosts
         self.believes_refusals = believes_refusals
+        self.joiners = joiners
         self.now = 0.0
+        self.numbers = itertools.count()
         self.ways: dict[frozenset[int], str] = {}
-        self.doors = {rank: Door(rank, host) for rank, host in enumerate(hosts)}
-        self.made: list[list[int]] = []
-        self.beside: list[list[int]] = []
-        self.said: dict[int, object] = {}  # how each rank ended
-        self.adopted: dict[int, object] = {}
-        self.suspended: dict[int, float] = {}
-        handles = [door.handle for door in self.doors.values()]
-        self.ranks: dict[int, greenlet] = {}
-        for rank in self.doors:
-            each = greenlet(self._shrink)
-            each.course, each.number = self, rank
-            self.ranks[rank] = each
-        self.memberships = {
-            rank: Membership.of_made("first", rank, handles, door)
-            for rank, door in self.doors.items()
-        }
+        self.doors: dict[int, Door] = {}
+        self.making: dict[tuple[int, ...], dict[int, str]] = {}
+        self.worlds: set[tuple[int, ...]] = set()
+        self.beside: list[object] = []
+        self.hosts = sorted({*hosts})
+        self.processes = [Process(self, number, host) for number, host in enumerate(hosts)]
+        doors = [Door(process=each) for each in self.processes]
+        self.first = [door.handle for door in doors]
+        for rank, (process, door) in enumerate(zip(self.processes, doors, strict=True)):
+            process.membership = Membership.of_made("first", rank, self.first, door)
+        for number in range(joiners + bool(joiners)):  # one is too many, and comes late
+            process = Process(self, len(hosts) + number, self.random.choice(self.hosts))
+            process.joins = True
+            process.suspended = 10.0 * (number == joiners)
+            self.processes.append(process)
+
+    def invitation(self) -> list[Handle]:
+        return self.first
 
     def between(self, one: int, other: int) -> str:
         return "open" if one == other else self.ways.get(frozenset((one, other)), "open")
 
+    def reaches(self, process: Process, door: int) -> bool:
+        """Whether a process reaches another one in its world, or one that is making it still."""
+        other = self.doors[door].process
+        assert process.world is not None
+        makes = self.making[process.world.key].get(door) == "has come"
+        in_it = other.world is not None and other.world.key == process.world.key
+        return (
+            not other.died and (makes or in_it) and self.between(process.host, other.host) == "open"
+        )
+
     def run(self) -> Course:
-        """The course, at whose end all ranks have gone on, stopped or died."""
-        clock = SimpleNamespace(monotonic=lambda: self.now)
+        """The course, until nothing changes any more."""
         with (
             mock.patch.multiple(
                 agreement,
                 Call=Call,
                 Visitors=Visitors,
                 poll=lambda polled, seconds: getcurrent().parent.switch(),
-                time=clock,
+                time=SimpleNamespace(monotonic=lambda: self.now),
             ),
+            mock.patch.multiple(renewal, Door=Door, Kept=Kept),
             mock.patch.object(agreement._native, "Deadline", self._deadline),
         ):
             self._begin()
-            while True:
-                alive = [rank for rank, each in self.ranks.items() if not each.dead]
-                if not alive:
-                    return self
-                self._event(alive)
-                awake = [
-                    rank
-                    for rank in alive
-                    if not self.ranks[rank].dead and self.suspended.get(rank, 0) <= self.now
-                ]
-                if awake:
-                    self.ranks[self.random.choice(awake)].switch()
-                self.now += self.random.choice((0.001, 0.01, 0.1))
+            while self.now < _END and not self.beside:
+                left = [each for each in self.processes if not (each.dead or each.died)]
+                if not left or (self.now > _EVENTS and self._settled(left)):
+                    break
+                if self.now < _EVENTS:
+                    self._event(left)
+                if awake := [each for each in left if each.runs]:
+                    self.random.choice(awake).switch()
+                    self._look()
+                for door in self.doors.values():
+                    door.serve()
+                self.now += self.random.choice((0.001, 0.01, 0.1, 0.1))
+        return self
+
+    def _settled(self, left: list[Process]) -> bool:
+        return all(
+            each.world is not None and all(self.reaches(each, door) for door in each.world.key)
+            for each in left
+        )
+
+    def _look(self) -> None:
+        """Note the worlds of which all ranks are in it now."""
+        held = {each.world.key for each in self.processes if each.world and not each.died}
+        whole = [
+            key
+            for key in held
+            if all(
+                (process := self.doors[door].process).world is not None
+                and process.world.key == key
+                and not process.died
+                for door in key
+            )
+        ]
+        self.worlds.update(whole)
+        if len(whole) > 1:
+            self.beside = whole
 
     def _deadline(self, seconds: float) -> object:
-        until = self.now + seconds
-        course = self
+        until, course = self.now + seconds, self
 
         class Deadline:
             passed = property(lambda self: course.now > until)
@@ -240,81 +397,32 @@ class Course:
 
     def _begin(self) -> None:
         """Losses at the beginning: some ranks have died, come late, or are cut off."""
-        for rank in self.doors:
+        for each in self.processes:
             fate = self.random.random()
-            if fate < 0.25:
-                self._die(rank)
-            elif fate < 0.4:
-                self.suspended[rank] = self.now + self.random.choice((1.0, 30.0, 70.0))
-        self._change_network(0.5)
+            if fate < 0.12:
+                self._die(each)
+            elif fate < 0.24 and not each.suspended:
+                each.suspended = self.random.choice((1.0, 30.0, 70.0))
+        self.change_network(0.25)
 
-    def _event(self, alive: list[int]) -> None:
+    def _event(self, left: list[Process]) -> None:
         chance = self.random.random()
         if chance < 0.0005:
-            self._die(self.random.choice(alive))
+            self._die(self.random.choice(left))
         elif chance < 0.001:
-            self.suspended[self.random.choice(alive)] = self.now + self.random.choice((1.0, 50.0))
-        elif chance < 0.002:
-            self._change_network(0.3)
+            process = self.random.choice(left)
+            process.suspended = self.now + self.random.choice((1.0, 50.0))
+        elif chance < 0.003:
+            self.change_network(0.3)
 
-    def _change_network(self, chance: float) -> None:
-        numbers = sorted({*self.hosts})
-        for one in numbers:
-            for other in numbers[:one]:
-                bad = self.random.random() < chance
-                way = self.random.choice(("drops", "refuses")) if bad else "open"
-                self.ways[frozenset((one, other))] = way
+    def change_network(self, chance: float) -> None:
+        for one, other in itertools.combinations(self.hosts, 2):
+            bad = self.random.random() < chance
+            way = self.random.choice(("drops", "refuses")) if bad else "open"
+            self.ways[frozenset((one, other))] = way
 
-    def _die(self, rank: int) -> None:
-        self.doors[rank].open = False
-        self.ranks[rank] = SimpleNamespace(dead=True)
-        self.adopted.pop(rank, None)
-        self.said[rank] = "died"
-
-    def _shrink(self) -> None:
-        number = getcurrent().number
-        membership, door = self.memberships[number], self.doors[number]
-        try:
-            decision = Agreement(membership, door.handle, 0, LIMIT).run()
-        except (PeerTimeout, Excluded) as error:
-            door.open = False
-            self.said[number] = error
-            return
-        self.said[number] = decision
-        self._make(number, decision)
-
-    def _make(self, number: int, decision: object) -> None:
-        """Adopt a decision, and answer by it, until all of its ranks have or the time is over."""
-        door, until = self.doors[number], self.now + LIMIT
-        door.decision = decision
-        self.adopted[number] = decision
-        kept = Visitors(door.listeners)
-        ranks = [each.info.pid for each in decision.handles]
-        while self.now < until:
-            for visitor in kept.hear():
-                visitor.send(talk.Answer(decision))
-            if sorted(ranks) in self.made:
-                break
-            if all(
-                self.adopted.get(each) is decision or self._equal(each, decision) for each in ranks
-            ) and all(
-                self.between(self.hosts[each], self.hosts[number]) == "open" for each in ranks
-            ):
-                if any(self.said[each] != "died" for made in self.made for each in made):
-                    self.beside.append(sorted(ranks))
-                self.made.append(sorted(ranks))
-            getcurrent().parent.switch()
-        if sorted(ranks) not in self.made:
-            door.open = False
-            return
-        if not decision.doubtful:
-            door.open = False
-            return
-        while self.now < until + 200:  # a door that is kept, while others may come back
-            for visitor in kept.hear():
-                visitor.send(talk.Answer(decision))
-            getcurrent().parent.switch()
-
-    def _equal(self, rank: int, decision: object) -> bool:
-        theirs = self.adopted.get(rank)
-        return theirs is not None and theirs.name == decision.name
+    def _die(self, process: Process) -> None:
+        process.died = True
+        for door in self.doors.values():
+            if door.process is process:
+                door.close()

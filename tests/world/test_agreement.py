@@ -1,4 +1,4 @@
-"""One world at most goes on: many courses of deaths, suspensions and firewalls, in which the ranks run the
+"""One world at most goes on: many courses of deaths, suspensions and firewalls, in which processes run the
 agreement as it is; and the page says what the code says.
 """
 
@@ -10,34 +10,37 @@ from pathlib import Path
 import pytest
 from support.agreements import Course
 
-import weft.world.membership as membership
+from weft.world import membership
 
 LAYOUTS = [
-    [0, 0, 0],
-    [0, 1],
-    [0, 1, 2],
-    [0, 0, 1],
-    [0, 1, 1],
-    [0, 0, 1, 1],
-    [0, 1, 1, 0],
-    [0, 1, 0, 2, 1],
+    ([0, 0, 0], 0),
+    ([0, 1], 0),
+    ([0, 1], 2),
+    ([0, 1, 2], 0),
+    ([0, 0, 1], 1),
+    ([0, 1, 1], 0),
+    ([0, 0, 1, 1], 0),
+    ([0, 1, 1, 0], 1),
+    ([0, 1, 0, 2, 1], 0),
 ]
-"""The hosts of ranks."""
-SEEDS = [
-    pytest.param(range(20), id="20"),
-    pytest.param(range(20, 500), id="480", marks=pytest.mark.slow),
-]
+"""The hosts of ranks, and how many processes join them."""
 
 
-@pytest.mark.parametrize("seeds", SEEDS)
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
-def test_one_world_at_most_goes_on(hosts, seeds):
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param(range(12), id="12"),
+        pytest.param(range(12, 300), id="288", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize(("hosts", "joiners"), LAYOUTS)
+def test_one_world_at_most_goes_on(hosts, joiners, seeds):
     made = 0
     for seed in seeds:
-        course = Course(hosts, seed).run()
-        assert not course.beside, (seed, course.made, course.said)
-        made += len(course.made)
-    assert made > len(seeds) / 4  # not all courses are failures
+        course = Course(hosts, seed, joiners).run()
+        assert not course.beside, (seed, course.beside)
+        made += bool(course.worlds)
+    assert made > len(seeds) / 6  # not all courses are failures
 
 
 def test_two_go_on_where_a_refusal_is_taken_for_the_end_of_a_rank():

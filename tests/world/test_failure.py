@@ -490,3 +490,18 @@ def suspended(world):
 
 def test_a_suspended_job_continues():
     assert on_ranks(suspended, 2) == [True, True]
+
+
+def says(world, text):
+    """Rank 1 fails with a text that a terminal would obey."""
+    if world.rank == 1:
+        raise ValueError(text)
+    weft.barrier(world)
+
+
+def test_the_text_of_a_peer_is_printed_as_one():
+    text = "lost\x1b[2K\rverified: 100 %"
+    first, _ = start(says, 2, text)
+    assert isinstance(first.error, weft.PeerLost), first.trace
+    assert "lost\\x1b[2K\\rverified" in str(first.error)
+    assert "\x1b" not in str(first.error)

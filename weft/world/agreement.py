@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import weft._native as _native
 from weft.errors import Excluded, MismatchError, PeerLost, PeerTimeout, WeftError
+from weft.outside import printable_lines
 from weft.version import __version__
 from weft.world.door import Door, Handle
 from weft.world.lanes import started
@@ -339,7 +340,7 @@ def outcome(answer: Answer) -> Decision | None:
     """The decision of an answer, if it has one. Raises the error that ends the attempt."""
     if answer.error:
         kind = next((each for each in _TOLD if each.__name__ == answer.error), WeftError)
-        raise kind(answer.text)
+        raise kind(printable_lines(answer.text))
     found: Decision | None = answer.decision
     return found
 

@@ -23,8 +23,9 @@ everybody else is gone nobody is left. So there are never two next worlds, and a
 silent and is left out learns of it from those that went on (`Excluded`).
 
 If a rank of the next world is lost before it is made, the others agree again, from the decision.
-The halves above are then still counted of the last world that was made, since other decisions may
-have been adopted by ranks that this one does not hear of.
+The halves above are then counted twice: of the last world that was made, since other decisions may
+have been adopted by ranks that this one does not hear of, and of the decided one, which may have
+been made for others of its ranks.
 
 A rank that waits for one on another host in vain asks the ranks beside that one, which find out
 from their kernel. `tests/support/agreements.py` runs thousands of courses of this agreement.
@@ -113,7 +114,7 @@ class Membership:
     def may_go_on(self, ranks: Sequence[int]) -> bool:
         """Whether these ranks may go on although others may be alive."""
         made = [self.made[rank] for rank in ranks if self.made[rank] >= 0]
-        return 2 * len(made) > self.made_ranks or (2 * len(made) == self.made_ranks and 0 in made)
+        return _most(made, self.made_ranks) and _most(ranks, len(self.handles))
 
     def next(
         self,
@@ -141,3 +142,8 @@ class Membership:
             self.doubtful or doubt,
             joiners,
         )
+
+
+def _most(some: Sequence[int], ranks: int) -> bool:
+    """Whether some are more than half of so many ranks, or half of them with rank 0."""
+    return 2 * len(some) > ranks or (2 * len(some) == ranks and 0 in some)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import weft._native as _native
 import weft.errors as errors
 from weft.errors import MismatchError, PeerLost, PeerTimeout, SymmetricMemoryError, WeftError
+from weft.outside import printable, printable_lines
 from weft.schedules.device_options import DEFAULT
 from weft.schedules.levels import (
     OVERSUBSCRIBED_SIGNAL_LATENCY,
@@ -220,6 +221,7 @@ class Peers:
         """
         self.unreported = False
         kind, culprit, text = self.mesh.failure()
+        kind, text = printable(kind), printable_lines(text)
         if kind in ("MismatchError", "PeerTimeout"):
             return self.fail(getattr(errors, kind)(text), culprit)
         if culprit == self.rank and kind == "SymmetricMemoryError":
@@ -350,18 +352,20 @@ class Peers:
         # the refusal that a peer has noticed tells more than the call that this rank made after it
         if self.executor.times_refused(self.rank, number) and self.mesh.failure()[0]:
             return self.failure("to make it")
-        return self.fail(MismatchError.between(number, self.rank, call, peer, theirs))
+        return self.fail(
+            MismatchError.between(number, self.rank, call, peer, printable_lines(theirs))
+        )
 
     def refused(self, call: str, peer: int) -> WeftError:
         """The error for a `call` of this rank that a peer refuses; closes the world."""
-        theirs = self.executor.reason_of_refusal(peer)
+        theirs = printable(self.executor.reason_of_refusal(peer))
         return self.fail(MismatchError.refused(self.rank, call, peer, theirs), peer)
 
     def keep_place(self, peer: int, note: str) -> bool:
         """Whether a note has the place of a peer in the user's program, which is kept then."""
         if not note.startswith(details.PLACE):
             return False
-        self.places[peer] = note.removeprefix(details.PLACE)
+        self.places[peer] = printable(note.removeprefix(details.PLACE))
         return True
 
     def _control_segment(self) -> _native.Segment:

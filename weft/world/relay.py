@@ -24,6 +24,7 @@ from functools import partial
 
 import weft._native as _native
 from weft.errors import MismatchError, PeerLost, WeftError
+from weft.outside import printable_lines
 from weft.world import links, remote
 from weft.world.control import Control, Landing, shutdown
 from weft.world.lanes import Lanes, join, started
@@ -253,7 +254,8 @@ class Relay:
                 not (theirs := self.executor.peer_call(peer, call)) and time.monotonic() < deadline
             ):
                 time.sleep(0.001)
-            self.fail(MismatchError.between(call, self.rank, own, peer, theirs), peer)
+            error = MismatchError.between(call, self.rank, own, peer, printable_lines(theirs))
+            self.fail(error, peer)
         elif not self._is_noticed(peer, deadline):
             how = f"cannot be reached any more ({text})"
             self.fail(PeerLost(f"rank {peer} {how}", how), peer)

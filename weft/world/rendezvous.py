@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from weft.checks import LONGEST
 from weft.errors import PeerLost, PeerTimeout, WeftError
+from weft.outside import printable_lines
 from weft.schedules.thresholds import Thresholds
 from weft.version import __version__
 from weft.world.listener import Address
@@ -311,7 +312,8 @@ def _checked(rank: int, peer: int, message: bytes, kind: Any) -> Any:
             )
         if theirs.gives_up:
             raise PeerLost(
-                f"rank {peer} gave up while rank {rank} waited for its address: {theirs.gives_up}"
+                f"rank {peer} gave up while rank {rank} waited for its address: "
+                f"{printable_lines(theirs.gives_up)}"
             )
         return convert(kind, theirs.info)
     except ValueError as error:
