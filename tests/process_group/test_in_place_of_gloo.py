@@ -166,7 +166,9 @@ def test_another_torch_is_named_and_left_as_it_is(monkeypatch, caplog):
     [
         ("gloo", None, "weft"),
         ("undefined", None, "weft"),
-        ("cpu:gloo,cuda:nccl", None, "weft"),
+        ("cpu:gloo,cuda:gloo", None, "weft"),
+        ("cpu:gloo,cuda:nccl", None, "cpu:weft,cuda:nccl"),
+        ("cuda:nosuch,cpu:gloo", None, "cuda:nosuch,cpu:weft"),
         ("gloo", "cuda", "cpu:weft,cuda:gloo"),
         ("cpu:gloo,cuda:nccl", "cuda", "cpu:weft,cuda:nccl"),
         ("nccl", "cuda", None),
@@ -178,6 +180,27 @@ def test_tensors_of_other_devices_keep_their_backends(monkeypatch, asked, here, 
     device = here and torch.device(here)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: device)
     assert in_place_of_gloo._renamed(asked) == made
+
+
+def error_of(spec):
+    """The error of a default group of one rank, which is made by no other."""
+    try:
+        dist.init_process_group(spec, store=dist.HashStore(), rank=0, world_size=1)
+    except Exception as error:
+        return type(error), str(error)
+    dist.destroy_process_group()
+    return None
+
+
+@pytest.mark.parametrize("spec", ["cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nosuch", "cpu:gloo,xpu:mpi"])
+def test_backends_that_torch_does_not_have_are_its_own_errors(monkeypatch, spec):
+    own = error_of(spec)
+    monkeypatch.setattr(distributed_c10d, in_place_of_gloo._MAKER, made_by_torch())
+    monkeypatch.setenv(VARIABLE, "1")
+    in_place_of_gloo.replace()
+    assert error_of(spec) == own
+    assert own is not None
+    assert error_of("cpu:gloo") is None
 
 
 def test_the_doctor_tells_where_it_is_in_force():

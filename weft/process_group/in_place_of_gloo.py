@@ -81,14 +81,17 @@ def _wrapped(of_torch: Callable[..., Any]) -> Callable[..., Any]:
 
 def _renamed(backend: Any) -> Any:
     """The backends of a group, with weft in place of gloo for CPU tensors; None if gloo has none of
-    them. Those of other devices are left out where there is no other device.
+    them. Where there is no other device, gloo is left out for others; any other backend stays, as
+    torch refuses those that it does not have.
     """
     config = BackendConfig(distributed_c10d.Backend(str(backend)))
     backends: dict[str, str] = dict(config.get_device_backend_map())
     if backends.get("cpu") != "gloo":
         return None
     backends["cpu"] = "weft"
-    if len(backends) == 1 or torch.accelerator.current_accelerator() is None:
+    if torch.accelerator.current_accelerator() is None:
+        backends = {device: name for device, name in backends.items() if name != "gloo"}
+    if len(backends) == 1:
         return distributed_c10d.Backend("weft")
     named = ",".join(f"{device}:{name}" for device, name in backends.items())
     return distributed_c10d.Backend(named)
