@@ -442,6 +442,47 @@ def test_importing_torch_and_weft_registers_the_backend(first):
     assert ended.returncode == 0, ended.stderr
 
 
+BROKEN = """
+import sys
+
+class Broken:
+    def find_spec(self, name, *_):
+        if name == sys.argv[1]:
+            raise ImportError("a broken library")
+
+sys.meta_path.insert(0, Broken())
+import torch, torch.distributed as dist
+for backend in ("weft", "gloo"):
+    try:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        print(backend)
+        dist.destroy_process_group()
+    except ImportError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("missing", "replaces", "said"),
+    [
+        ("weft.errors", "", ["the backend weft cannot be loaded: a broken library", "gloo"]),
+        ("weft._native", "", ["a broken library", "gloo"]),
+        ("weft.process_group.in_place_of_gloo", "1", ["weft", "gloo"]),
+    ],
+)
+def test_torch_can_be_imported_where_weft_cannot(missing, replaces, said):
+    ended = subprocess.run(
+        [sys.executable, "-c", BROKEN, missing],
+        env={**os.environ, "WEFT_REPLACES_GLOO": replaces},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.stdout.splitlines() == said, ended.stderr
+    words = "weft cannot serve torch's process groups (ImportError: a broken library)"
+    assert (words in ended.stderr) == bool(replaces)
+
+
 def in_a_handler(world, call):
     """Make a call in a signal handler that interrupts a call on the group."""
 

@@ -7,6 +7,8 @@ does not load weft: the first group does.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import weakref
 from collections.abc import Sequence
@@ -31,7 +33,24 @@ if TYPE_CHECKING:
 def register() -> None:
     """Register the backend ``weft``, make weft's errors subclasses of torch.distributed's, and put
     weft in gloo's place if the variable WEFT_REPLACES_GLOO asks for it; idempotent.
+
+    It raises nothing, since torch could not be imported then: if weft cannot be loaded, a group
+    that asks for it raises the error.
     """
+    try:
+        _register()
+    except Exception as error:
+        logging.getLogger("weft").log(
+            logging.WARNING if os.environ.get("WEFT_REPLACES_GLOO") else logging.DEBUG,
+            "weft cannot serve torch's process groups (%s: %s)",
+            type(error).__name__,
+            error,
+        )
+        with contextlib.suppress(Exception):  # a torch that has no backends of others
+            _register_failure(error)
+
+
+def _register() -> None:
     import torch.distributed as dist
 
     if not dist.is_available() or hasattr(dist.Backend, "WEFT"):
@@ -44,6 +63,17 @@ def register() -> None:
         from weft.process_group import in_place_of_gloo
 
         in_place_of_gloo.replace()
+
+
+def _register_failure(error: Exception) -> None:
+    """Let groups that ask for weft raise an error of its loading."""
+    import torch.distributed as dist
+
+    def fail(*_: object) -> None:
+        raise ImportError(f"the backend weft cannot be loaded: {error}") from error
+
+    if not hasattr(dist.Backend, "WEFT"):
+        dist.Backend.register_backend("weft", fail, extended_api=True, devices=["cpu"])
 
 
 def make(
