@@ -99,10 +99,14 @@ Mesh::Mesh(std::vector<int> fds)
   }
 }
 
-Mesh::~Mesh() {
+Mesh::~Mesh() { close(); }
+
+void Mesh::close() {
+  if (!thread_.joinable()) return;
   stopping_.store(true, std::memory_order_release);
   wake(wake_);
   thread_.join();
+  const std::lock_guard lock(pushing_);
   disown();
 }
 
@@ -425,6 +429,7 @@ bool Mesh::push_rest(int peer) {
 void Mesh::send(int peer, const std::string& text, const File* file) {
   const std::string message = (std::string(1, kNote) + text).substr(0, kLongest);
   if (peers_[peer].fd == kElsewhere) return post({rank_, peer, message});
+  if (peers_[peer].fd < 0) return;  // the mesh is closed
   if (transmit(peers_[peer].fd, message, file ? file->fd : -1, 0) || errno == EPIPE ||
       errno == ECONNRESET)
     return;

@@ -69,6 +69,9 @@ class Mesh {
   // Send a farewell (M3), which tells whether this rank leaves for good, or may go on in a world
   // that follows this one.
   void leave(bool for_good);
+  // End the watch and close all sockets, after a failure or a farewell: what a peer sends
+  // afterwards is lost, `failed` and `left` stay as they are, and messages go nowhere.
+  void close();
   // In a forked child: close its copies of the sockets, so that peers detect the parent's death.
   // The mesh has no other use there.
   void disown();

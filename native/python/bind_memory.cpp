@@ -53,6 +53,7 @@ void bind_memory(nb::module_& m) {
       .def("abort", [](Mesh& self, std::string kind, int culprit,
                        std::string text) { self.abort({kind, culprit, text}); })
       .def("leave", &Mesh::leave, "for_good"_a)
+      .def("close", &Mesh::close, Unlocked())
       .def("disown", &Mesh::disown)
       .def("left", &Mesh::left)
       .def("gone", &Mesh::gone)

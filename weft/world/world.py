@@ -376,6 +376,7 @@ class World(Peers):
         for each in self.kept:
             each.close()
         self.kept = ()
+        self.mesh.close()
 
     def set_timeout(self, seconds: float) -> None:
         """Let every wait from now on take so many seconds at most."""
