@@ -40,6 +40,7 @@ from weft.schedules.workload import Request, Variant, Workload
 from weft.world import World
 from weft_bench import data
 from weft_bench.alone import ALONE, all_cores
+from weft_bench.budget import PREPARING, Budget, fitted
 from weft_bench.cascade import Agreement, compare_with_cascade
 from weft_bench.fused_baselines import call_of
 from weft_bench.harness import environment, link_of
@@ -58,6 +59,7 @@ from weft_bench.traces import traces
 from weft_bench.verification import Check, Problem
 from weft_bench.views import View, Views, product_on, timed
 
+_CALLS = 50  # of an emulated link, for which there is time at least
 _SHOWN = "compute", IN_CHUNKS, "communicate", "sequential", "pipelined"
 _BASELINES = *(each.fused for each in SYSTEMS.values() if each.fused), ALONE
 WITHOUT_GATHERED = "without gathered"
@@ -141,7 +143,9 @@ class Subject(Views):
     one_process: Callable[[], tuple[Callable[[], object], Tensor, Callable[[int], Check]]]
     notes: tuple[str, ...]
 
-    def __init__(self, settings: FusedSettings, world: World, stopwatch: Stopwatch) -> None:
+    def __init__(
+        self, settings: FusedSettings, world: World, stopwatch: Stopwatch, budget: Budget
+    ) -> None:
         shape = settings.shape
         self.settings = settings
         self.world = world
@@ -182,13 +186,18 @@ class Subject(Views):
         operands = Operands(self.a, [self.weight], [self.problem.bias], [self.out])
         self.call = find(settings.operator).check(world, operands, options)
         self.choice = self.call.rule()
+        preparing = budget.part(PREPARING)
         if settings.link_gbps == "auto":
-            self._balance_link(stopwatch, compute, latency)
-        if settings.algorithm == "auto" and shape.m:
-            self.choice = select(self.call)
-            while (trial := self.choice.trial) and self.call.comparable(trial.candidates):
-                driver.run(self.call)
-                self.choice = select(self.call)
+            self.renew(0)
+            self.tuned = fitted(
+                lambda: largest(world, [stopwatch.time(compute)])[0],
+                partial(self._balance_link, latency),
+                self._tune,
+                preparing,
+            )
+        else:
+            self.tuned = self._tune(preparing)
+        self.algorithm = settings.algorithm if self.tuned else self.choice.variant.algorithm
         self.streamed = ""
         self.ablation: dict[str, str] = {}
         self.views = self._own_views(compute)
@@ -200,18 +209,34 @@ class Subject(Views):
         self.views |= self._streaming()
         self.views |= self._in_chunks()
 
-    def _balance_link(
-        self, stopwatch: Stopwatch, compute: Callable[[], None], latency: float
-    ) -> None:
-        """Emulate a link on which communication takes as long as `compute`."""
-        self.renew(0)
+    def _tune(self, budget: Budget) -> bool:
+        """Let the first calls of ``auto`` measure its candidates; whether they could within the
+        budget, else the rule's is the choice.
+        """
+        self.choice = self.call.rule()
+        if self.settings.algorithm != "auto" or not self.settings.shape.m:
+            return True
+        self.choice = select(self.call)
+        while (trial := self.choice.trial) and self.call.comparable(trial.candidates):
+            if not budget.left():
+                self.choice = self.call.rule()
+                return False
+            driver.run(self.call)
+            self.choice = select(self.call)
+        return True
+
+    def _balance_link(self, latency: float, product: float) -> None:
+        """Emulate a link on which communication takes as long as a product of so many seconds, but
+        not so long that few calls fill the time of the measurement.
+        """
+        self.choice = self.call.rule()
+        compute = min(product, self.settings.seconds / _CALLS)
         buffers = self.call.operator.buffers(self.call.workload)
         row_bytes = {
             name: rows.columns * self.dtypes[name].itemsize for name, rows in buffers.items()
         }
-        alone = stopwatch.interleave({"compute": compute}, 1, 5)["compute"].median
         plan = bind(self.plan(), self.rows)
-        gbps = balanced_gbps(plan, row_bytes, 1e-3 * alone, latency)
+        gbps = balanced_gbps(plan, row_bytes, compute, latency)
         self.world.emulate_link(gbps, latency)
 
     def _own_views(self, compute: Callable[[], None]) -> dict[str, View]:
@@ -226,7 +251,7 @@ class Subject(Views):
             ),
             "sequential": self.view(self.operator(self.call.operator.baseline, None)),
             "pipelined": self.view(
-                self.operator(settings.algorithm, settings.chunk_rows, settings.order)
+                self.operator(self.algorithm, settings.chunk_rows, settings.order)
             ),
         }
 
@@ -312,6 +337,11 @@ class Subject(Views):
         if self.world.device.type == "cpu":
             yield "The weight is packed" + (
                 "; baselines have a plain weight." if self.compared else "."
+            )
+        if not self.tuned:
+            yield (
+                f"--seconds {self.settings.seconds:g} left no time to measure the candidates of "
+                "auto: the algorithm is its rule's."
             )
         if self.settings.symmetric_out:
             yield "The result is in symmetric memory: peers put their sums where it stays."
@@ -412,10 +442,11 @@ class Subject(Views):
 
 @sums_in_float32()
 def measure(
-    make_subject: Callable[[FusedSettings, World, Stopwatch], Subject], settings: FusedSettings
+    make_subject: Callable[[FusedSettings, World, Stopwatch, Budget], Subject],
+    settings: FusedSettings,
 ) -> Result:
     """The result on this rank; collective. Only rank 0 has the traces."""
-    ends = monotonic() + settings.seconds
+    begun = monotonic()
     with (
         session(
             settings.threads,
@@ -426,14 +457,15 @@ def measure(
         neighbours(world, settings.neighbours),
     ):
         stopwatch, traced = stopwatch_of(world), list[Trace]()
+        budget = Budget(world, settings.seconds - (monotonic() - begun))
         with progress("preparing", 1, shown=world.rank == 0):
-            subject = make_subject(settings, world, stopwatch)
+            subject = make_subject(settings, world, stopwatch, budget)
 
         def trace() -> None:
             if settings.trace or settings.timeline:
-                traced.extend(traces(subject, stopwatch))
+                traced.extend(traces(subject, stopwatch, budget))
 
-        times, checks = timed(subject, stopwatch, settings, trace, settings.graph, ends)
+        times, checks = timed(subject, stopwatch, settings, trace, settings.graph, budget)
         cascade = []
         if settings.return_gathered:
             cascade = compare_with_cascade(subject, world, 2 * len(subject.views))

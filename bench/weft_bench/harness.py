@@ -40,6 +40,7 @@ _SINGLES = 500
 """Calls of a round that are timed one by one. After the pause between two rounds a busy neighbour
 has the core of a rank, which delays a call or two: not to be the 1 % beyond p99.
 """
+_FEWEST = 3  # batches
 _REPEATED = 5  # fewest calls of a batch, if short: the first finds data of others in the caches
 _OVERSUBSCRIBED = 10  # factor of the length of a batch if ranks share cores
 
@@ -173,24 +174,27 @@ def every_size(
 
 
 def batches(
-    seconds: float, per_round: float = 1.0, oversubscribed: bool = False
+    seconds: float,
+    per_round: float = 1.0,
+    oversubscribed: bool = False,
+    longest: float = BATCHES,
 ) -> tuple[int, int]:
     """The number of calls in a batch, and of batches, for calls that take `seconds`, if the time of
-    a round is `per_round` batches.
+    a round is `per_round` batches, and all may take `longest`.
 
     `oversubscribed`: ranks share cores, so that a barrier may take a time slice of each.
     """
     length = BATCH * (_OVERSUBSCRIBED if oversubscribed else 1)
-    calls = max(1, round(length / seconds), min(_REPEATED, int(BATCHES / 20 / seconds)))
-    return calls, max(3, int(BATCHES / (per_round * calls * seconds)))
+    calls = max(1, round(length / seconds), min(_REPEATED, int(longest / 20 / seconds)))
+    return calls, max(_FEWEST, int(longest / (per_round * calls * seconds)))
 
 
-def singles(seconds: float) -> tuple[int, int]:
+def singles(seconds: float, longest: float = BATCHES) -> tuple[int, int]:
     """The number of calls of a round, each timed by itself, and of rounds, for calls that take
-    `seconds`.
+    `seconds`, if all may take `longest`.
     """
-    calls = max(1, min(_SINGLES, int(BATCHES / 3 / seconds)))
-    return calls, max(3, int(BATCHES / (calls * seconds)))
+    calls = max(1, min(_SINGLES, int(longest / 3 / seconds)))
+    return calls, max(_FEWEST, int(longest / (calls * seconds)))
 
 
 def poison(*tensors: Tensor) -> None:

@@ -350,7 +350,7 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
             *tables.milliseconds(times),
             str(times["runs"]),
             *(
-                tables.compared(times, other) if comparable else Text()
+                tables.compared(result, times, other) if comparable else Text()
                 for other in baselines.values()
             ),
         )

@@ -73,7 +73,7 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
                 _short(row["time_us"]["median"]),
                 _short(row["time_us"]["p99"]),
                 f"{row['algbw_gbps']:.1f}",
-                Text() if same else _ratio(row["algbw_gbps"] / (compared or 1)),
+                Text() if same else _ratio(result, row["algbw_gbps"] / (compared or 1)),
                 *(_thousands(row.get(name)) for name in ("transfer_cycles", "cycles")),
                 tables.count(row["wrong"]),
             )
@@ -118,8 +118,10 @@ def _label(row: dict[str, Any]) -> str:
     return f"{row['implementation']}, {sms} SMs" if sms else str(row["implementation"])
 
 
-def _ratio(speed: float) -> Text:
+def _ratio(result: dict[str, Any], speed: float) -> Text:
     """A relative speed, red if it is below 1; the word for that has no place in this table."""
+    if tables.busy(result):
+        return Text(tables.BUSY_MACHINE, "dim")
     return Text(f"{speed:.2f}x", "bold red" if round(speed, 2) < 1 else "")
 
 

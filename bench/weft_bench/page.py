@@ -102,8 +102,12 @@ def figures(result: Result) -> Iterator[Figure]:
         for gain in tables.gains(result, meanings):
             yield Figure(gain.name, gain.value.plain, gain.meaning)
     for name, ratios in _over_sizes(result.get("rows", [])).items():
-        words = f"{min(ratios):.2f}x to {max(ratios):.2f}x"
-        yield Figure(f"weft vs {name}", words, f"median times, {len(ratios)} cases")
+        words, meaning = f"{min(ratios):.2f}x to {max(ratios):.2f}x", f"{len(ratios)} cases"
+        if tables.busy(result):
+            words, meaning = tables.BUSY_MACHINE, f"{words}: {tables.WHILE_BUSY}, {meaning}"
+        else:
+            meaning = f"median times, {meaning}"
+        yield Figure(f"weft vs {name}", words, meaning)
 
 
 def _over_sizes(rows: Sequence[dict[str, Any]]) -> dict[str, list[float]]:

@@ -138,7 +138,7 @@ def _table(report: dict[str, Any], rows: Times, compared: Times) -> Table:
         parts = "compute", figures.IN_CHUNKS, "communicate"
         incomparable = name in parts or name in compared or tables.is_slow(report, name)
         ratios = [
-            Text() if incomparable else tables.compared(times, baseline)
+            Text() if incomparable else tables.compared(report, times, baseline)
             for baseline in compared.values()
         ]
         label = tables.named(called(report, name), report["wrong"].get(name, 0))
@@ -213,7 +213,8 @@ def _notes(report: dict[str, Any]) -> Iterator[Text]:
             "noise. Overlap gains where communicate takes long: try --link-gbps auto."
         )
     for name, times in report["streamed_ms"].items():
-        yield Text(_why_not_streamed(report, name, times["median"]))
+        if not tables.busy(report):
+            yield Text(_why_not_streamed(report, name, times["median"]))
     yield from map(Text, report["notes"])
     for times in report.get("without_gathered_ms", {}).values():
         pipelined = report["times_ms"]["pipelined"]

@@ -250,7 +250,9 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
         weft_is = (
             Text()
             if name == WEFT
-            else tables.ratio(result["ways"][WEFT]["tokens_per_s"] / figures["tokens_per_s"])
+            else tables.ratio_in(
+                result, result["ways"][WEFT]["tokens_per_s"] / figures["tokens_per_s"]
+            )
         )
         times = (f"{figures['time_us'][key] / 1e3:.2f}" for key in ("median", "p99"))
         table.add_row(

@@ -26,6 +26,7 @@ from weft.world import World
 from weft_bench.ablation import STEPS
 from weft_bench.alone import of_all_ranks
 from weft_bench.baselines import products
+from weft_bench.budget import Budget
 from weft_bench.fused import WITHOUT_GATHERED, Subject
 from weft_bench.settings.fused import FusedSettings
 from weft_bench.verification import Check, Definition, Problem, Sums
@@ -38,8 +39,10 @@ Whole = tuple[Callable[[], object], Tensor, Callable[[int], Check]]
 class GatheredRows(Subject):
     """The gather of shards in symmetric memory, and the product of all rows."""
 
-    def __init__(self, settings: FusedSettings, world: World, stopwatch: Stopwatch) -> None:
-        super().__init__(settings, world, stopwatch)
+    def __init__(
+        self, settings: FusedSettings, world: World, stopwatch: Stopwatch, budget: Budget
+    ) -> None:
+        super().__init__(settings, world, stopwatch, budget)
         in_place = self.choice.variant.algorithm in self.call.operator.moves_nothing
         self.notes = (
             *(
@@ -53,7 +56,7 @@ class GatheredRows(Subject):
             "Shards are in symmetric memory.",
         )
         if settings.return_gathered:
-            call = super().operator(settings.algorithm, settings.chunk_rows, settings.order)
+            call = super().operator(self.algorithm, settings.chunk_rows, settings.order)
             self.views[WITHOUT_GATHERED] = super().view(call)
         if settings.ablate:
             self.ablation = {

@@ -32,17 +32,20 @@ from weft.measure.timing import (
 from weft.plan.launch import Launch
 from weft.world import World
 from weft_bench import tables
+from weft_bench.budget import Budget
 from weft_bench.collective_baselines import opened
 from weft_bench.collectives import COLLECTIVES, Data, bandwidths, count_of, weft_collective
 from weft_bench.contenders import PLAIN, WEFT, Baseline, Contender, Local
 from weft_bench.graphs import captured
-from weft_bench.harness import batches, environment, every_size, singles, verified
+from weft_bench.harness import BATCHES, batches, environment, every_size, singles, verified
 from weft_bench.neighbours import neighbours
 from weft_bench.settings.sweeps import SweepSettings
 from weft_bench.systems import SYSTEMS
 
 _SETTLING, _SETTLING_CALLS = 1.0, 150
 """The most seconds and calls before a contender is timed."""
+_MEASURED = 0.4
+"""The part of a contender's time for its batches, beside as much before them, and its checks."""
 
 
 class Bench:
@@ -53,6 +56,8 @@ class Bench:
     ) -> None:
         self.settings, self.world, self.stopwatch = settings, world, stopwatch_of(world)
         self.baselines, self.collective = baselines, COLLECTIVES[settings.operation]
+        self.budget = Budget(world, settings.seconds)
+        self.sizes_left = len(parse_sizes(settings.sizes))
         most = count_of(max(parse_sizes(settings.sizes)), settings, world.ranks)
         self.data, outputs = Data(world, settings, most), self.collective.outputs(most, world.ranks)
         counts = {False: (most, outputs), True: (max(most, outputs),)}
@@ -133,7 +138,9 @@ class Bench:
                 if isinstance(one, Local):
                     one.call = captured(self.world, one.call)
         rounds = self.settings.iterations
-        sizes = [self._sizes(one) for one in contenders]
+        share = self.budget.left() / self.sizes_left / len(contenders)
+        self.sizes_left -= 1
+        sizes = [self._sizes(one, _MEASURED * share) for one in contenders]
         timed = [
             partial(one.time, *size) for one, (*size, _) in zip(contenders, sizes, strict=True)
         ]
@@ -144,17 +151,21 @@ class Bench:
             for (calls, *_), own in zip(sizes, found, strict=True)
         ]
 
-    def _sizes(self, contender: Contender) -> tuple[int, int, int]:
-        """The calls of a batch of a contender, its batches in a round, and the most rounds."""
+    def _sizes(self, contender: Contender, share: float) -> tuple[int, int, int]:
+        """The calls of a batch of a contender, its batches in a round, and the most rounds, which
+        take at most about a `share` of seconds.
+        """
+        longest = min(BATCHES, share)
 
         def seconds(calls: int) -> float:
             return largest(self.world, contender.time(calls))[0] / calls
 
         shared = self.world.oversubscribed
-        calls, most = batches(seconds(_settling(seconds(3))), oversubscribed=shared)
+        once = seconds(_settling(seconds(3), min(_SETTLING, share)))
+        calls, most = batches(once, oversubscribed=shared, longest=longest)
         if self.settings.neighbours is not None:
-            return 1, *singles(seconds(calls))
-        calls, most = batches(seconds(calls), oversubscribed=shared)
+            return 1, *singles(seconds(calls), longest)
+        calls, most = batches(seconds(calls), oversubscribed=shared, longest=longest)
         return calls, 1, most
 
 
@@ -164,11 +175,11 @@ def _kernel(launch: Launch) -> str:
     return f"kernel ({compiler}, {launch.comm_sms} SMs, {tile:g} KiB, {launch.warps} warps)"
 
 
-def _settling(seconds: float) -> int:
-    """The number of calls, of `seconds` each, after which all contenders take the time of later
-    calls: weft and MPIs measure algorithms in the first ones.
+def _settling(seconds: float, longest: float) -> int:
+    """The number of calls, of `seconds` each and of `longest` together, after which all contenders
+    take the time of later calls: weft and MPIs measure algorithms in the first ones.
     """
-    return max(1, min(_SETTLING_CALLS, int(_SETTLING / seconds)))
+    return max(1, min(_SETTLING_CALLS, int(longest / seconds)))
 
 
 def measure(settings: SweepSettings) -> dict[str, Any]:
@@ -219,7 +230,7 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
     about = f"{result['ranks']} ranks, {result['dtype']}{op}, {result['algorithm']}"
     single = result.get("neighbours") is not None
     console.print(Text(f"{result['benchmark']}: {about}{tables.loaded(result)}", "bold"))
-    _print_rows(result["rows"], console, single)
+    _print_rows(result, console, single)
     times = (
         "median and p99 of single calls" if single else "median of batches, divided by their calls"
     )
@@ -238,11 +249,12 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
     )
 
 
-def _print_rows(rows: Sequence[dict[str, Any]], console: Console, p99: bool) -> None:
-    """Print JSON rows in the format of nccl-tests, a line for each size and implementation, with
-    ratios to each baseline, and with the 99th percentiles of the times if `p99`.
+def _print_rows(result: dict[str, Any], console: Console, p99: bool) -> None:
+    """Print the JSON rows of a result in the format of nccl-tests, a line for each size and
+    implementation, with ratios to each baseline, and with the 99th percentiles of the times if
+    `p99`.
     """
-    keys = ["median", "p99"] if p99 else ["median"]
+    rows, keys = result["rows"], ["median", "p99"] if p99 else ["median"]
     implementations = dict.fromkeys(row["implementation"] for row in rows)
     # also those of further files
     baselines = [name for name in implementations if not name.startswith((WEFT, "kernel"))]
@@ -262,7 +274,8 @@ def _print_rows(rows: Sequence[dict[str, Any]], console: Console, p99: bool) -> 
             ours = found[name, first]["time_us"]["median"]
             for baseline in baselines:
                 row = None if name in baselines else found.get((baseline, first))
-                cells.append(tables.ratio(row["time_us"]["median"] / ours) if row else Text())
+                ratio = row and tables.ratio_in(result, row["time_us"]["median"] / ours)
+                cells.append(ratio or Text())
             table.add_row(*head, escape(name), *cells)
             head = [""] * 3
         table.add_section()

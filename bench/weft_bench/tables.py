@@ -110,8 +110,33 @@ def milliseconds(times: Mapping[str, float]) -> Iterator[str]:
     return (f"{times[key]:.{digits}f}" if key in times else "-" for key in TIMES)
 
 
-def compared(times: Mapping[str, float], other: Mapping[str, float]) -> Text:
-    """The speed of a call relative to another one, roughly if it is noise."""
+def busy(result: dict[str, Any]) -> bool:
+    """Whether other programs than its neighbours took the cores of a result's ranks: its ratios
+    tell nothing.
+    """
+    waited: float = result.get("machine", {}).get("waited_for_core_percent", 0)
+    disturbed = waited >= 100 * BUSY and not result.get("neighbours")
+    return disturbed and not _shares_cores(result)
+
+
+def _shares_cores(result: dict[str, Any]) -> bool:
+    """Whether the ranks of a result have more threads than cores."""
+    on = result["machine"]
+    threads: int = result.get("ranks", 1) * (on.get("threads_per_rank") or 1)
+    return bool(result.get("hosts", 1) == 1 and threads > on["cores"])
+
+
+def ratio_in(result: dict[str, Any], times: float) -> Text:
+    """As `ratio`, or a word in its place if the machine was busy."""
+    return Text(BUSY_MACHINE, "dim") if busy(result) else ratio(times)
+
+
+def compared(
+    result: dict[str, Any], times: Mapping[str, float], other: Mapping[str, float]
+) -> Text:
+    """The speed of a call of a result relative to another one, roughly if it is noise."""
+    if busy(result):
+        return Text(BUSY_MACHINE, "dim")
     times_as_fast = other["median"] / times["median"]
     if noise.alike(times, other) and noise.spread(times):
         return Text(f"{times_as_fast:.1f}x", "dim")
@@ -130,6 +155,9 @@ class Gain(NamedTuple):
 
 NOISE = "noise"
 """The value of a figure that is no more than noise."""
+BUSY_MACHINE = "busy"
+"""The value of a figure that was measured while the machine was busy."""
+WHILE_BUSY = "measured while other programs had the cores"
 
 
 def gains(result: dict[str, Any], meanings: Mapping[str, str]) -> Iterator[Gain]:
@@ -144,8 +172,10 @@ def gains(result: dict[str, Any], meanings: Mapping[str, str]) -> Iterator[Gain]
     doubts = noise.doubts(result)
     for key, meaning in meanings.items():
         name = key.removesuffix("_percent").replace("_", " ")
-        if key in doubts:
-            number = values[key].plain.partition(" SLOWER")[0]
+        number = values[key].plain.partition(" SLOWER")[0]
+        if busy(result):
+            yield Gain(name, Text(BUSY_MACHINE, "yellow"), f"{number}: {WHILE_BUSY}")
+        elif key in doubts:
             yield Gain(name, Text(NOISE, "yellow"), f"{number}: {doubts[key]}")
         else:
             yield Gain(name, values[key], meaning)
@@ -153,7 +183,7 @@ def gains(result: dict[str, Any], meanings: Mapping[str, str]) -> Iterator[Gain]
 
 def noisy(result: dict[str, Any]) -> Iterator[Text]:
     """A note if figures of a result are noise."""
-    if noise.doubts(result):
+    if noise.doubts(result) and not busy(result):
         yield Text(
             "Figures that are noise are so named. More --iterations, a larger shape or an idle "
             "machine would tell.",
@@ -164,19 +194,18 @@ def noisy(result: dict[str, Any]) -> Iterator[Text]:
 def disturbed(result: dict[str, Any]) -> Iterator[Text]:
     """Warnings of ranks that share cores, and of cores that other programs used meanwhile."""
     on = result["machine"]
-    threads = result.get("ranks", 1) * (on.get("threads_per_rank") or 1)
-    shared = result.get("hosts", 1) == 1 and threads > on["cores"]
-    if shared:
+    if _shares_cores(result):
+        threads = result.get("ranks", 1) * on["threads_per_rank"]
         yield Text(
             f"OVERSUBSCRIBED: the ranks have {threads} threads in all on {on['cores']} core(s), so "
             "they wait for each other's time slices: use fewer --ranks or --threads.",
             "yellow",
         )
-    waited = on.get("waited_for_core_percent", 0)
-    if waited >= 100 * BUSY and not (shared or result.get("neighbours")):
+    if busy(result):
         yield Text(
-            f"BUSY MACHINE: rank 0 waited for a core in {waited:.0f} % of its time, as other "
-            "programs ran: the times are longer than on an idle machine, and noisy.",
+            f"BUSY MACHINE: rank 0 waited for a core in {on['waited_for_core_percent']:.0f} % of "
+            "its time, as other programs ran: the times are longer than on an idle machine, and "
+            "noisy, so no ratios are shown.",
             "yellow",
         )
 

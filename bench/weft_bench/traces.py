@@ -10,12 +10,13 @@ from weft.plan.trace import Trace
 
 if TYPE_CHECKING:
     from weft_bench.fused import Subject
+from weft_bench.budget import Budget
 from weft_bench.views import View
 
 _RUNS = 5  # of a view; its trace is that of the run with the median time
 
 
-def traces(subject: Subject, stopwatch: Stopwatch) -> list[Trace]:
+def traces(subject: Subject, stopwatch: Stopwatch, budget: Budget) -> list[Trace]:
     """The traces on rank 0, none elsewhere, titled by the names of the views; collective.
 
     ``sequential`` is the first and ``pipelined`` the last. Between them are the steps of the
@@ -23,18 +24,25 @@ def traces(subject: Subject, stopwatch: Stopwatch) -> list[Trace]:
     """
     names = "sequential", *subject.ablation.values(), subject.streamed, "pipelined"
     found = [
-        trace(subject.views[name], stopwatch, name) for name in dict.fromkeys(filter(None, names))
+        trace(subject.views[name], stopwatch, name, budget)
+        for name in dict.fromkeys(filter(None, names))
     ]
     return [one for one in found if one]
 
 
-def trace(view: View, stopwatch: Stopwatch, title: str) -> Trace | None:
-    """The trace of a view's run with the median time, on rank 0."""
-    found = []
+def trace(
+    view: View, stopwatch: Stopwatch, title: str, budget: Budget | None = None
+) -> Trace | None:
+    """The trace of a view's run with the median time, on rank 0; there is one run if no time is
+    left.
+    """
+    found = list[Trace | None]()
     for _ in range(_RUNS):
+        if found and budget is not None and not budget.left():
+            break
         stopwatch.time(lambda: None)
         with record(stopwatch.world) as recording:
             view.call()
         found.append(recording.gather(title))
     runs = sorted((each for each in found if each), key=lambda each: each.seconds)
-    return runs[_RUNS // 2] if runs else None
+    return runs[len(runs) // 2] if runs else None

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -15,8 +15,9 @@ from torch import Tensor
 from weft.kernels.methods import on_device
 from weft.kernels.products import multiply
 from weft.measure.progress import Advance, progress, unseen
-from weft.measure.timing import Statistics, Stopwatch, largest
+from weft.measure.timing import Statistics, Stopwatch, largest, summarize
 from weft.world import World
+from weft_bench.budget import Budget
 from weft_bench.graphs import captured
 from weft_bench.harness import poison, verified, worst
 from weft_bench.verification import Check
@@ -62,45 +63,59 @@ def timed(
     rounds: Rounds,
     also: Callable[[], None] = lambda: None,
     graph: bool = False,
-    ends: float | None = None,
+    budget: Budget | None = None,
 ) -> tuple[dict[str, Statistics], dict[str, Check]]:
     """The times of all views, measured alternately, and their checks as of `verify`, with a
     progress bar on rank 0. `also` is called between the measurement and the last checks. With
     `graph` replays of captured calls are timed, and checked then. There are fewer iterations if all
-    would not end at `ends`, a time of `monotonic`.
+    would not end within the budget, and none if nothing is left of it: then the times are those of
+    the first checks.
     """
     steps = 3 * len(subject.views) + rounds.iterations + max(rounds.warmup, 1) - 1
     with progress("verifying", steps, shown=stopwatch.world.rank == 0) as advance:
 
         def left() -> float | None:
             """The seconds for the iterations; the checks after them take as long as before."""
-            if ends is None:
+            if budget is None:
                 return None
-            now = monotonic()
-            return max(0.0, -largest(stopwatch.world, [(now - began) - (ends - now)])[0])
+            checks = largest(stopwatch.world, [monotonic() - began])[0]
+            return max(0.0, budget.left() - checks)
 
-        began = monotonic()
+        began, first = monotonic(), dict[str, float]()
 
         def race() -> dict[str, Statistics]:
+            seconds = left()
+            if seconds == 0:
+                found = largest(stopwatch.world, [first[name] for name in subject.views])
+                return {
+                    name: summarize([each]) for name, each in zip(subject.views, found, strict=True)
+                }
             if graph:
                 subject.views = {
                     name: view._replace(call=captured(stopwatch.world, view.call))
                     for name, view in subject.views.items()
                 }
-            times = _interleave(subject, stopwatch, rounds, advance, left())
+            return _interleave(subject, stopwatch, rounds, advance, seconds)
+
+        def race_and_more() -> dict[str, Statistics]:
+            times = race()
             also()
             return times
 
-        return verify(subject, stopwatch.world, race, advance)
+        return verify(subject, stopwatch.world, race_and_more, advance, first)
 
 
 def verify(
-    subject: Views, world: World, race: Callable[[], Found], advance: Advance = unseen
+    subject: Views,
+    world: World,
+    race: Callable[[], Found],
+    advance: Advance = unseen,
+    seconds: dict[str, float] | None = None,
 ) -> tuple[Found, dict[str, Check]]:
     """The result of `race`, and the worst check of every view on any rank, before and after it.
 
     Each check is a run on new inputs, into poisoned outputs; ``pipelined`` is the last, so its
-    output remains. `advance` is called before each.
+    output remains. `advance` is called before each; `seconds` gets the time of each call.
     """
 
     def check(name: str, run: int) -> Check:
@@ -109,7 +124,10 @@ def verify(
         (view.renew or subject.renew)(run)
         poison(*view.outputs)
         with view.around():
+            start = perf_counter()
             view.call()
+            if seconds is not None:
+                seconds[name] = perf_counter() - start
         return worst(world, view.check(run))
 
     names = sorted(subject.views, key="pipelined".__eq__)
@@ -132,7 +150,7 @@ def _interleave(
         rounds.iterations,
         lambda: advance("measuring"),
         lambda name: subject.views[name].around(),
-        lambda name: advance(f"first call of {name}"),
+        lambda name: advance(f"measuring: first call of {name}"),
         budget,
     )
 

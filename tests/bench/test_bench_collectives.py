@@ -93,6 +93,18 @@ def row(implementation="weft", in_place=False, median=10.0, wrong=0, size=4096):
     }
 
 
+def test_a_time_bounds_the_batches():
+    for seconds in 0, 600:
+        found = json.loads(
+            bench(
+                *("all-reduce", *SHORT, "--iterations", "30", "--baseline", "none"),
+                *("--seconds", seconds, "--json", "-"),
+            ).stdout
+        )
+        assert found["options"]["seconds"] == seconds
+        assert {row["batches"] for row in found["rows"]} == {30 if seconds else 3}
+
+
 def result(*rows):
     return {
         "benchmark": "all-gather",

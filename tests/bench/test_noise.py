@@ -68,12 +68,35 @@ def test_an_operator_may_be_faster_than_its_communication_alone():
     assert {*noise.doubts(independent)} == {"limit_ratio"}
 
 
+IDLE, LOADED = (
+    {"ranks": 2, "machine": {"cores": 2, "threads_per_rank": 1, "waited_for_core_percent": waited}}
+    for waited in (1.0, 23.0)
+)
+
+
+def test_there_are_no_ratios_of_a_busy_machine():
+    assert tables.ratio_in(IDLE, 741.74).plain == "741.74x"
+    assert tables.ratio_in(LOADED, 741.74).plain == "busy"
+    assert tables.compared(LOADED, time(80, 79), time(70, 69)).plain == "busy"
+    assert not tables.busy(LOADED | {"neighbours": 2}), "that is what was asked for"
+    assert not tables.busy(LOADED | {"ranks": 4}), "the ranks wait for each other"
+    meanings = {"speedup": "", "overlap_percent": "", "limit_ratio": ""}
+    assert {each.value.plain for each in tables.gains(LOADED | SHORT, meanings)} == {"busy"}
+    rows = [
+        {"operation": "put", "implementation": name, "time_us": {"median": 2.0}}
+        for name in ("weft", "gloo")
+    ]
+    [figure] = page.figures(LOADED | {"rows": rows})
+    assert figure.value == "busy"
+    assert figure.meaning.startswith("1.00x to 1.00x: measured while other programs had the cores")
+
+
 def test_differences_below_those_of_the_runs_are_noise():
     assert {*noise.doubts(SHORT)} == {"speedup", "overlap_percent"}
-    assert tables.compared(time(80, 70), time(78, 69)).plain == "1.0x"
-    assert tables.compared(time(80, 79), time(70, 69)).plain == "0.88x SLOWER"
+    assert tables.compared(IDLE, time(80, 70), time(78, 69)).plain == "1.0x"
+    assert tables.compared(IDLE, time(80, 79), time(70, 69)).plain == "0.88x SLOWER"
     # results of earlier versions, or of one run, have no spread
-    assert tables.compared({"median": 8.0}, {"median": 8.0}).plain == "1.00x"
+    assert tables.compared(IDLE, {"median": 8.0}, {"median": 8.0}).plain == "1.00x"
 
 
 @pytest.mark.parametrize(

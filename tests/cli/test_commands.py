@@ -42,6 +42,7 @@ from weft_bench.baselines import (
     matmul_reduce_scatter,
     products,
 )
+from weft_bench.budget import Budget
 from weft_bench.fused import Result, measure
 from weft_bench.limit import limit_of
 from weft_bench.settings.fused import AllGatherMatmul, FusedSettings
@@ -226,18 +227,26 @@ def test_checks_after_the_iterations_are_within_the_time(monkeypatch, end, runs)
     """The clock ticks by ten seconds in the first checks; the last ones take as long."""
     clock = [0.0]
     monkeypatch.setattr(views, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(views, "perf_counter", lambda: clock[0])
+
+    def call():
+        clock[0] += 3.0
+        return 4.0
 
     class Ticking(Views):
         def __init__(self):
-            self.views = {"slow": View(lambda: 4.0, (), lambda run: Check(0))}
+            self.views = {"slow": View(call, (), lambda run: Check(0))}
 
         def renew(self, run):
-            clock[0] += 10.0
+            clock[0] += 7.0
 
     settings = AllGatherMatmul(warmup=1, iterations=20)
     with weft.init() as world:
-        times, _ = views.timed(Ticking(), Paced(world), settings, ends=end)
+        budget = Budget(world, end, lambda: clock[0])
+        times, _ = views.timed(Ticking(), Paced(world), settings, budget=budget)
     assert times["slow"].iterations == runs
+    if not end:
+        assert times["slow"].median == 3000.0, "of the first check: nothing else was called"
 
 
 def test_slow_views_get_their_share_of_the_budget(monkeypatch):
@@ -682,7 +691,7 @@ def products_of_uneven_rows(world, operator):
     settings = FusedSettings(operator, shape=Shape(4, 24, 8), algorithm="sequential")
     if operator == "all_gather_matmul_reduce_scatter":
         settings = replace(settings, algorithm="gathered")
-    subject = case.subject(operator)(settings, world, Stopwatch(world))
+    subject = case.subject(operator)(settings, world, Stopwatch(world), Budget(world, 60.0))
     _, checks = verify(subject, world, lambda: None)
     wrong = [name for name, check in checks.items() if check.wrong]
     return len(subject.product), [*subject.views], wrong
@@ -718,7 +727,7 @@ def one_process(world, operator, shape, dtype):
     and of a call that does nothing.
     """
     settings = FusedSettings(operator, shape=shape, dtype=dtype)
-    subject = case.subject(operator)(settings, world, Stopwatch(world))
+    subject = case.subject(operator)(settings, world, Stopwatch(world), Budget(world, 60.0))
     subject.views = {name: subject.views[name] for name in (ALONE,)}
     view, found = subject.views[ALONE], []
 
@@ -749,7 +758,7 @@ def slow_baselines(world, operator):
     """
     fused.slowdown = lambda dtype: 40.0
     settings = FusedSettings(operator, shape=Shape(41, 24, 8), dtype="bfloat16")
-    subject = case.subject(operator)(settings, world, Stopwatch(world))
+    subject = case.subject(operator)(settings, world, Stopwatch(world), Budget(world, 60.0))
     every, found = [*subject.views], []
     for measured in (
         subject.slow,

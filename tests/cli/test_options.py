@@ -20,6 +20,7 @@ from weft.cli import app
 from weft.cli.values import Shape
 from weft.measure.timing import Stopwatch
 from weft_bench import cascade, fused, subjects
+from weft_bench.budget import Budget
 from weft_bench.cli import running
 from weft_bench.settings.fused import AllGatherMatmul
 from weft_bench.verification import Problem
@@ -105,7 +106,7 @@ def spoiled(world, how):
         return made if return_gathered else made[0]
 
     weft.all_gather_matmul = wrong
-    subject = subjects.GatheredRows(settings, world, Stopwatch(world))
+    subject = subjects.GatheredRows(settings, world, Stopwatch(world), Budget(world, 60.0))
     _, checks = verify(subject, world, lambda: None)
     found = cascade.compare_with_cascade(subject, world, 2 * len(subject.views))
     return {name: check.wrong for name, check in checks.items()}, found

@@ -1,4 +1,4 @@
-"""Progress bars: on a terminal's stderr, and nowhere else."""
+"""Progress: bars on a terminal's stderr, and lines where it is none."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import time
 import pytest
 
 from weft.measure.launched import on_ranks
+from weft.measure.progress import progress
 
 PREDICT = "predict all-gather-matmul --machine ascend-910b1 --sweep ranks=2:4"
 
@@ -42,7 +43,22 @@ def errors(terminal):
 
 def test_a_terminal_shows_a_progress_bar():
     assert b"predicting" in errors(terminal=True)
-    assert b"predicting" not in errors(terminal=False)
+    assert errors(terminal=False) == b"predicting ...\n"
+
+
+def test_each_kind_of_task_has_a_line(capsys):
+    with progress("verifying", 5) as advance:
+        for task in ("verifying a", "verifying b", "measuring: first call of a", "measuring", ""):
+            advance(task)
+        advance("verifying a")
+    assert capsys.readouterr().err.splitlines() == [
+        "verifying ...",
+        "measuring ...",
+        "verifying ...",
+    ]
+    with progress("verifying", 5, shown=False) as advance:
+        advance("measuring")
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.slow

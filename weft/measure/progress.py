@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic
@@ -20,11 +21,14 @@ def unseen(task: str = "") -> None:
 
 @contextmanager
 def progress(task: str, steps: int, *, shown: bool = True) -> Iterator[Advance]:
-    """A progress bar on stderr, if `shown` and stderr is a terminal; the yielded function advances
-    it.
+    """A progress bar on stderr, if `shown`; the yielded function advances it. If stderr is no
+    terminal, a line tells of each kind of task, by its first word, when it begins.
 
     That function draws it, since a thread would disturb the measurement.
     """
+    if not shown:
+        yield unseen
+        return
     # of the extra cli, which the library does not need
     from rich.console import Console
     from rich.progress import (
@@ -36,8 +40,8 @@ def progress(task: str, steps: int, *, shown: bool = True) -> Iterator[Advance]:
     )
 
     console = Console(stderr=True)
-    if not (shown and console.is_terminal):
-        yield unseen
+    if not console.is_terminal:
+        yield _lines(task)
         return
     text = TextColumn("{task.description}")
     columns = (text, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -56,3 +60,19 @@ def progress(task: str, steps: int, *, shown: bool = True) -> Iterator[Advance]:
                 bar.refresh()
 
         yield advance
+
+
+def _lines(task: str) -> Advance:
+    """Tell of the task, and of each that follows, once it begins."""
+    kind = ""
+
+    def advance(task: str = "") -> None:
+        nonlocal kind
+        began = task.partition(" ")[0].rstrip(":")
+        if began not in ("", kind):
+            kind = began
+            sys.stderr.write(f"{kind} ...\n")
+            sys.stderr.flush()
+
+    advance(task)
+    return advance

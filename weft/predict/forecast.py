@@ -203,8 +203,8 @@ def rank(
     """The fastest of the `candidates` of each algorithm and order, with its predicted seconds,
     fastest first.
 
-    If predictions are nearly equal, the preferred number of pieces comes first, and then the
-    algorithm that the operator lists first; the baseline comes last.
+    Of an algorithm the preferred number of pieces counts if predictions are nearly equal. Of equal
+    ones the algorithm comes first that the operator lists first, and the baseline last.
     """
     found: dict[tuple[str, str], tuple[Variant, float]] = {}
     for variant in candidates(workload, machine, algorithm, chunk_rows):
@@ -212,14 +212,10 @@ def rank(
         kind = (variant.algorithm, variant.order)
         if kind not in found or took < found[kind][1] * (1 - _SAME):
             found[kind] = variant, took
-    equal = min(took for _, took in found.values()) * (1 + _SAME)
     operator = OPERATORS[workload.operator]
     preferred = [name for name in operator.algorithms if name != operator.baseline]
     preferred.append(operator.baseline)
-    return sorted(
-        found.values(),
-        key=lambda one: (max(one[1], equal), preferred.index(one[0].algorithm), one[1]),
-    )
+    return sorted(found.values(), key=lambda one: (one[1], preferred.index(one[0].algorithm)))
 
 
 def changes(machine: Machine) -> dict[str, Machine]:

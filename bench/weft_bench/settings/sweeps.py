@@ -20,6 +20,7 @@ COMPILERS = {"cpu": ("triton",), "cuda": ("triton", "gluon")}
 Op = Annotated[Literal["sum", "avg", "max", "min"], Option(help="The reduction.")]
 _SIZES = "Bytes of each rank's input; K, M, G are binary."
 _BATCHES = "Rounds of batches to measure."
+_SECONDS = "Time of the measurement, about: slow calls get fewer batches."
 _WARMUP = "Rounds of batches to run before measuring."
 _OTHERS = (
     f"One or more of {', '.join(systems.of_collectives('cpu'))}, on GPUs nccl and torch, or none. "
@@ -39,6 +40,7 @@ class SweepSettings(OnDevice):
     dtype: Annotated[Element, Option(help="Dtype of the elements.")] = "float32"
     warmup: Annotated[int, Option(min=0, help=_WARMUP)] = 2
     iterations: Annotated[int, Option(min=1, help=_BATCHES)] = 20
+    seconds: Annotated[float, Option(min=0, help=_SECONDS)] = 600.0
     seed: Seed = 0
     baseline: Annotated[str | None, Option(help=_OTHERS)] = None
     graph: Graph = False
