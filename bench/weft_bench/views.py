@@ -76,14 +76,13 @@ def timed(
 
         def left() -> float | None:
             """The seconds for the iterations; the checks after them take as long as before."""
-            if budget is None:
-                return None
-            checks = largest(stopwatch.world, [monotonic() - began])[0]
-            return max(0.0, budget.left() - checks)
+            return None if budget is None else max(0.0, budget.left() - checks)
 
-        began, first = monotonic(), dict[str, float]()
+        began, checks, first = monotonic(), 0.0, dict[str, float]()
 
         def race() -> dict[str, Statistics]:
+            nonlocal checks
+            checks = largest(stopwatch.world, [monotonic() - began])[0]
             seconds = left()
             if seconds == 0:
                 found = largest(stopwatch.world, [first[name] for name in subject.views])
@@ -95,7 +94,7 @@ def timed(
                     name: view._replace(call=captured(stopwatch.world, view.call))
                     for name, view in subject.views.items()
                 }
-            return _interleave(subject, stopwatch, rounds, advance, seconds)
+            return _interleave(subject, stopwatch, rounds, advance, seconds, lambda: left() == 0)
 
         def race_and_more() -> dict[str, Statistics]:
             times = race()
@@ -141,6 +140,7 @@ def _interleave(
     rounds: Rounds,
     advance: Advance,
     budget: float | None,
+    over: Callable[[], bool],
 ) -> dict[str, Statistics]:
     """The times of all views, measured alternately."""
     calls = {name: view.call for name, view in subject.views.items()}
@@ -152,6 +152,7 @@ def _interleave(
         lambda name: subject.views[name].around(),
         lambda name: advance(f"measuring: first call of {name}"),
         budget,
+        over,
     )
 
 

@@ -249,6 +249,33 @@ def test_checks_after_the_iterations_are_within_the_time(monkeypatch, end, runs)
         assert times["slow"].median == 3000.0, "of the first check: nothing else was called"
 
 
+def test_rounds_end_in_time_on_a_machine_that_becomes_busy(monkeypatch):
+    """The first calls take a second, later ones ten times as long."""
+    clock = [0.0]
+    monkeypatch.setattr(views, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(views, "perf_counter", lambda: clock[0])
+
+    class Slower(Views):
+        calls = 0
+
+        def __init__(self):
+            self.views = {"one": View(self.call, (), lambda run: Check(0))}
+
+        def call(self):
+            self.calls += 1
+            clock[0] += 1.0 if self.calls < 4 else 10.0
+            return 1.0
+
+        def renew(self, run):
+            pass
+
+    with weft.init() as world:
+        budget = Budget(world, 60.0, lambda: clock[0])
+        times, _ = views.timed(Slower(), Paced(world), AllGatherMatmul(warmup=1), budget=budget)
+    assert times["one"].iterations == 7
+    assert clock[0] < 60.0 + 2 * 10.0, "the round that had begun, and the last check"
+
+
 def test_slow_views_get_their_share_of_the_budget(monkeypatch):
     monkeypatch.setattr(timing, "BUDGET", 24.0)
     seconds = {"fast": 0.01, "slower": 2.0, "slow": 5.0, "very slow": 6.0}

@@ -142,13 +142,15 @@ def race(
     warmup: int,
     iterations: int,
     advance: Callable[[], None],
+    over: Callable[[], bool] = lambda: False,
 ) -> list[list[Found]]:
     """The results of all `candidates`, each called once in each of `iterations` rounds, after
     `warmup` rounds.
 
     Every round has a random order, the same on all ranks, so that no candidate always follows the
     same other one. `most` limits the number of calls of each; a candidate limited to fewer than
-    `iterations` is slow and is not warmed up. `advance` is called before every round.
+    `iterations` is slow and is not warmed up. `advance` is called before every round, and `over`,
+    equal on all ranks, before every measured one: if it is true there are no more.
     """
     found: list[list[Found]] = [[] for _ in candidates]
     order = list(range(len(candidates)))
@@ -158,6 +160,8 @@ def race(
             stack.callback(gc.enable)
             gc.disable()
         for number in range(-warmup, iterations):
+            if number >= 0 and over():
+                break
             advance()
             shuffle(order)
             for index in order:
@@ -191,6 +195,7 @@ class Stopwatch:
         around: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
         begins: Callable[[str], object] = lambda name: None,
         budget: float | None = None,
+        over: Callable[[], bool] = lambda: False,
     ) -> dict[str, Statistics]:
         """The statistics of each of `views`, timed once per round of a `race`.
 
@@ -199,7 +204,8 @@ class Stopwatch:
 
         There is at least one warm-up round. The first one finds views whose iterations would take
         longer than their share of the budget, by default `BUDGET`: they get fewer iterations. If a
-        single call takes a quarter of it, and is not `QUICK`, its first time is the only one.
+        single call takes a quarter of it, and is not `QUICK`, its first time is the only one. Once
+        `over` is true, on all ranks alike, there are no more rounds.
         """
         budget = BUDGET if budget is None else budget
 
@@ -220,7 +226,7 @@ class Stopwatch:
             for seconds in first
         ]
         timed = [partial(time, name) for name in views]
-        found = race(timed, most, max(warmup, 1) - 1, iterations, advance)
+        found = race(timed, most, max(warmup, 1) - 1, iterations, advance, over)
         samples = [own or [seconds] for own, seconds in zip(found, first, strict=True)]
         return {
             name: summarize(largest(self.world, own))
