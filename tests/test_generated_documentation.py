@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,3 +133,16 @@ def test_a_page_from_a_folder_has_a_worker(tmp_path):
         view.goto((tmp_path / "page.html").as_uri())
         assert view.evaluate("answer") == 42
         browser.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["house", "call"])
+def test_pictures_of_the_house_are_those_of_today(name, tmp_path):
+    """`make house` draws them, from the imports and from a run."""
+    for folder in (".ci", "docs/images"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    (tmp_path / "weft").symlink_to(ROOT / "weft")
+    picture = tmp_path / f"docs/images/{name}.svg"
+    picture.unlink()
+    subprocess.run([sys.executable, tmp_path / f".ci/{name}.py"], check=True, timeout=100)
+    assert picture.read_text() == (ROOT / f"docs/images/{name}.svg").read_text()
