@@ -8,8 +8,10 @@ from io import StringIO
 import pytest
 from rich.console import Console
 from support.sysfs import recorded
+from typer.testing import CliRunner
 
 import weft
+from weft.cli import app
 from weft.doctor import checks as doctor
 from weft.doctor import cores as placed
 from weft.doctor.memory import Memory
@@ -150,7 +152,7 @@ def test_a_lack_of_memory_for_a_world_is_no_lack_of_a_connection(monkeypatch):
         raise weft.SymmetricMemoryError("rank 0 has no memory to make the world: 9 bytes requested")
 
     monkeypatch.setattr(doctor, "init", refused)
-    console = Console(width=200, record=True, file=StringIO())
+    console = Console(width=200, record=True, file=StringIO(), soft_wrap=True)
     assert not doctor.diagnose(console)
     printed = console.export_text()
     assert printed.startswith("wrong: there is no memory for a world: rank 0 has no memory to make")
@@ -169,8 +171,53 @@ def test_errors_are_printed_as_they_are(kind, monkeypatch):
     console = Console(width=200, record=True, file=StringIO())
     assert not doctor.diagnose(console)
     assert error in console.export_text()
-    doctor._print([report(0, shared="no [pages]")], {}, console)
+    doctor._print_verdict([report(0)], ["no [pages]"], console)
     assert "no [pages]" in console.export_text()
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_the_verdict_comes_first_and_fits_a_narrow_terminal(verbose):
+    words = ["doctor", *["--verbose"] * verbose]
+    done = CliRunner().invoke(app, words, env={"COLUMNS": "80"})
+    lines = done.stdout.splitlines()
+    fine = done.exit_code == 0
+    assert lines[0].startswith("Nothing is wrong: 1 rank on 1 host." if fine else "wrong: ")
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 20 or verbose or not fine
+    assert ("─" in "".join(lines), "--verbose shows" in "".join(lines)) == (verbose, not verbose)
+    if fine and not verbose:
+        assert max(map(len, CliRunner().invoke(app, words).stdout.splitlines())) > 80, "a file"
+
+
+def printed(width, everyone, links):
+    """The verdict, the summary and the tables in a terminal of some width."""
+    console = Console(width=width, record=True, file=StringIO())
+    doctor._print_verdict(everyone, [*doctor._problems(everyone, links, [0] * 3)], console)
+    for text in doctor._summary(everyone, links):
+        console.print(text, markup=False)
+    sentences = console.export_text()
+    doctor._print_tables(everyone, links, console)
+    return sentences, console.export_text()
+
+
+def test_no_cell_is_cut_and_no_word_broken():
+    memory = Memory(20 << 30, 0, 64 << 20)
+    name = "-0123456789" * 3
+    everyone = [report(0, memory=memory), report(1, threads=3), report(2, name)]
+    links = {(0, 2): (8.25, 70.0), (1, 2): (3.5, 90.0)}
+    sentences, tables = printed(80, everyone, links)
+    assert sentences.startswith("wrong: rank 1 on node-one computes with 3 threads on 2 core(s)")
+    assert "Nothing is wrong" not in sentences
+    assert sentences.split() == printed(1000, everyone, links)[0].split()
+    text = " ".join(sentences.split())
+    for words in (
+        "node-one: 2 ranks (0-1) on 2 cores (0-1); threads of each: 1 to 3; GFLOP/s: float32 80.",
+        "Links of hosts: 3.50 to 8.25 Gbit/s, latency 70 to 90 us.",
+    ):
+        assert words in text
+    assert "…" not in tables
+    cells = [line.split("│")[2].strip() for line in tables.splitlines() if line.count("│") == 7]
+    assert "".join(cells).replace(" ", "") == f"0:node-one0:node-one1:node-{name}"
 
 
 def test_other_programs_on_the_cores_are_noticed_but_no_fault():

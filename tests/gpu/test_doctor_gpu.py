@@ -40,7 +40,7 @@ def diagnosed(monkeypatch, file, *replies):
 
     monkeypatch.setattr(asking, "ask", ask)
     questions = [fake.question(getattr(fake, reply.name[5:])) for reply in replies]
-    console = Console(width=160, record=True, file=StringIO())
+    console = Console(width=160, record=True, file=StringIO(), soft_wrap=True)
     fine = doctor.diagnose(console, questions, file)
     return fine, console.export_text().splitlines(), written
 
@@ -113,7 +113,7 @@ def test_a_report_of_bad_answers_has_remedies(monkeypatch, tmp_path):
 
 
 def test_questions_are_asked_in_another_process():
-    console = Console(width=160, record=True, file=StringIO())
+    console = Console(width=160, record=True, file=StringIO(), soft_wrap=True)
     questions = [fake.question(each) for each in (fake.good, fake.bad)]
     assert not doctor.diagnose(console, questions, begin=fake.machine)
     assert "of 2 questions 1 fine, 1 bad." in console.export_text()
@@ -131,6 +131,7 @@ def test_without_a_gpu_it_refuses(tmp_path):
     assert "Invalid value for --gpu: torch finds no GPU here" in refusal("--gpu")
     assert "--json: it belongs to --gpu" in refusal("--json", str(tmp_path / "x.json"))
     assert "--only: it belongs to --gpu" in refusal("--only", "queues")
+    assert "--verbose: it has no effect with --flight" in refusal("--verbose", "--gpu")
 
 
 def test_what_cannot_be_asked_is_refused_before_a_gpu_is_used(monkeypatch, tmp_path):

@@ -94,7 +94,7 @@ def test_the_rank_and_the_call_are_named(tmp_path, how, cause, advice):
     assert read([file]) == [found]
     printed = StringIO()
     # wide enough for a column of each rank, as on a busy machine, where one begins a call later
-    doctor.diagnose([tmp_path], Console(file=printed, width=300))
+    doctor.diagnose([tmp_path], Console(file=printed, width=300, soft_wrap=True))
     assert re.search(r"│ 3 +│ all_reduce\(\(4,\) float32, op=sum\) │ .* ended ", printed.getvalue())
     if how in ("die", "late"):
         assert re.search(r"│ 4 .* for rank 1 +│ not made +│", printed.getvalue())
@@ -121,7 +121,7 @@ def test_calls_through_torch_distributed_have_their_groups_name(tmp_path):
     assert f"rank 1 (pid {pair.ranks[1].pid}) died before call" in why
     assert "broadcast((6,) float32, source=0)" in why
     printed = StringIO()
-    doctor.diagnose([tmp_path], Console(file=printed, width=300))
+    doctor.diagnose([tmp_path], Console(file=printed, width=300, soft_wrap=True))
     assert "the [pair], failed at" in printed.getvalue()
     if "default_pg" in found:  # rank 2 may only learn of the death when it leaves
         made = [call.call for call in found["default_pg"].ranks[1].calls.values()]

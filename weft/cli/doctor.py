@@ -28,6 +28,12 @@ def doctor(
             "--gpu", help="Ask the first GPU whether it behaves as weft takes for granted."
         ),
     ] = False,
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose", help="Show each rank, core and link too, thresholds and stored choices."
+        ),
+    ] = False,
     only: Annotated[
         list[str] | None,
         typer.Option(
@@ -51,7 +57,7 @@ def doctor(
         ),
     ] = None,
 ) -> None:
-    """Report ranks, cores, hosts, connections and problems; or explain a failure.
+    """Say what is wrong with ranks, cores, hosts and connections; or explain a failure.
 
     Start it with the same launcher as the job, or alone: weft run -n 4 -m weft doctor
 
@@ -59,7 +65,11 @@ def doctor(
     """
     from rich.console import Console
 
-    console = Console(width=None if os.isatty(1) else 160)
+    # a terminal's lines are broken between words; in a file a sentence is a line
+    free = not os.isatty(1) and "COLUMNS" not in os.environ
+    console = Console(width=160 if free else None, soft_wrap=free, highlight=False)
+    if verbose and (vllm or flight or gpu):
+        options.refuse("--verbose", "it has no effect with --flight, --gpu or --vllm")
     for option, given in (("--only", only), ("--json", json)):
         if given and not gpu:
             options.refuse(option, "it belongs to --gpu")
@@ -81,7 +91,7 @@ def doctor(
     else:
         from weft.doctor import checks
 
-        fine = checks.diagnose(console)
+        fine = checks.diagnose(console, verbose)
     raise typer.Exit(0 if fine else 1)
 
 

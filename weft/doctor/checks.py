@@ -30,6 +30,7 @@ import weft._native as _native
 from weft.checks import name as dtype_name
 from weft.doctor import cores, memory
 from weft.doctor.cores import RankReport
+from weft.doctor.tables import table
 from weft.engines.recording import clock_offsets
 from weft.errors import SymmetricMemoryError
 from weft.kernels.packed import pack
@@ -46,7 +47,7 @@ from weft.world import World, init, placement, transports
 from weft.world.default_group import join, launched
 from weft.world.listener import addresses, family_of, named_interface
 from weft.world.rendezvous import StoreRendezvous, host_identity
-from weft.world.topology import read_text
+from weft.world.topology import listed, read_text
 from weft.world.variables import launcher_variables, translated
 from weft.world.wire import Kind, all_gather_values
 
@@ -90,8 +91,10 @@ class FailedConnections(NamedTuple):
     failed: dict[int, str]
 
 
-def diagnose(console: Console) -> bool:
-    """Print the report of all ranks, on rank 0; returns whether there is no problem. Collective."""
+def diagnose(console: Console, verbose: bool = False) -> bool:
+    """Print what is wrong and a summary of all ranks, on rank 0, with details if `verbose`; returns
+    whether there is no problem. Collective.
+    """
     try:
         if not dist.is_initialized() and translated(os.environ):
             store, rank, ranks = launched(_STARTING)
@@ -114,7 +117,7 @@ def diagnose(console: Console) -> bool:
             f"Is {address or 'MASTER_ADDR'} the address of the first host on a network that this "
             f"host can reach, is port {port} open there, and was the job started on every host?"
         )
-        console.print(f"[bold red]No connection[/]: {escape(text)}", soft_wrap=True)
+        console.print(f"[bold red]No connection[/]: {escape(text)}")
         return False
     with world:
         with progress("examining ranks and links", 2, shown=world.rank == 0) as advance:
@@ -129,33 +132,66 @@ def diagnose(console: Console) -> bool:
         stores = _of_all_ranks(world, _native.stores(), str)
         replaced = _of_all_ranks(world, in_place_of_gloo.in_force(), bool)
         if world.rank == 0:
-            _print(everyone, links, console)
-            console.print(_thresholds(everyone, world.thresholds, world.oversubscribed))
+            _print_verdict(everyone, problems, console)
+            texts = [*_summary(everyone, links)]
             if world.relay is not None:
-                console.print(transports.description(world.relay.transport), soft_wrap=True)
+                texts.append(transports.description(world.relay.transport))
             if world.ranks > 1 and not world.hosts.several:
                 why = next(filter(None, staged), "")
                 how = f"are staged, since {why}" if why else "can be read in place"
-                console.print(f"Peers' ordinary tensors {how}.", soft_wrap=True, markup=False)
-            for on in _by_host(everyone):
-                console.print(memory.sentence(on), soft_wrap=True)
-            console.print(_setup(), soft_wrap=True)
-            console.print(_stores(stores), soft_wrap=True)
-            console.print(_gloo(replaced), soft_wrap=True)
-            console.print(_new_memory(), soft_wrap=True)
-            console.print(_measurements(), soft_wrap=True, markup=False)
-            _print_problems(problems, console)
-            noted = [*_notes(everyone)]
-            for kind, text in noted:
-                console.print(f"[bold yellow]{kind}:[/] {escape(text)}", soft_wrap=True)
-            if not problems:
-                besides = "Besides, nothing" if noted else "Nothing"
-                console.print(
-                    f"{besides} is wrong: {_number(len(everyone), 'rank')} on "
-                    f"{_number(world.hosts.number, 'host')}.",
-                    style="" if noted else "green",
-                )
+                texts.append(f"Peers' ordinary tensors {how}.")
+            texts += [_gloo(replaced), _setup()]
+            if verbose:
+                _print_tables(everyone, links, console)
+                console.print(_thresholds(everyone, world.thresholds, world.oversubscribed))
+                texts += [_stores(stores), _new_memory(), _measurements()]
+            else:
+                texts.append("--verbose shows each rank, core and link, thresholds and choices.")
+            for text in texts:
+                console.print(text, markup=False)
         return not problems
+
+
+def _print_verdict(
+    everyone: Sequence[RankReport], problems: Sequence[str], console: Console
+) -> None:
+    """Print what is wrong, or that nothing is, and what else may matter."""
+    _print_problems(problems, console)
+    if not problems:
+        ranks, hosts = _number(len(everyone), "rank"), _number(len(_by_host(everyone)), "host")
+        console.print(f"Nothing is wrong: {ranks} on {hosts}.", style="green")
+    for kind, text in _notes(everyone):
+        console.print(f"[bold yellow]{kind}:[/] {escape(text)}")
+    console.print()
+
+
+def _summary(
+    everyone: Sequence[RankReport], links: Mapping[tuple[int, int], tuple[float, float]]
+) -> Iterator[str]:
+    """Sentences on each host and its ranks, and on all links."""
+    names = everyone[0].providers
+    for on in _by_host(everyone):
+        ranks = [report.rank for report in on]
+        cpus = {cpu for report in on for cpu in report.cores}
+        rates = (f"{name} {_spread([each.providers[name] for each in on])}" for name in names)
+        yield (
+            f"{on[0].name}: {_number(len(ranks), 'rank')} ({listed(ranks)}) on "
+            f"{_number(len(cpus), 'core')} ({listed(cpus)}); threads of each: "
+            f"{_spread([report.threads for report in on])}; GFLOP/s: {', '.join(rates)}."
+        )
+        places = [_listed(report.addresses) for report in on]
+        places += [f"GLOO_SOCKET_IFNAME={each.interface}" for each in on if each.interface]
+        yield f"Addresses: {', '.join(dict.fromkeys(places))}."
+        yield memory.sentence(on)
+    if links:
+        gbps, latencies = zip(*links.values(), strict=True)
+        yield f"Links of hosts: {_spread(gbps, 2)} Gbit/s, latency {_spread(latencies)} us."
+
+
+def _spread(values: Sequence[float], digits: int = 0) -> str:
+    """The least and the largest of some numbers, or the one that all are."""
+    ends = (f"{end:.{digits}f}" for end in (min(values), max(values)))
+    return " to ".join(dict.fromkeys(ends))
 
 
 def _setup() -> str:
@@ -279,7 +315,7 @@ def _listed(addresses: Mapping[str, str]) -> str:
 
 def _print_problems(problems: Sequence[str], console: Console) -> None:
     for problem in problems:
-        console.print(f"[bold red]wrong:[/] {escape(problem)}", soft_wrap=True)
+        console.print(f"[bold red]wrong:[/] {escape(problem)}")
 
 
 def _report(world: World) -> RankReport:
@@ -480,54 +516,43 @@ def _thresholds(everyone: Sequence[RankReport], agreed: Thresholds, oversubscrib
         f"{level}-level cache of {size >> 10} KiB ({source(f'{level}_level')})"
         for level, size in (("first", agreed.first_level), ("second", agreed.second_level))
     )
-    table = Table("threshold", "here", "from")
-    table.add_row("largest message sent eagerly", f"{agreed.eager_bytes >> 10} KiB", first)
-    table.add_row("most bytes staged at once", f"{agreed.staged_bytes >> 10} KiB", second)
-    table.add_row("a thread's bytes of larger ones", f"{agreed.slot_bytes >> 10} KiB", second)
-    table.add_row("smallest part put, not read", f"{agreed.pushed_bytes >> 10} KiB", second)
+    shown = table("threshold", "here", "from")
+    shown.add_row("largest message sent eagerly", f"{agreed.eager_bytes >> 10} KiB", first)
+    shown.add_row("most bytes staged at once", f"{agreed.staged_bytes >> 10} KiB", second)
+    shown.add_row("a thread's bytes of larger ones", f"{agreed.slot_bytes >> 10} KiB", second)
+    shown.add_row("smallest part put, not read", f"{agreed.pushed_bytes >> 10} KiB", second)
     latency, reason = (
         (OVERSUBSCRIBED_SIGNAL_LATENCY, "default, as ranks share cores")
         if oversubscribed
         else (SIGNAL_LATENCY, "default")
     )
-    table.add_row("what a level of ranks must save", f"{latency:.1f} notifies", reason)
-    return table
+    shown.add_row("what a level of ranks must save", f"{latency:.1f} notifies", reason)
+    return shown
 
 
-def _print(
+def _print_tables(
     everyone: Sequence[RankReport],
-    links: dict[tuple[int, int], tuple[float, float]],
+    links: Mapping[tuple[int, int], tuple[float, float]],
     console: Console,
 ) -> None:
+    """Print a row for each rank, one for each cache, and one for each link."""
     hosts = [*dict.fromkeys(report.host for report in everyone)]
-    table = Table(
-        "rank",
-        "host",
-        "pid",
-        "addresses",
-        "interface",
-        "cores",
-        "threads",
-        "shared memory",
-        "GFLOP/s",
-    )
+    rates = [f"{name} GFLOP/s" for name in everyone[0].providers]
+    ranks = table("rank", "host", "pid", "cores", "threads", *rates)
     for report in everyone:
-        table.add_row(
+        ranks.add_row(
             str(report.rank),
             f"{hosts.index(report.host)}: {report.name}",
             str(report.pid),
-            ", ".join(f"{name} {address}" for name, address in report.addresses.items()),
-            report.interface or "by name",
-            ",".join(map(str, report.cores)),
+            listed(report.cores),
             str(report.threads),
-            escape(report.shared),
-            ", ".join(f"{name} {rate:.0f}" for name, rate in report.providers.items()),
+            *(f"{rate:.0f}" for rate in report.providers.values()),
         )
-    console.print(table)
+    console.print(ranks)
     for on in _by_host(everyone):
         console.print(cores.drawing(on))
     if links:
-        table = Table("ranks", "Gbit/s", "latency us")
+        shown = table("ranks", "Gbit/s", "latency us")
         for (one, other), (gbps, latency) in sorted(links.items()):
-            table.add_row(f"{one} - {other}", f"{gbps:.2f}", f"{latency:.0f}")
-        console.print(table)
+            shown.add_row(f"{one} - {other}", f"{gbps:.2f}", f"{latency:.0f}")
+        console.print(shown)

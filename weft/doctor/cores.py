@@ -10,6 +10,7 @@ from typing import NamedTuple
 from rich.table import Table
 
 from weft.doctor.memory import Memory
+from weft.doctor.tables import table
 from weft.world import control_groups
 from weft.world.topology import Core, Topology, listed, read_text, usable
 
@@ -72,22 +73,14 @@ def drawing(here: Sequence[RankReport]) -> Table:
         title += f" with {len(threads)} hardware threads"
     if topology.cpuset < threads:
         title += f", of which the control group allows {listed(topology.cpuset)}"
-    table = Table(
-        "package",
-        "node",
-        "cores that share a cache",
-        "siblings",
-        "ranks",
-        title=title,
-        title_justify="left",
-    )
+    drawn = table("package", "node", "cores that share a cache", "siblings", "ranks", title=title)
     for (package, node, _), several in groupby(
         topology.cores, lambda core: (core.package, core.node, core.cache)
     ):
         cores = list(several)
         slow = [core.cpus[0] for core in cores if not core.fast]
         ranks = [f"{report.rank} on {listed(on)}" for report in here if (on := _on(report, cores))]
-        table.add_row(
+        drawn.add_row(
             str(package),
             str(node),
             listed(core.cpus[0] for core in cores) + (f" (slow: {listed(slow)})" if slow else ""),
@@ -95,8 +88,8 @@ def drawing(here: Sequence[RankReport]) -> Table:
             ", ".join(ranks) or "none",
         )
     for node in topology.memory_nodes:
-        table.add_row("", str(node), "none: only memory", "", "")
-    return table
+        drawn.add_row("", str(node), "none: only memory", "", "")
+    return drawn
 
 
 def problems(here: Sequence[RankReport]) -> Iterator[str]:

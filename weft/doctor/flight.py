@@ -13,6 +13,7 @@ from rich.table import Table
 
 from weft.doctor.causes import Difference, difference, explanation, moment, ranks_of, waited
 from weft.doctor.recording import FlightRecording, Rank, RecordedCall, read
+from weft.doctor.tables import table
 
 _BEFORE, _AFTER = 3, 2
 """Calls that are shown before and after the first difference."""
@@ -35,10 +36,10 @@ def diagnose(paths: Sequence[Path], console: Console) -> None:
         )
         console.print(_table(world, found))
         for text in _errors(world):
-            console.print(text, highlight=False, markup=False, soft_wrap=True)
+            console.print(text, highlight=False, markup=False)
         cause, advice = explanation(world, found)
-        console.print(f"[bold]Likely cause:[/] {escape(cause)}", highlight=False, soft_wrap=True)
-        console.print(f"[bold]What to do:[/] {escape(advice)}\n", highlight=False, soft_wrap=True)
+        console.print(f"[bold]Likely cause:[/] {escape(cause)}", highlight=False)
+        console.print(f"[bold]What to do:[/] {escape(advice)}\n", highlight=False)
 
 
 def _table(world: FlightRecording, found: Difference) -> Table:
@@ -50,7 +51,7 @@ def _table(world: FlightRecording, found: Difference) -> Table:
     for rank in world.ranks:
         cells = tuple(_cell(world, found, rank, number) for number in numbers)
         columns.setdefault(cells, []).append(rank)
-    table = Table("call", "", "began", *(ranks_of(ranks) for ranks in columns.values()))
+    shown = table("call", "", "began", *(ranks_of(ranks) for ranks in columns.values()))
     for at, number in enumerate(numbers):
         made = _made(world, number)
         same = made[0].call if made else ""
@@ -58,10 +59,10 @@ def _table(world: FlightRecording, found: Difference) -> Table:
             same = "different calls"
         began = moment(min(call.began for call in made))[11:] if made else ""
         style = "bold" if number == found.number else None
-        table.add_row(
+        shown.add_row(
             str(number), escape(same), began, *[escape(cells[at]) for cells in columns], style=style
         )
-    return table
+    return shown
 
 
 def _made(world: FlightRecording, number: int) -> list[RecordedCall]:

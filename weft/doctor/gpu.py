@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from weft.doctor.tables import table
 from weft.gpu.assumptions import asking, machine
 from weft.gpu.assumptions.asking import Reply
 from weft.gpu.assumptions.question import Answer, Question
@@ -100,22 +100,22 @@ def _write(file: Path, content: dict[str, Any]) -> None:
 def _print(console: Console, facts: Answer, results: Sequence[Result]) -> None:
     """Print the machine, all questions, and what is wrong with a remedy."""
     if facts:
-        console.print(_machine(facts), soft_wrap=True, highlight=False, markup=False)
-    table = Table("question", "taken for granted", "", "answer")
+        console.print(_machine(facts), highlight=False, markup=False)
+    shown = table("question", "taken for granted", "", "answer")
     group = ""
     for question, _, verdict, means in results:
         if question.group != group:
-            table.add_section()
+            shown.add_section()
             group = question.group
-        shown = f"[{_COLOURS[verdict]}]{verdict}[/]"
-        table.add_row(question.name, escape(question.relied_on), shown, escape(means))
-    console.print(table)
+        coloured = f"[{_COLOURS[verdict]}]{verdict}[/]"
+        shown.add_row(question.name, escape(question.relied_on), coloured, escape(means))
+    console.print(shown)
     for question, _, verdict, means in results:
         if verdict in ("bad", "error"):
             wrong = "wrong" if verdict == "bad" else "no answer"
             todo = f" {question.remedy}." if verdict == "bad" and question.remedy else ""
             text = escape(f"{question.name} ({question.where}): {means}.{todo}")
-            console.print(f"[bold red]{wrong}:[/] {text}", soft_wrap=True, highlight=False)
+            console.print(f"[bold red]{wrong}:[/] {text}", highlight=False)
     verdicts = [found.verdict for found in results]
     counts = [f"{number} {verdict}" for verdict in _COLOURS if (number := verdicts.count(verdict))]
     fine = _nothing_wrong(results)

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch.distributed as dist
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from weft import installation
 from weft.doctor.memory import MORE_SHARED_MEMORY
+from weft.doctor.tables import table
 from weft.vllm import settings, surface
 from weft.vllm.package import OTHER, installed
 from weft.world import placement
@@ -38,13 +38,13 @@ def diagnose(console: Console) -> bool:
     """Print the findings; returns whether vLLM runs on weft."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     found = [*findings()]
-    table = Table("vLLM on weft", "here")
+    shown = table("vLLM on weft", "here")
     for finding in found:
-        table.add_row(finding.name, escape(finding.here))
-    console.print(table)
+        shown.add_row(finding.name, escape(finding.here))
+    console.print(shown)
     problems = [finding.problem for finding in found if finding.problem]
     for problem in problems:
-        console.print(f"[bold red]wrong:[/] {escape(problem)}", soft_wrap=True)
+        console.print(f"[bold red]wrong:[/] {escape(problem)}")
     if not problems:
         console.print("Nothing is wrong: vLLM's ranks run on weft.", style="green")
     return not problems

@@ -40,7 +40,7 @@ def doctor():
 
     def diagnosed():
         printed = io.StringIO()
-        well = diagnose(Console(file=printed, width=200))
+        well = diagnose(Console(file=printed, width=200, soft_wrap=True), verbose=True)
         return well, printed.getvalue()
 
     with contextlib.ExitStack() as stack:
@@ -64,7 +64,7 @@ def doctor():
 def doctor_by_ucx():
     """The output of weft doctor."""
     printed = io.StringIO()
-    diagnose(Console(file=printed, width=200))
+    diagnose(Console(file=printed, width=200, soft_wrap=True))
     return printed.getvalue()
 
 
