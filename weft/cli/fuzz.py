@@ -23,9 +23,10 @@ def fuzz(
     ] = 0,
     json_file: Json = None,
 ) -> None:
-    """Test the proof and the engines: make plans at random, change most of them in one or two
-    places, execute those that the proof accepts, and compare all results with those of the
-    reference interpreter.
+    """Test the proof and the engines by plans made at random.
+
+    Most of them are changed in one or two places. Those that the proof accepts are executed, and
+    all results are compared with those of the reference interpreter.
 
     Ranks are threads: on one host, on several, and working on streams. Exit status 1 if a result
     differs, or if the proof rejects a plan that is right.

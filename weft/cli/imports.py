@@ -54,8 +54,7 @@ def import_plan(
         int | None, typer.Option(min=4, help="Bytes of a chunk, for --machine; default 65536.")
     ] = None,
 ) -> None:
-    """Prove a plan of another system: that it has no race and no deadlock, and computes what its
-    collective promises.
+    """Prove a plan of another system: no race, no deadlock, and what its collective promises.
 
     Problems name ranks, thread blocks and operations of the file. Exit status 1 if there are some
     or if a result differs, 2 for a file that weft has no words for.

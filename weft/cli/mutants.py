@@ -30,12 +30,12 @@ def mutants(
     ] = 0,
     json_file: Json = None,
 ) -> None:
-    """Test the proof: change each instruction of every plan, delete it, repeat it, move it in its
-    lane, or aim it elsewhere, and count how many of these mutants the proof rejects.
+    """Test the proof: change every plan in one place at a time, and count what is rejected.
 
-    Those that it accepts are executed in adversarial orders: they are equivalent if they give the
-    bits of the plan in every run, else the proof missed them. Exit status 1 if it missed one, or
-    rejects a plan without a change.
+    Each instruction is changed, deleted, repeated, moved in its lane, or aimed elsewhere. Of these
+    mutants those that the proof accepts are executed in adversarial orders: they are equivalent if
+    they give the bits of the plan in every run, else the proof missed them. Exit status 1 if it
+    missed one, or rejects a plan without a change.
     """
     counts = _counts(ranks)
     options.check_files(json_file, None)

@@ -82,11 +82,10 @@ def show(
         ),
     ] = None,
 ) -> None:
-    """Print a plan, and prove for any number of rows that it has no race and no deadlock and
-    computes its result.
+    """Print a plan, and prove that it has no race and no deadlock and computes its result.
 
-    Of many ranks one is shown, whose lanes are planned in a moment, and nothing is proved: the time
-    of a proof grows with the cube of the ranks.
+    The proof is for any number of rows. Of many ranks one is shown, whose lanes are planned in a
+    moment, and nothing is proved: the time of a proof grows with the cube of the ranks.
     """
     planner, chosen = PLANNERS[operator.name], chosen_algorithm(operator, algorithm)
     parts = None if rows is None else _rows(rows, ranks)
