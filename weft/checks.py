@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from difflib import get_close_matches
 from functools import cache
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -272,6 +274,23 @@ def check_ranks(ranks: object) -> None:
     """Raise `ValueError` or `TypeError` unless `ranks` is a number of ranks for a new world."""
     if integer(ranks, "ranks must be an integer") < 1:
         raise ValueError(f"at least one rank is needed; got {ranks}")
+
+
+def check_call(caller: str, fn: Callable[..., Any], args: Sequence[object]) -> None:
+    """Raise `TypeError` unless `fn` can be called with `args`, which is what `caller` passes to it
+    on each rank.
+    """
+    try:
+        signature = inspect.signature(fn, follow_wrapped=False)
+    except ValueError:  # some functions of C have none
+        return
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        raise TypeError(
+            f"{caller} calls the function with {len(args)} argument(s), those given after it, and "
+            f"adds no rank: {error}; in the function weft.init().rank is the rank's number"
+        ) from None
 
 
 _LARGEST = 2**63 - 1

@@ -156,6 +156,21 @@ def test_a_rank_of_a_local_world_cannot_call_run():
         local.run(lambda: local.run(lambda: 1))
 
 
+def test_a_function_that_takes_other_arguments_is_refused_before_it_runs():
+    @functools.wraps(lambda configuration: None)  # as decorators that bring arguments
+    def wrapped():
+        return 1
+
+    with weft.local_world(2) as local:
+        for start in (local.run, lambda fn, *args: weft.launch(fn, 2, *args)):
+            with pytest.raises(TypeError, match=r"with 0 argument.* 'rank'; .* weft.init\(\).rank"):
+                start(lambda rank: rank)
+        with pytest.raises(TypeError, match=r"with 2 argument.* too many positional"):
+            local.run(lambda x: x, 1, 2)
+        assert local.run(wrapped) == [1, 1], "in the same world"
+        assert local.run(max, 1, 2) == [2, 2], "a function without a signature"
+
+
 def test_a_call_outside_of_run_is_told_of_it(monkeypatch):
     monkeypatch.setattr("weft.world.registry.default", None)  # of an earlier test
     with (

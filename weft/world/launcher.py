@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from weft.checks import check_ranks
+from weft.checks import check_call, check_ranks
 from weft.errors import WeftError
 from weft.world import hints, one_agent, placement, reports, survivors
 from weft.world.placement import threads_per_rank
@@ -48,8 +48,9 @@ def launch(
     default one for each core of a rank's share, which is on one NUMA node if possible. Ranks are
     bound to their shares if the cores divide evenly, unless `bind` is false. If a rank fails the
     others are stopped, and `RuntimeError` names the first failed rank and its error. Ctrl-C is a
-    `KeyboardInterrupt` once all have stopped. Raises `WeftError` on one of several ranks that a
-    launcher started: each of them would start ranks of its own.
+    `KeyboardInterrupt` once all have stopped. Raises `TypeError` if `fn` cannot take `args`, and
+    `WeftError` on one of several ranks that a launcher started: each of them would start ranks of
+    its own.
 
     Examples:
         >>> import math
@@ -65,6 +66,7 @@ def launch(
             file=sys.stderr,
         )
         raise SystemExit(1)
+    check_call("weft.launch", fn, args)
     _check_picklable(fn)
     _start_server()
     config = LaunchConfig(

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import weft._native as _native
-from weft.checks import check_ranks, integers, limited
+from weft.checks import check_call, check_ranks, integers, limited
 from weft.errors import PeerLost, WeftError
 from weft.schedules.device_options import DEFAULT, DeviceOptions
 from weft.schedules.levels import numbered
@@ -130,8 +130,8 @@ class LocalWorld:
         exception on any rank closes the world on all, and is raised here once all have stopped:
         that of the rank that failed first. The next call then has a new world, in which tensors of
         the old one are not symmetric. Thread-local state persists between calls; on a GPU each rank
-        has a stream of its own, and all streams are synchronized on return. Raises `WeftError`
-        after `close`, and on a rank of this local world.
+        has a stream of its own, and all streams are synchronized on return. Raises `TypeError` if
+        `fn` cannot take `args`, and `WeftError` after `close` and on a rank of this local world.
         """
         if self.closed:
             raise WeftError("this local world is closed; make a new one with weft.local_world(...)")
@@ -140,6 +140,7 @@ class LocalWorld:
                 f"rank {own.rank} of this local world calls local.run and would wait for itself: "
                 "all ranks are in local.run already, so call the function"
             )
+        check_call("local.run", fn, args)
         if any(world.closed is not None for world in self.worlds):
             self._close_worlds()
             self.worlds = self._new_worlds()
