@@ -4,6 +4,7 @@ a native core are an error that says so.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -153,6 +154,14 @@ print("all")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.returncode) == ("all\n", 0), done.stderr
+
+
+def test_an_older_python_is_refused():
+    program = "import sys; sys.version_info = (3, 9, 18); import weft"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1].startswith("ImportError: weft needs Python 3.10 or newer;")
+    for name in ("__init__", "variables", "version"):  # which it must understand
+        ast.parse((ROOT / f"weft/{name}.py").read_text(), feature_version=(3, 9))
 
 
 def test_both_distributions_have_one_version():

@@ -15,6 +15,10 @@ from typing import TYPE_CHECKING, Any
 from weft import variables
 from weft.version import __version__
 
+# an older Python reads this file and the two above, but not the others
+if sys.version_info < (3, 10):  # noqa: UP036
+    raise ImportError(f"weft needs Python 3.10 or newer; this is {sys.version.split()[0]}")
+
 if TYPE_CHECKING:
     from weft import huggingface, nn
     from weft.compiler.async_tp import enable_async_tp
