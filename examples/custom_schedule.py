@@ -2,7 +2,8 @@
 
     python examples/custom_schedule.py [timeline.png]
 
-The picture is drawn by weft's benchmarks: pip install -e ./bench
+The picture goes to a temporary folder unless its name is given. weft's benchmarks draw it:
+pip install -e ./bench
 
 It is all-gather + matmul by recursive doubling: in steps 1, 2, 4, … ranks whose numbers differ in
 that bit exchange all rows that they have, so 4 ranks need 2 steps instead of 3. The rows of one
@@ -11,6 +12,7 @@ step are multiplied during the next.
 
 import sys
 from pathlib import Path
+from tempfile import mkdtemp
 
 import torch
 
@@ -21,7 +23,11 @@ from weft.kernels.matmul import matmul
 from weft.plan import Buffer, Copy, Notify, Plan, Region, Signal, Term, Wait
 from weft.plan.trace import Trace
 from weft.schedules.lanes import enter, leave
-from weft_bench.pictures.timeline import draw
+
+try:
+    from weft_bench.pictures.timeline import draw
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: pip install -e ./bench") from None
 
 
 def doubling(ranks: int, rows: int) -> Plan:
@@ -72,7 +78,8 @@ def run(plan: Plan, rows: int) -> Trace | None:
 
 
 if __name__ == "__main__":
-    plan, picture = doubling(ranks=4, rows=256), Path(*sys.argv[1:] or ["timeline.png"])
+    plan = doubling(ranks=4, rows=256)
+    picture = Path(*sys.argv[1:] or [mkdtemp(), "timeline.png"])
     weft.verify(plan)  # PlanError names every race, deadlock and wrong row: delete a Wait and see
     print(plan, f"The picture of its second run: {picture}", sep="\n")
     traces = [weft.launch(run, 4, plan, 256)[0]]

@@ -29,12 +29,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import parallelize_module
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
 import weft
 import weft.huggingface
 import weft.nn
+
+try:
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: pip install transformers accelerate") from None
 
 # layers that read the same activations
 GATHERED = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}

@@ -27,13 +27,17 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
-from transformers.distributed import DistributedConfig
-from transformers.utils.logging import disable_progress_bar
 
 import weft
 import weft.huggingface
 import weft.nn
+
+try:
+    from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+    from transformers.distributed import DistributedConfig
+    from transformers.utils.logging import disable_progress_bar
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: pip install transformers accelerate") from None
 
 disable_progress_bar()
 VARIANTS = {"gloo": ("all_to_all", "all_reduce"), "weft": ("all_to_all", "all_reduce", "weft")}

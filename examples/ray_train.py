@@ -13,17 +13,21 @@ import logging
 import tempfile
 from typing import Annotated
 
-import ray
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import typer
-from ray import train
-from ray.train import RunConfig, ScalingConfig
-from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+
+try:
+    import ray
+    from ray import train
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
+except ModuleNotFoundError as error:
+    raise SystemExit(f'{error}: pip install "ray[train]"') from None
 
 TOLERANCE = 1e-4  # relative; sums over more than two ranks are rounded in another order
 BACKENDS = ("gloo", "weft")

@@ -11,6 +11,7 @@ import io
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -79,6 +80,22 @@ def test_calls_of_weft_have_arguments_that_exist(script):
             assert {each.arg for each in call.keywords if each.arg} <= {*known}, ast.unparse(call)
 
 
+@pytest.mark.parametrize(
+    ("name", "missing", "remedy"),
+    [
+        ("custom_schedule.py", "weft_bench.pictures.timeline", "pip install -e ./bench"),
+        ("huggingface.py", "transformers", "pip install transformers accelerate"),
+        ("mixture_of_experts.py", "transformers", "pip install transformers accelerate"),
+        ("ray_train.py", "ray", 'pip install "ray[train]"'),
+    ],
+)
+def test_an_example_says_what_to_install(monkeypatch, name, missing, remedy):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(SystemExit, match=rf"{missing}.*: {re.escape(remedy)}$"):
+        runpy.run_path(str(EXAMPLES / name))
+    assert remedy in (EXAMPLES / name).read_text().split('"""')[1]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_per_rank():
@@ -99,9 +116,11 @@ def test_custom_schedule(tmp_path, name):
         else as_process("custom_schedule.py", cwd=tmp_path)
     )
     assert "all_gather_matmul / doubling on 4 ranks" in printed
-    picture = tmp_path / (name or "timeline.png")
-    assert picture.name in printed
+    picture = tmp_path / re.search(r"^The picture of its second run: (.*)$", printed, re.M)[1]
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.iterdir()] == [name] * bool(name)
+    if name is None:
+        shutil.rmtree(picture.parent)
 
 
 @pytest.mark.data
