@@ -146,8 +146,7 @@ def test_calls_are_recorded_with_their_ends(context):
 
 
 def divide():
-    weft.all_reduce(torch.ones(4))
-    return 1 // 0
+    return weft.all_reduce(torch.ones(4)).numel() // 0
 
 
 def fail_alone(_, folder, variable):

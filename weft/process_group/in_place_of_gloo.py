@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import BackendConfig
 
 from weft import variables
+from weft.errors import WeftError
 
 VARIABLE = "WEFT_REPLACES_GLOO"
 _MAKER = "_new_process_group_helper"
@@ -82,12 +83,21 @@ def _wrapped(of_torch: Callable[..., Any]) -> Callable[..., Any]:
 def _renamed(backend: Any) -> Any:
     """The backends of a group, with weft in place of gloo for CPU tensors; None if gloo has none of
     them. Where there is no other device, gloo is left out for others; any other backend stays, as
-    torch refuses those that it does not have.
+    torch refuses those that it was built without.
+
+    Raises `WeftError` for a name of no backend.
     """
     config = BackendConfig(distributed_c10d.Backend(str(backend)))
     backends: dict[str, str] = dict(config.get_device_backend_map())
     if backends.get("cpu") != "gloo":
         return None
+    names = distributed_c10d.Backend.backend_list
+    for device, name in backends.items():
+        if name not in names:
+            raise WeftError(
+                f"there is no backend {name!r} for {device}; torch.distributed knows "
+                f"{', '.join(names)}"
+            )
     backends["cpu"] = "weft"
     if torch.accelerator.current_accelerator() is None:
         backends = {device: name for device, name in backends.items() if name != "gloo"}
