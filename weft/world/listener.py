@@ -304,10 +304,12 @@ class Unproved:
             except ConnectionError:  # closed again
                 continue
             except OSError as error:
-                if error.errno in _EXHAUSTED and self._waiting:
-                    self.drop()
-                    break
-                raise
+                strangers = [each for each in self._waiting if not each.key_name]
+                if error.errno not in _EXHAUSTED or not strangers:
+                    raise
+                for each in strangers:
+                    self._close(each)
+                break
             connection.setblocking(False)
             accepted = Accepted(connection, self._about)
             self._waiting[accepted] = now + PROVING
