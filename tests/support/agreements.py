@@ -96,7 +96,7 @@ class Connection:
 class Call:
     """As `weft.world.talk.Call`."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, user: int) -> None:
         self.process = getcurrent()
         self.course = self.process.course
         self.door = self.course.doors[int(address.host.split()[1])]

@@ -278,6 +278,16 @@ def test_another_user_who_has_taken_a_name_is_told_nothing():
 
 
 @AS_ROOT
+def test_the_user_who_has_opened_a_door_may_be_another_one_since():
+    with listened_by(54323) as (name, heard):
+        call = talk.Call(Address(name, 0, KEY), 54323)
+        call.advance()
+        assert not call.gone
+        call.close()
+        assert heard() == 24
+
+
+@AS_ROOT
 def test_another_user_is_not_let_in_with_the_key_either():
     with contextlib.closing(Listener()) as listener:
         visitors = talk.Visitors([listener])

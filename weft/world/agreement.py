@@ -33,6 +33,7 @@ class _Calls:
 
     def __init__(self, handles: Sequence[Handle], own: Handle) -> None:
         self.addresses = [each.address_from(own.info.host) for each in handles]
+        self.users = [each.info.user for each in handles]
         self.open: dict[int, Call] = {}
         self.gone: set[int] = set()
         self.hung_up: set[int] = set()
@@ -50,7 +51,8 @@ class _Calls:
             if address is None or self._again.get(rank, 0.0) > time.monotonic():
                 continue
             if rank not in self.open:
-                self.open[rank] = Call(address)
+                # it may be another one since
+                self.open[rank] = Call(address, self.users[rank])
             call = self.open[rank]
             if call.advance():
                 call.send(request)

@@ -43,18 +43,18 @@ class Peer:
     connected, or that listens. Of a process on another host, or in another pid namespace, nothing
     is known.
 
-    Raises `OtherUser` if it is another user's.
+    Raises `OtherUser` if it is not `user`'s, by default this process's.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, user: int | None = None) -> None:
         self._process = -1
         self._ended = False
         if connection.family != socket.AF_UNIX:
             return
         option = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        pid, user, _ = struct.unpack("3i", option)
-        if user != os.getuid():
-            raise OtherUser(user)
+        pid, found, _ = struct.unpack("3i", option)
+        if found != (os.getuid() if user is None else user):
+            raise OtherUser(found)
         if pid > 0 and pid != os.getpid():
             try:
                 self._process = os.pidfd_open(pid)

@@ -111,17 +111,19 @@ class Line:
 
 
 class Call(Line):
-    """A connection that this process opens to a rank's door: `connected` once both are proved,
-    `answered` once the rank has answered. `gone` tells whether the rank is gone for certain, which
-    only the kernel that both share can tell: it has no socket of this name any more, or the process
-    has ended. A refusal on the way to another host says nothing of the rank.
+    """A connection that this process opens to a rank's door, which on this host `user` has opened:
+    `connected` once both are proved, `answered` once the rank has answered. `gone` tells whether
+    the rank is gone for certain, which only the kernel that both share can tell: it has no socket
+    of this name any more, or the process has ended. A refusal on the way to another host says
+    nothing of the rank.
     """
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, user: int | None = None) -> None:
         kind = socket.SOCK_STREAM if address.port else socket.SOCK_SEQPACKET
         super().__init__(socket.socket(address.family, kind))
         self.connection.setblocking(False)
         self.address = address
+        self.user = user
         self.connected = False
         self.gone = False
         self.answered = False
@@ -155,7 +157,7 @@ class Call(Line):
         # a full backlog (EAGAIN of a Unix socket) is tried again by a new call
         if code not in (0, errno.EISCONN):
             raise OSError(code, "")
-        self._process = Peer(self.connection)
+        self._process = Peer(self.connection, self.user)
         self._proof = Caller(self.connection, key(self.address))
         return True
 
