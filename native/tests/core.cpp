@@ -956,7 +956,7 @@ void test_lanes_end_together() {
     Execution& execution = program.execution;
     executor.begin(program, INT64_MAX / 4);
     executor.lane_thread.start({&program, 1});
-    host.meshes[1]->leave();
+    host.meshes[1]->leave(false);
     CHECK(executor.run(program, 0, 0) == -1 && execution.failures[0].status == WaitStatus::lane);
     CHECK(execution.stopped == 1 && execution.failures[1].status == WaitStatus::left &&
           execution.failures[1].source == 1);
@@ -1122,7 +1122,7 @@ void test_signal_arrays() {
         !arrays[1].test({2, 4, 1}, Compare::greater, 0));
   auto late = arrays[1].wait({2, 4, 1}, Compare::greater, 0, 1'000'000, never);
   CHECK(late.status == WaitStatus::timeout && late.index == 5 && late.actual == 0);
-  std::thread leaver([&] { host.meshes[0]->leave(); });
+  std::thread leaver([&] { host.meshes[0]->leave(false); });
   CHECK(wait(1, {7, 1, 1}, Compare::equal, 1) == WaitStatus::left);
   leaver.join();
   host.meshes[0]->abort({"KeyError", 0, "gone"});

@@ -207,7 +207,7 @@ with weft.init() as world:
 @pytest.mark.parametrize(
     ("begin", "call"),
     [
-        ("with weft.init() as world:", "weft.all_reduce(torch.ones(4))"),
+        ("with weft.init() as world:", "total = weft.all_reduce(torch.ones(4))"),
         # torch waits for these calls in C++, and has the error as text
         (
             "dist.init_process_group('weft'); model = DDP(torch.nn.Linear(2, 2))\nif True:",
