@@ -23,6 +23,9 @@ if "WEFT_CACHE" not in os.environ:
     _compiled.mkdir(parents=True, exist_ok=True)
     Path(_cache.name, "torch").symlink_to(_compiled)
 
+for _name in ("COLUMNS", "LINES"):  # readline sets them in the process that starts workers
+    os.environ.pop(_name, None)
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -168,7 +168,7 @@ def test_another_torch_is_named_and_left_as_it_is(monkeypatch, caplog):
         ("undefined", None, "weft"),
         ("cpu:gloo,cuda:gloo", None, "weft"),
         ("cpu:gloo,cuda:nccl", None, "cpu:weft,cuda:nccl"),
-        ("cuda:nosuch,cpu:gloo", None, "cuda:nosuch,cpu:weft"),
+        ("xpu:xccl,cpu:gloo", None, "xpu:xccl,cpu:weft"),
         ("gloo", "cuda", "cpu:weft,cuda:gloo"),
         ("cpu:gloo,cuda:nccl", "cuda", "cpu:weft,cuda:nccl"),
         ("nccl", "cuda", None),

@@ -19,13 +19,12 @@ START = "from weft.cli import app; app(['doctor', '--vllm'])"
 def report(*folders, python=sys.executable, **environ):
     """The exit status and the lines of the command, with these folders first on its path."""
     path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
-    of_a_pipe = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     done = subprocess.run(
         [str(python), "-c", START],
         capture_output=True,
         text=True,
         timeout=300,
-        env=of_a_pipe | environ | {"PYTHONPATH": path},
+        env=os.environ | environ | {"PYTHONPATH": path},
     )
     return done.returncode, done.stdout.splitlines()
 
