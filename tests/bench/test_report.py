@@ -63,7 +63,7 @@ def test_a_section_has_what_the_terminal_shows(run):
     assert made.name == "all-gather-matmul"
     assert made.about.startswith("2 ranks, 97x64x32, float32, push")
     assert (
-        made.figures[0].value in (f"{result['speedup']:.2f}x", tables.NOISE)
+        made.figures[0].value in (f"{result['speedup']:.2f}x", tables.NOISE, tables.BUSY_MACHINE)
         or result["speedup"] < 0.995
     )
     assert made.verified
