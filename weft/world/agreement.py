@@ -51,7 +51,7 @@ class _Calls:
             if address is None or self._again.get(rank, 0.0) > time.monotonic():
                 continue
             if rank not in self.open:
-                # it may be another one since
+                # this process may have given up that user since
                 self.open[rank] = Call(address, self.users[rank])
             call = self.open[rank]
             if call.advance():
@@ -176,7 +176,7 @@ class Agreement:
         )
 
     def _answer(self) -> Answer:
-        return Answer(gone=(*sorted(self.gone),), unknown=(*sorted(self.unknown),))
+        return Answer(gone=tuple(sorted(self.gone)), unknown=tuple(sorted(self.unknown)))
 
     def _step(self) -> Decision | None:
         """Call whom there is to call; the decision, if this rank leads and can make it."""
