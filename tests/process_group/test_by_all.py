@@ -81,3 +81,14 @@ def test_a_rank_that_fails_at_the_very_end_fails_all():
     for outcome in start(fails_last, 2, context=group):
         assert isinstance(outcome.error, NotMade), outcome
         assert "rank 1: MemoryError: none left" in str(outcome.error)
+
+
+def test_a_rank_that_has_waited_for_its_whole_limit_hardly_waits_more():
+    late = weft.PeerTimeout("rank 1 has not come")
+
+    def fail():
+        raise late
+
+    with pytest.raises(weft.PeerTimeout) as raised:  # a wait for the vote of rank 1 would not end
+        made_by_all(fail, dist.HashStore(), 0, 2, 1e9)
+    assert raised.value is late

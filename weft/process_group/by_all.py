@@ -10,18 +10,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from weft.errors import PeerLost, PeerTimeout, SymmetricMemoryError, WeftError
 from weft.world import World
 from weft.world.peers import receive, send
-from weft.world.rendezvous import time_left
 
 Made = TypeVar("Made")
 
 _SOON = 10.0  # seconds in which peers notice that a rank has failed, and say why they did
-_LOOK = 1.0  # seconds between looks for the verdict of another rank
+_LATE = 0.2  # seconds in which they do so after a whole time limit
+_LOOK = 0.01  # seconds between looks into the store
 _FILES, _FILES_PER_RANK = 16, 2  # that a group of gloo opens, at most
 _LACKS, _LOST, _OTHER = "lacks", "lost", "other"  # kinds of errors
 _WORDS = ("can't start new thread", "can't allocate memory", "not enough memory")
@@ -38,14 +37,16 @@ def made_by_all(
 
     Raises `NotMade` on all ranks if some lack memory or threads, and names these. After any other
     error a rank raises its own, and one that was only left alone `PeerLost` with the others'. If a
-    rank does not tell its error each raises its own: within some seconds, or on a rank that lacks
-    something after `timeout`, as peers may yet come.
+    rank does not tell its error each raises its own: within some seconds, on a rank that has waited
+    for `timeout` already within `_LATE`, and on one that lacks something after `timeout`, as peers
+    may yet come.
     """
     try:
         return make()
     except BaseException as error:
         kind = _kind(error, ranks)
-        deadline = time.monotonic() + (timeout if kind == _LACKS else min(timeout, _SOON))
+        patience = timeout if kind == _LACKS else min(timeout, _SOON)
+        deadline = time.monotonic() + (_LATE if isinstance(error, PeerTimeout) else patience)
         verdict = why = ""
         with contextlib.suppress(RuntimeError):  # the store is gone
             votes = _voted(f"{kind} {type(error).__name__}: {error}", store, rank)
@@ -83,6 +84,10 @@ def _verdict(votes: Store, ranks: int, deadline: float) -> tuple[str, str]:
     ranks: the word of the first to count the votes.
     """
     counted = votes.compare_set("verdict", "", _counted(votes, ranks, deadline))
+    # the store may end with this process: the others read the verdict first
+    if votes.add("readers", 1) == ranks:
+        votes.set("read", "")
+    _until(votes, ["read"], time.monotonic() + _LATE)
     kind, _, why = counted.decode(errors="replace").partition(" ")
     return kind, why
 
@@ -90,12 +95,19 @@ def _verdict(votes: Store, ranks: int, deadline: float) -> tuple[str, str]:
 def _counted(votes: Store, ranks: int, deadline: float) -> str:
     """The verdict, once all ranks have voted, another has counted, or the deadline has passed."""
     keys = [str(each) for each in range(ranks)]
-    while not votes.check(keys):
-        if votes.check(["verdict"]) or time.monotonic() > deadline:
-            return f"{_OTHER} "
-        with contextlib.suppress(dist.DistStoreError):  # a timeout
-            votes.wait(keys, time_left(min(deadline, time.monotonic() + _LOOK)))
+    if not _until(votes, keys, deadline, "verdict"):
+        return f"{_OTHER} "
     return _of([vote.decode(errors="replace") for vote in votes.multi_get(keys)])
+
+
+def _until(votes: Store, keys: list[str], deadline: float, end: str = "") -> bool:
+    """Whether the store gets all these keys before the deadline, and before the key `end`."""
+    # no `wait`: in a store of files it takes a second, and its time limit is another error
+    while not votes.check(keys):
+        if (end and votes.check([end])) or time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK)
+    return True
 
 
 def _of(votes: Sequence[str]) -> str:

@@ -177,7 +177,7 @@ class Part:
         text = "" if error is None else str(error)
         trace = "" if error is None else "".join(traceback.format_exception(error))
         ending, expected = (
-            RIGHT if error is None else type(error).__name__,
+            RIGHT if error is None else _public(type(error)).__name__,
             isinstance(error, weft.WeftError),
         )
         self.report(
@@ -197,6 +197,12 @@ def wait_for(child: int, limit: float = 10.0) -> str:
             os.waitpid(child, 0)
             return f"a hang of {limit:g} s"
         time.sleep(0.005)
+
+
+def _public(error: type[BaseException]) -> type[BaseException]:
+    """The class by which a user knows an error: of those of weft one that weft exports."""
+    exported = (one for one in error.__mro__ if getattr(weft, one.__name__, None) is one)
+    return next(exported, error)
 
 
 def ending(status: int) -> str:
