@@ -103,6 +103,7 @@ Mesh::~Mesh() { close(); }
 
 void Mesh::close() {
   if (!thread_.joinable()) return;
+  fail({"WeftError", rank_, "rank " + std::to_string(rank_) + " closed this world"});
   stopping_.store(true, std::memory_order_release);
   wake(wake_);
   thread_.join();

@@ -70,7 +70,8 @@ class Mesh {
   // that follows this one.
   void leave(bool for_good);
   // End the watch and close all sockets, after a failure or a farewell: what a peer sends
-  // afterwards is lost, `failed` and `left` stay as they are, and messages go nowhere.
+  // afterwards is lost, `left` stays as it is, and messages go nowhere. For waits of this rank, of
+  // which a signal handler may interrupt one to call this, the world has failed.
   void close();
   // In a forked child: close its copies of the sockets, so that peers detect the parent's death.
   // The mesh has no other use there.

@@ -92,6 +92,33 @@ def test_a_signal_handler():
         assert outcome.error is None, outcome.trace
 
 
+WAITS = {
+    "empty": lambda world, counters: world.empty(10),
+    "all_reduce": lambda world, counters: weft.all_reduce(torch.ones(3)),
+    "barrier": lambda world, counters: weft.barrier(),
+    "wait": lambda world, counters: weft.wait(counters, 0, "==", 1),
+}
+
+
+def closes_in_a_handler(world, name):
+    """A handler that closes the world ends the wait that it interrupts."""
+    counters = world.signals(1)
+    if world.rank:
+        signal.signal(signal.SIGALRM, lambda *_: world.close())
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(weft.WeftError, match="rank 1 closed (this|its) world.*, and waited"):
+            WAITS[name](world, counters)
+    else:
+        with pytest.raises(weft.PeerLost, match="rank 1 .* closed its world"):
+            weft.wait(counters, 0, "==", 1)  # which only rank 1 could end
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_handler_that_closes_the_world_ends_the_wait_that_it_interrupts(name):
+    for outcome in start(closes_in_a_handler, 2, name):
+        assert outcome.error is None, outcome.trace
+
+
 def one_thread_at_a_time(world):
     """Threads that do not call at the same time may share a world."""
     for _ in range(3):
