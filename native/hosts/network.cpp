@@ -189,9 +189,32 @@ std::string Network::message(const Announcement& one, bool known) const {
   return transport_->message(one.label, bytes_of(one.identity) + (known ? "" : *one.text));
 }
 
+void Network::serve(Tagged* tagged) {
+  const std::lock_guard driving(driving_);
+  tagged_ = tagged;
+}
+
+void Network::credit(int peer, uint64_t bytes) {
+  const std::string made = transport_->message({Kind::credit, 0, bytes, 0}, "");
+  transport_->announce(peer, std::make_shared<const std::string>(made));
+}
+
+Transport::Place Network::place_tagged(int number, const Label& label, size_t bytes) {
+  if (!tagged_) return {Transport::Place::nowhere};
+  Peer& peer = peers_[number];
+  const Transport::Place place = tagged_->place(number, label, bytes);
+  if (place.state == Transport::Place::invalid)
+    garbled(number, "a part of a message that does not follow the part before it");
+  peer.tagged = true;
+  peer.bytes = bytes;
+  return place;
+}
+
 Transport::Place Network::place(int number, const Label& label, size_t bytes) {
+  if (label.kind == Kind::tagged) return place_tagged(number, label, bytes);
   const std::lock_guard lock(mutex_);
   Peer& peer = peers_[number];
+  peer.tagged = false;
   if (peer.troubled) return {Transport::Place::nowhere};
   if (label.call > begun_) {
     const auto text = peer.by_digest.find(label.digest);
@@ -238,6 +261,7 @@ Transport::Place Network::place(int number, const Label& label, size_t bytes) {
 
 void Network::raise(int number) {
   Peer& peer = peers_[number];
+  if (peer.tagged) return tagged_ ? tagged_->raise(number, peer.bytes) : void();
   Expected& current = *peer.current;  // only this thread, the driver, removes it
   if (const auto dtype = current.channel->packed[current.next])
     unpack(*dtype, peer.packed.data(), current.places[current.next]);
@@ -253,6 +277,7 @@ void Network::raise(int number) {
 }
 
 void Network::told(int number, const Label& label, std::string_view text) {
+  if (label.kind == Kind::credit) return tagged_ ? tagged_->credit(number, label.call) : void();
   if (text.size() < sizeof(uint64_t)) return garbled(number, "a call without its text");
   uint64_t identity;
   std::copy_n(text.data(), sizeof identity, reinterpret_cast<char*>(&identity));

@@ -44,6 +44,17 @@ struct Trouble {
   std::string text;  // else
 };
 
+// The receiver of messages from rank to rank; called by the driver.
+struct Tagged {
+  virtual ~Tagged() = default;
+  // Where the next part of a message of a peer goes, `bytes` of it; never `later`.
+  virtual Transport::Place place(int peer, const Label& label, size_t bytes) = 0;
+  // These bytes of the latest `place` of this peer are there.
+  virtual void raise(int peer, size_t bytes) = 0;
+  // This rank may send a peer so many bytes more.
+  virtual void credit(int peer, uint64_t bytes) = 0;
+};
+
 class Network : private Transport::Receiver {
  public:
   // The messages of a peer's lane in one call of a plan.
@@ -82,6 +93,17 @@ class Network : private Transport::Receiver {
   bool put(int peer, const Label& label, const std::vector<Strided>& rows, size_t at_once,
            std::function<void()> done) {
     return transport_->put(peer, label, rows, at_once, std::move(done));
+  }
+
+  // Pass messages from rank to rank on to `tagged`, null for nobody any more.
+  void serve(Tagged* tagged);
+  // Let a peer send so many bytes more of such messages.
+  void credit(int peer, uint64_t bytes);
+  // Receive and send what can be at once, unless another thread does; whether anything was.
+  bool poll() {
+    const Inside inside(*this);
+    const std::unique_lock driving(driving_, std::try_to_lock);
+    return driving && transport_->poll();
   }
 
   // How long a thread polls before it sleeps, in nanoseconds: `alone` without leaving its core to
@@ -136,7 +158,9 @@ class Network : private Transport::Receiver {
     std::vector<char> packed;               // its rows, if they travel packed
     // of its calls, by their identities, and by their digests: the latest
     std::unordered_map<uint64_t, std::string> texts, by_digest;
-    uint64_t noted = 0;  // the latest call of which its rows have told
+    uint64_t noted = 0;   // the latest call of which its rows have told
+    bool tagged = false;  // whether the latest `place` is of a message from rank to rank
+    size_t bytes = 0;     // of that
   };
   struct Announcement {
     Label label;
@@ -159,6 +183,7 @@ class Network : private Transport::Receiver {
   };
 
   Transport::Place place(int peer, const Label& label, size_t bytes) override;
+  Transport::Place place_tagged(int peer, const Label& label, size_t bytes);
   void raise(int peer) override;
   void told(int peer, const Label& label, std::string_view text) override;
   void ended(int peer, const std::string& broken) override;
@@ -185,6 +210,8 @@ class Network : private Transport::Receiver {
   std::deque<Peer> peers_;
   int bell_ = -1, trouble_ = -1;
   std::unique_ptr<Transport> transport_;
+
+  Tagged* tagged_ = nullptr;  // of `driving_`
 
   std::mutex mutex_;  // of calls and troubles
   uint64_t begun_ = 0;

@@ -392,8 +392,8 @@ bool TcpTransport::consume(Peer& peer) {
       if (peer.end - peer.begin < sizeof header) return true;
       std::memcpy(&header, peer.ahead.get() + peer.begin, sizeof header);
       const Label label{header.kind, header.lane, header.call, header.digest};
-      if (header.kind != Kind::rows) {
-        const bool known = header.kind == Kind::call || header.kind == Kind::refusal;
+      if (!placed(header.kind)) {
+        const bool known = told(header.kind);
         if (!known || header.bytes > kLongestText) {
           peer.over = true;
           receiver_.garbled(

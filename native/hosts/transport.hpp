@@ -30,13 +30,22 @@ struct Strided {
   bool contiguous() const { return rows <= 1 || stride == row_bytes; }
 };
 
-// What a message is: rows of a lane in a call, a call that a rank makes, or one that it refuses.
-enum class Kind : uint8_t { rows = 1, call = 2, refusal = 3 };
+// What a message is: rows of a lane in a call, a call that a rank makes, or one that it refuses; a
+// part of a message from rank to rank, or leave to send more of them (`messages.hpp`).
+enum class Kind : uint8_t { rows = 1, call = 2, refusal = 3, tagged = 4, credit = 5 };
 
+// Whether a message of this kind has a place; any other has a text.
+inline bool placed(Kind kind) { return kind == Kind::rows || kind == Kind::tagged; }
+inline bool told(Kind kind) {
+  return kind == Kind::call || kind == Kind::refusal || kind == Kind::credit;
+}
+
+// Of a refusal the digest is how often it was refused. Of a tagged message `lane` is 1 in its first
+// part, `call` its tag and `digest` its bytes in all; of a credit `call` is the bytes.
 struct Label {
   Kind kind;
   uint8_t lane;
-  uint64_t call, digest;  // of a refusal, in place of the digest: how often it was refused
+  uint64_t call, digest;
 };
 
 class Transport {

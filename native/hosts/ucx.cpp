@@ -591,7 +591,7 @@ void UcxTransport::told(Peer& peer, const char* texts, size_t size) {
       return garbled(peer, "a part of the header of a text");
     std::memcpy(&header, texts, sizeof header);
     texts += sizeof header;
-    if (header.kind != Kind::call && header.kind != Kind::refusal)
+    if (!weft::told(header.kind))
       return garbled(peer,
                      "a message of unknown kind " + std::to_string(static_cast<int>(header.kind)));
     if (header.size > kTextLimit || header.size > static_cast<size_t>(end - texts))

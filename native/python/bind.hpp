@@ -20,6 +20,7 @@ using Unlocked = nb::call_guard<nb::gil_scoped_release>;
 void bind_kernels(nb::module_& m);
 void bind_memory(nb::module_& m);
 void bind_execute(nb::module_& m);
+void bind_messages(nb::module_& m);
 void bind_tensors(nb::module_& m);
 
 }  // namespace weft

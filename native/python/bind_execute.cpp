@@ -1,7 +1,7 @@
 #include "execute/binding.hpp"
 #include "execute/executor.hpp"
 #include "execute/program.hpp"
-#include "execute/deferred_work.hpp"
+#include "memory/deferred_work.hpp"
 #include "hosts/tcp.hpp"
 #include "hosts/ucx.hpp"
 #include "python/bind.hpp"
@@ -343,14 +343,6 @@ void bind_execute(nb::module_& m) {
           found.emplace_back(kind, peer, call, text);
         return found;
       });
-
-  nb::class_<DeferredWork>(m, "DeferredWork")
-      .def(nb::init<>())
-      .def("issue", &DeferredWork::issue)
-      .def("begin", &DeferredWork::begin)
-      .def("hurry", &DeferredWork::hurry)
-      .def("close", &DeferredWork::close)
-      .def("due", &DeferredWork::due, Unlocked());
 }
 
 }  // namespace weft

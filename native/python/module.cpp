@@ -25,5 +25,6 @@ NB_MODULE(_native, m) {
   bind_kernels(m);
   bind_memory(m);
   bind_execute(m);
+  bind_messages(m);
   bind_tensors(m);
 }

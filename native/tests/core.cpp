@@ -16,7 +16,7 @@
 #include <limits>
 #include <random>
 
-#include "execute/deferred_work.hpp"
+#include "memory/deferred_work.hpp"
 #include "kernels/copy.hpp"
 #include "execute/binding.hpp"
 #include "execute/executor.hpp"

@@ -5,6 +5,7 @@ ranks' data.
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 import warnings
 
@@ -162,6 +163,13 @@ def test_every_dtype_is_moved():
     on_ranks(moves, 3, context=group)
 
 
+def repeated(rank, dtype, shape):
+    """A sparse tensor with so many elements, of which some are at the same place."""
+    places = torch.arange(2 * rank).reshape(2, rank) % shape[0]
+    values = torch.ones(rank, *shape[2:]).to(dtype) * 3
+    return torch.sparse_coo_tensor(places, values, shape, check_invariants=True)
+
+
 def others(world):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     x = nn.Parameter(data(rank, 4))
@@ -175,9 +183,15 @@ def others(world):
     out = torch.zeros(rank + 1)
     dist.reduce_scatter(out, pieces, dist.ReduceOp.MAX)
     same(out, torch.stack([data(r, rank + 1, call=1) for r in range(ranks)]).amax(0))
-    sparse = torch.sparse_coo_tensor([[rank]], [1.0], (ranks,))
-    dist.all_reduce(sparse)
-    same(sparse.to_dense(), torch.ones(ranks))
+    for dtype, dense in itertools.product((torch.float32, torch.bfloat16, torch.int64), ((), (3,))):
+        tensors = [repeated(r, dtype, (ranks, ranks, *dense)) for r in range(ranks)]
+        total = sum(tensor.to_dense() for tensor in tensors)
+        dist.all_reduce(tensors[rank])
+        same(tensors[rank].to_dense(), total)
+    with pytest.raises(ValueError, match="all_reduce of sparse tensors can only add; got max"):
+        dist.all_reduce(tensors[rank], dist.ReduceOp.MAX)
+    with pytest.raises(ValueError, match=f"that of rank {rank} has 1 sparse dimensions of"):
+        dist.all_reduce(torch.ones(rank + 1).to_sparse())
     small = torch.tensor([1.5, 0.25]).to(torch.float8_e4m3fn)
     dist.all_reduce(small)
     same(small, (ranks * torch.tensor([1.5, 0.25])).to(torch.float8_e4m3fn))

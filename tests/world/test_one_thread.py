@@ -106,10 +106,10 @@ def closes_in_a_handler(world, name):
     if world.rank:
         signal.signal(signal.SIGALRM, lambda *_: world.close())
         signal.setitimer(signal.ITIMER_REAL, 0.2)
-        with pytest.raises(weft.WeftError, match="rank 1 closed (this|its) world.*, and waited"):
+        with pytest.raises(weft.WeftError, match=r"rank 1 closed (this|its) world.*, and waited"):
             WAITS[name](world, counters)
     else:
-        with pytest.raises(weft.PeerLost, match="rank 1 .* closed its world"):
+        with pytest.raises(weft.PeerLost, match=r"rank 1 .* closed its world"):
             weft.wait(counters, 0, "==", 1)  # which only rank 1 could end
 
 

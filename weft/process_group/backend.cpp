@@ -9,6 +9,8 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include "message_calls.h"
+
 namespace weft {
 
 using at::Tensor;
@@ -20,9 +22,11 @@ using WorkOfTorch = c10::intrusive_ptr<c10d::Work>;
 // An object of Python that is released under Python's lock, on any thread.
 class Held {
  public:
+  Held() = default;
   explicit Held(py::object object) : object_(std::move(object)) {}
   Held(const Held&) = delete;
   ~Held() {
+    if (!object_) return;
     if (!Py_IsInitialized()) {
       object_.release();
       return;
@@ -55,6 +59,7 @@ class Work : public c10d::Work {
  public:
   Work(py::object work, OpType kind, uint64_t number)
       : c10d::Work(-1, kind), work_(std::move(work)), number_(number) {}
+  Work(OpType kind, uint64_t number) : c10d::Work(-1, kind), number_(number) {}
 
   bool isCompleted() override { return get<bool>("is_completed"); }
   bool isSuccess() const override { return get<bool>("is_success"); }
@@ -65,13 +70,13 @@ class Work : public c10d::Work {
 
   std::exception_ptr exception() const override {
     py::gil_scoped_acquire gil;
-    const py::object error = (*work_).attr("exception")();
+    const py::object error = work().attr("exception")();
     return error.is_none() ? nullptr : std::make_exception_ptr(raised(error));
   }
 
   bool wait(milliseconds timeout) override {
     py::gil_scoped_acquire gil;
-    (*work_).attr("wait_for")(limit(timeout));
+    work().attr("wait_for")(limit(timeout));
     return true;
   }
 
@@ -89,19 +94,85 @@ class Work : public c10d::Work {
         future->markCompleted(tensors);
     };
     py::gil_scoped_acquire gil;
-    (*work_).attr("complete")(py::cpp_function(complete));
+    work().attr("complete")(py::cpp_function(complete));
     return future;
   }
 
  private:
+  // The operation as Python knows it; under Python's lock.
+  virtual py::object work() const { return *work_; }
+
   template <class Value>
   Value get(const char* name) const {
     py::gil_scoped_acquire gil;
-    return (*work_).attr(name)().template cast<Value>();
+    return work().attr(name)().template cast<Value>();
   }
 
   const Held work_;
   const uint64_t number_;
+};
+
+// The messages of a group: `messages.Messages`, and the calls of its native part.
+struct Messages {
+  explicit Messages(const py::object& made)
+      : python(made),
+        native(reinterpret_cast<void*>(made.attr("native").attr("address").cast<uintptr_t>())),
+        calls(*static_cast<const WeftMessageCalls*>(py::module_::import("weft._native")
+                                                        .attr("message_calls")
+                                                        .cast<py::capsule>()
+                                                        .get_pointer())) {}
+
+  const Held python;
+  void* const native;
+  const WeftMessageCalls& calls;
+};
+
+// A message that native code moves, without Python as long as nothing is wrong with it.
+class Message : public Work {
+ public:
+  // `message` is the new one's; without a limit a wait takes `seconds` at most.
+  Message(std::shared_ptr<const Messages> messages, void* message, const Tensor& tensor,
+          OpType kind, uint64_t number, double seconds)
+      : Work(kind, number),
+        messages_(std::move(messages)),
+        message_(message),
+        tensor_(tensor),
+        seconds_(seconds) {}
+  ~Message() override { messages_->calls.release(message_); }
+
+  bool isCompleted() override { return state() != kOpen; }
+  bool isSuccess() const override { return state() == kDone; }
+  int sourceRank() const override { return messages_->calls.source(message_); }
+  Tensors result() override { return {tensor_}; }
+
+  bool wait(milliseconds timeout) override {
+    const double most = timeout.count() > 0 ? seconds(timeout) : seconds_;
+    const int status = state() == kDone ? 0 : messages_->calls.wait(message_, most);
+    if (!status) return true;
+    py::gil_scoped_acquire gil;
+    if (PyErr_Occurred()) {
+      py::error_already_set raised;
+      (*messages_->python).attr("interrupted")(raised.value());
+      throw raised;
+    }
+    (*messages_->python).attr("settle")(object(), status, limit(timeout));
+    return true;
+  }
+
+ private:
+  enum State { kOpen, kDone, kFailed };
+  State state() const { return static_cast<State>(messages_->calls.state(message_)); }
+
+  py::object object() const {
+    void* const made = messages_->calls.object(message_);
+    return py::reinterpret_steal<py::object>(static_cast<PyObject*>(made));
+  }
+  py::object work() const override { return (*messages_->python).attr("work")(object(), tensor_); }
+
+  const std::shared_ptr<const Messages> messages_;
+  void* const message_;
+  const Tensor tensor_;
+  const double seconds_;
 };
 
 // A call of a function of Python.
@@ -169,11 +240,13 @@ struct Connection {
         queue_run(made.attr("queue").attr("run")),
         queue_issue(made.attr("queue").attr("issue")),
         world(made.attr("world")),
-        repeat(made) {}
+        repeat(made),
+        messages(std::make_shared<const Messages>(made.attr("messages"))) {}
 
   const py::object operations, queue_run, queue_issue, world;
   const Repeat repeat;
-  bool named = false;
+  const std::shared_ptr<const Messages> messages;
+  std::atomic<bool> named = false;
 };
 
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 14
@@ -267,8 +340,8 @@ class Backend : public c10d::Backend {
 
   WorkOfTorch allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
     py::gil_scoped_acquire gil;
-    const py::object work = named().attr("all_reduce_sparse")(one(tensors), op(opts.reduceOp));
-    return issued(OpType::_ALLREDUCE_SPARSE, work, ++calls_);
+    return run(OpType::_ALLREDUCE_SPARSE, "all_reduce_sparse", tensors, opts, one(tensors),
+               op(opts.reduceOp));
   }
 
   WorkOfTorch allreduce_coalesced(Tensors& tensors,
@@ -366,13 +439,18 @@ class Backend : public c10d::Backend {
   // Messages
 
   WorkOfTorch send(Tensors& tensors, int to, int tag) override {
-    return message(OpType::SEND, "send", one(tensors), to, tag);
+    const Tensor& tensor = one(tensors);
+    if (const auto own = plain(tensor))
+      if (void* const message =
+              own->calls.send(own->native, tensor.const_data_ptr(), tensor.nbytes(), to, tag))
+        return begun(own, message, tensor, OpType::SEND);
+    return message(OpType::SEND, "send", tensor, to, tag);
   }
   WorkOfTorch recv(Tensors& tensors, int from, int tag) override {
-    return message(OpType::RECV, "receive", one(tensors), from, tag);
+    return receive(OpType::RECV, one(tensors), from, tag);
   }
   WorkOfTorch recvAnysource(Tensors& tensors, int tag) override {
-    return message(OpType::RECVANYSOURCE, "receive", one(tensors), std::nullopt, tag);
+    return receive(OpType::RECVANYSOURCE, one(tensors), std::nullopt, tag);
   }
 
   // Barriers, coalescing and the group's end
@@ -552,6 +630,29 @@ class Backend : public c10d::Backend {
                   number);
   }
 
+  // The messages of this group if they can take the elements of a tensor where they are.
+  std::shared_ptr<const Messages> plain(const Tensor& tensor) const {
+    const std::shared_ptr<Connection> own = connection();
+    const bool is = own->named && tensor.is_cpu() && tensor.layout() == c10::kStrided &&
+                    tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg() && !coalescing_;
+    return is ? own->messages : nullptr;
+  }
+
+  WorkOfTorch receive(OpType kind, const Tensor& tensor, std::optional<int> from, int tag) {
+    if (const auto own = plain(tensor))
+      if (void* const message = own->calls.receive(own->native, tensor.data_ptr(), tensor.nbytes(),
+                                                   from.value_or(-1), tag))
+        return begun(own, message, tensor, kind);
+    return message(kind, "receive", tensor, from, tag);
+  }
+
+  WorkOfTorch begun(const std::shared_ptr<const Messages>& messages, void* message,
+                    const Tensor& tensor, OpType kind) const {
+    return c10::make_intrusive<Message>(messages, message, tensor, kind, calls_.load(),
+                                        seconds(options_->timeout));
+  }
+
+  // A message that Python begins, or says why it cannot.
   WorkOfTorch message(OpType kind, const char* name, const Tensor& tensor, std::optional<int> peer,
                       int tag) {
     check(tensor);
@@ -587,7 +688,7 @@ class Backend : public c10d::Backend {
   // The operations, with the name that torch gave this group after it was made.
   const py::object& named() {
     const std::shared_ptr<Connection> own = connection();
-    if (!std::exchange(own->named, true)) own->operations.attr("set_name")(pg_uid_, pg_desc_);
+    if (!own->named.exchange(true)) own->operations.attr("set_name")(pg_uid_, pg_desc_);
     return own->operations;
   }
 

@@ -82,6 +82,44 @@ def all_reduce(world: World, tensor: Tensor, op: Any, timeout: float | None = No
     _put(here, tensor)
 
 
+def all_reduce_sparse(world: World, tensor: Tensor, op: Any, timeout: float | None = None) -> None:
+    """Overwrite a sparse tensor, of one shape on all ranks, with the coalesced sum of all ranks'.
+
+    The indices and values of all ranks are gathered and added in rank order, so the elements have
+    the same bits on all ranks.
+    """
+    if (kind := _kind(op)) != "sum":
+        raise ValueError(f"all_reduce of sparse tensors can only add; got {kind}")
+    own = tensor.coalesce()
+    shape = [own.sparse_dim(), *own.shape]
+    described = torch.tensor([[own._nnz(), len(shape), *shape]])
+    found = [row.tolist() for row in _gathered_rows(world, described, timeout)]
+    for peer, (_, *theirs) in enumerate(found):
+        if theirs != [len(shape), *shape]:
+            raise ValueError(
+                f"the sparse tensors must have one shape on all ranks: that of rank {world.rank} "
+                f"has {shape[0]} sparse dimensions of {shape[1:]}, and that of rank {peer} "
+                f"{theirs[1]} of {theirs[2:]}"
+            )
+    counts = [nnz for nnz, *_ in found]
+    indices, values = (
+        _gathered_rows(world, part, timeout, counts)
+        for part in (own.indices().t().contiguous(), own.values())
+    )
+    total = torch.sparse_coo_tensor(indices.t(), values, own.shape).coalesce()
+    tensor.copy_(total)
+
+
+def _gathered_rows(
+    world: World, rows: Tensor, timeout: float | None, counts: Sequence[int] | None = None
+) -> Tensor:
+    """The rows of all ranks, of which each has so many, one by default."""
+    moved = _movable(rows)
+    counts = counts or [1] * world.ranks
+    gathered = weft_all_gather(moved, shard_rows=counts, world=world, timeout=timeout)
+    return gathered.view(rows.dtype)
+
+
 def reduce(world: World, tensor: Tensor, op: Any, root: int, timeout: float | None = None) -> None:
     """Overwrite `tensor` of rank `root` with the reduction of all ranks'; others do not change."""
     _check_root(root, world)

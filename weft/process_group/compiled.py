@@ -32,6 +32,7 @@ minute."""
 
 _log = logging.getLogger("weft")
 _SOURCE = Path(__file__).with_name("backend.cpp")
+_HEADER = _SOURCE.with_name("message_calls.h")
 _MODULE = "weft_backend"
 
 
@@ -69,7 +70,8 @@ def _compiled() -> Path:
         raise FileNotFoundError("there is no folder to store it in: set WEFT_CACHE")
     folder /= "torch"
     parts = torch.__version__, torch.version.git_version, sysconfig.get_config_var("SOABI")
-    digest = hashlib.sha256(_SOURCE.read_bytes() + repr(parts).encode()).hexdigest()[:16]
+    sources = _SOURCE.read_bytes() + _HEADER.read_bytes()
+    digest = hashlib.sha256(sources + repr(parts).encode()).hexdigest()[:16]
     name = f"backend-{torch.__version__}-{digest}"
     trust.make(folder)
     if (library := _whole(folder, name)) is None:

@@ -50,7 +50,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         opts = _options(c10d.AllreduceOptions, opts, timeout, reduceOp=op)
         tensor = _one(tensors)
         if tensor.layout is torch.sparse_coo:
-            return self.operations.all_reduce_sparse(tensor, opts.reduceOp)
+            return self._run("all_reduce_sparse", [tensor], opts, tensor, opts.reduceOp)
         return self._run("all_reduce", [tensor], opts, tensor, opts.reduceOp)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:

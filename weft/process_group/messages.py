@@ -1,102 +1,62 @@
-"""Point-to-point messages between ranks of a host: send and receive, with tags and from any source,
-over symmetric memory.
+"""Messages from rank to rank: send and receive, with tags and from any source.
 
-Every rank has a mailbox for each peer: a ring of slots in which the peer puts its messages piece by
-piece. Two counters for each mailbox hold the pieces put and the pieces taken, and a doorbell
-counter is raised with either. A message with a waiting receive of its tag is copied from the
-mailbox to its destination; an unexpected one is buffered, which happens only while this rank
-receives something else from its sender. So a send is done once all of it is in the peer's mailbox,
-which is at once for short messages.
-
-A thread that waits for a message moves all messages of the rank, for all threads; the progress
-thread does if none waits soon.
-
-On two bound ranks messages are 1.2 to 30 times as fast as gloo's, 8 bytes there and back in 55 us,
-1 MiB in 0.34 ms (``python benchmarks/messages.py``; figures are in docs/performance.md).
+`native/hosts/messages.hpp` moves and matches them, in shared memory and between hosts; here are
+their errors, and the thread that moves messages for which no thread waits.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 import weft._native as _native
 from weft.errors import PeerTimeout, WeftError
 from weft.process_group.collectives import as_bytes
-from weft.process_group.work_queue import Progress, Work
-from weft.world import World
+from weft.process_group.work_queue import Progress, Work, _without_frames, callbacks_lock
+from weft.uncompiled import uncompiled_methods
+from weft.world import World, memory
 
-SLOTS = 4
-"""Slots of a mailbox, so that pieces are put while earlier ones are taken.
-
-Measured on a 2-core Zen 4: with two, messages of 64 KiB to 16 MiB take 1.1 to 1.7 times as long,
-with eight 1.2 to 3.1 times.
-"""
-_MAILBOX_BYTES = 2 << 20  # of all mailboxes of a rank, about: a bound of memory
-_MIN_SLOT = 4 << 10  # bytes, a page: of many ranks, each needs one at least
-_MAX_SLOT = 256 << 10
-"""Bytes of the largest slot.
-
-Measured on a 2-core Zen 4: of 64 KiB, messages of 64 KiB to 16 MiB take 1.7 to 2.9 times as long,
-of 512 KiB 1.04 to 1.2 times.
-"""
-_HEADER = 64  # bytes of a slot before its piece: the message's tag and size
-_LIVENESS = 0.05  # seconds between checks whether peers are alive
+_RINGS_BYTES = 4 << 20  # of all rings of a rank, about: a bound of memory
+_LEAST_RING, _LARGEST_RING = 16 << 10, 1 << 20  # bytes
+_LINE = 64  # bytes
 
 
-Bytes = npt.NDArray[np.uint8]
+@uncompiled_methods
+class Message(Work):
+    """A message that is sent or received."""
 
+    def __init__(self, message: _native.Message, tensor: Tensor, messages: Messages) -> None:
+        super().__init__([tensor], messages)
+        self.message = message
+        self.messages = messages
 
-class _Operation(NamedTuple):
-    """A send with its bytes, or a receive with its destination; its peer may be any (None)."""
+    def is_completed(self) -> bool:
+        return self.message.done
 
-    work: Work
-    peer: int | None
-    tag: int
-    data: Bytes
+    def is_success(self) -> bool:
+        return self.message.done and not self.message.failed
 
+    def exception(self) -> BaseException | None:
+        return self.messages.error_of(self.message)
 
-class _Incoming:
-    """A message that has arrived in part: for a `receive`, or buffered until there is one."""
+    def source_rank(self) -> int:
+        return self.message.source
 
-    def __init__(self, tag: int, size: int, receive: _Operation | None) -> None:
-        self.tag = tag
-        self.size = size
-        self.receive = receive
-        self.arrived = 0
-        self.data = (
-            receive.data
-            if receive is not None and size <= len(receive.data)
-            else np.empty(size, np.uint8)
-        )
+    _source_rank = source_rank
 
-    def add(self, slot: Bytes) -> None:
-        """Copy the next piece, which is at the beginning of a slot."""
-        piece = slot[: self.size - self.arrived]
-        self.data[self.arrived : self.arrived + len(piece)] = piece
-        self.arrived += len(piece)
+    def wait_for(self, seconds: float | None) -> None:
+        self.messages.wait(self.message, seconds)
 
-    def deliver(self, receive: _Operation, source: int) -> None:
-        """End the receive of this message."""
-        receive.work.source = source
-        if self.size > len(receive.data):
-            receive.work.end(
-                ValueError(
-                    f"rank {source} sent {self.size} bytes, but the tensor to receive into has "
-                    f"{len(receive.data)}"
-                )
-            )
-            return
-        if self.data is not receive.data:
-            receive.data[: self.size] = self.data
-        receive.work.end()
+    def add_callback(self, call: Any) -> bool:
+        self.messages.check()
+        with callbacks_lock:
+            if not self.messages.native.watch(self.message):
+                return False
+            self.messages.watched.append((self.message, self))
+            self.callbacks.append(call)
+        return True
 
 
 class Messages(Progress):
@@ -104,42 +64,29 @@ class Messages(Progress):
 
     def __init__(self, world: World) -> None:
         super().__init__("weft messages", world)
-        size = _MAILBOX_BYTES // (SLOTS * world.ranks) // _HEADER * _HEADER
-        self.piece = max(_MIN_SLOT, min(_MAX_SLOT, size))  # bytes
-        mailboxes = world.empty(world.ranks, SLOTS, self.piece + _HEADER, dtype=torch.uint8)
-        # called directly: by `weft.ops.onesided` a short message takes a quarter longer
-        self.counters = world.signals(2 * world.ranks + 1, "messages").array
-        self.doorbell = 2 * world.ranks  # raised after the counter of a piece
-        peers = world.others
-        self.inbox = {peer: [_slot(part) for part in mailboxes[peer]] for peer in peers}
-        self.outbox = {
-            peer: [_slot(part) for part in world.peer(mailboxes, peer)[world.rank]]
-            for peer in peers
-        }
-        self.put = dict.fromkeys(peers, 0)  # pieces
-        self.taken = dict.fromkeys(peers, 0)
-        self.sending: dict[int, deque[_Operation]] = {peer: deque() for peer in peers}
-        self.sent = dict.fromkeys(peers, 0)  # bytes of the first operation of these
-        self.receiving: deque[_Operation] = deque()
-        self.outstanding = [self.receiving, *self.sending.values()]
-        self.incoming: dict[int, _Incoming] = {}
-        self.unexpected: dict[int, list[_Incoming]] = {peer: [] for peer in peers}  # complete
-        self.changed = threading.Condition()  # guards all state
-        self.mover: int | None = None  # the thread that moves messages
-        self.awaited: list[Work] = []  # by threads
-        self.closed = self.pending = False
+        size = _RINGS_BYTES // world.ranks // _LINE * _LINE
+        ring = max(_LEAST_RING, min(_LARGEST_RING, size))
+        size = _native.Messages.segment_bytes(world.ranks, ring)
+        self.native = _native.Messages(
+            world.mesh,
+            memory.find(world.empty(size, dtype=torch.uint8)),
+            ring,
+            world.pids if world.reads_memory else [0] * world.ranks,
+            world.spins,
+            world.relay and world.relay.network,
+            self.deferred,
+        )
+        self.watched: list[tuple[_native.Message, Message]] = []
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Message:
         """Begin to send `tensor`, which must not change until the work is done."""
         self.check()
-        work = Work([tensor], self)
-        with self.changed:
-            self.world.check()
-            self.sending[peer].append(_Operation(work, peer, tag, as_bytes(tensor).numpy()))
-            self._start_moving()
-        return work
+        self.world.check()
+        data = as_bytes(tensor)
+        made = self.native.send(data.data_ptr(), data.numel(), peer, tag)
+        return self._begun(made, data)
 
-    def receive(self, tensor: Tensor, source: int | None, tag: int) -> Work:
+    def receive(self, tensor: Tensor, source: int | None, tag: int) -> Message:
         """Begin to receive a message of at most the bytes of `tensor`, a contiguous one, from a
         peer or from any (None).
         """
@@ -148,276 +95,132 @@ class Messages(Progress):
                 f"the tensor to receive into must be contiguous; got strides {tensor.stride()}"
             )
         self.check()
-        work = Work([tensor], self)
-        receive = _Operation(work, source, tag, as_bytes(tensor).numpy())
-        with self.changed:
-            self.world.check()
-            for peer in self.inbox if source is None else (source,):
-                for message in self.unexpected[peer]:
-                    if message.tag == tag:
-                        self._move_to_end(peer)
-                        self.unexpected[peer].remove(message)
-                        message.deliver(receive, peer)
-                        return work
-            self.receiving.append(receive)
-            self._start_moving()
-        return work
+        self.world.check()
+        data = as_bytes(tensor)
+        made = self.native.receive(data.data_ptr(), data.numel(), source, tag)
+        return self._begun(made, tensor)
 
-    def close(self) -> None:
-        """End the threads; outstanding works fail when a thread waits for them."""
-        with self.changed:
-            self.closed = True
-            self.changed.notify_all()
-        self._wake_mover()
-        super().close()
+    def _begun(self, message: _native.Message | None, tensor: Tensor) -> Message:
+        if message is None:
+            if self.native.closed:
+                raise self._left()
+            raise self.world.failure("to begin a message")
+        return self.work(message, tensor)
 
-    def _start_moving(self) -> None:
-        """Move messages as far as possible without waiting."""
-        if self.mover is not None:
-            self._wake_mover()
-        else:
-            self._move()
-        self._update_pending()
+    def work(self, message: _native.Message, tensor: Tensor) -> Message:
+        """A message as torch knows it."""
+        return Message(message, tensor, self)
+
+    def wait(self, message: _native.Message, seconds: float | None) -> None:
+        """Wait for a message, for `seconds`, or for the group's time limit, which ends it (None).
+        Raises its error.
+        """
+        if not message.done:
+            self.check()
+        limit = self.world.timeout if seconds is None else seconds
+        try:
+            status = self.native.wait(message, limit)
+        except BaseException as error:
+            self.interrupted(error)
+            raise
+        self.settle(message, status.value, seconds)
+
+    def interrupted(self, error: BaseException) -> None:
+        """End all messages: a signal handler has raised, perhaps in the middle of one."""
+        self.end_all(self.world.fail(error))
+
+    def settle(self, message: _native.Message, number: int, seconds: float | None) -> None:
+        """Raise the error of a message whose wait has ended with the status of this number."""
+        status = _native.WaitStatus(number)
+        if not message.done:
+            self.check()
+            if status == _native.WaitStatus.timeout:
+                self._time_out(message, seconds)
+            else:
+                self._end(status, message)
+        if (error := self.error_of(message)) is not None:
+            raise error
 
     def advance(self, work: Work, seconds: float | None) -> None:
-        """Move messages until `work` is done, unless another thread does."""
-        self.check()
-        limit = self.world.timeout if seconds is None else seconds
-        deadline = _native.Deadline(limit)
-        with self.changed:
-            self.awaited.append(work)
-            try:
-                while not work.done and (left := deadline.left) > 0:
-                    if self.closed:
-                        self._end_all(
-                            WeftError(
-                                f"rank {self.world.rank} left the group before the message was "
-                                "complete"
-                            )
-                        )
-                    elif self.mover is not None:
-                        self.changed.wait(min(left, _LIVENESS))
-                    else:
-                        self._move_until(lambda: work.done, deadline)
-            finally:
-                self.awaited.remove(work)
-            if not work.done and seconds is None:
-                self._time_out(work, limit)
-                self._update_pending()
+        work.wait_for(seconds)
 
     def run_pending(self) -> None:
-        with self.changed:
-            if self.mover is not None:
-                self.changed.wait()
-            elif not self.closed and self.pending:
-                self._move_until(
-                    lambda: not self._is_pending(), _native.Deadline(self.world.timeout)
-                )
+        status = self.native.advance(self.world.timeout)
+        ends = _native.WaitStatus.none, _native.WaitStatus.timeout, _native.WaitStatus.refused
+        if status not in ends and (message := self.native.outstanding()) is not None:
+            self._end(status, message)
+        self._call_back()
 
     def current_call(self) -> str:
-        own = self.changed._is_owned()  # type: ignore[attr-defined]
-        return "send or recv" if own or self.mover == threading.get_ident() else ""
+        return "send or recv" if self.native.inside else ""
 
-    def _update_pending(self) -> None:
-        """Inform the progress thread whether there are messages to move."""
-        if self.pending == self._is_pending():
-            return
-        self.pending = not self.pending
-        if self.pending:
-            self.deferred.issue()
+    def close(self) -> None:
+        """End the threads; outstanding messages fail."""
+        self.native.close()
+        super().close()
+        if not self.current_call():  # else the interrupted wait ends them
+            self.end_all(self._left())
+
+    def _left(self) -> WeftError:
+        return WeftError(f"rank {self.world.rank} left the group before the message was complete")
+
+    def error_of(self, message: _native.Message) -> BaseException | None:
+        """A new instance of the error of a message, if it has failed."""
+        if not message.failed:
+            return None
+        if message.size > message.bytes:
+            return ValueError(
+                f"rank {message.source} sent {message.size} bytes, but the tensor to receive into "
+                f"has {message.bytes}"
+            )
+        return _without_frames(message.error)
+
+    def end_all(self, error: BaseException) -> None:
+        """End all outstanding messages with an error."""
+        self.native.fail_all(_without_frames(error))
+        self._call_back()
+
+    def _call_back(self) -> None:
+        """Call what waits for the ends of messages."""
+        for message in self.native.ended():
+            for one in [one for one in self.watched if one[0] is message]:
+                self.watched.remove(one)
+                one[1].end(self.error_of(message))
+
+    def _end(self, status: _native.WaitStatus, message: _native.Message) -> None:
+        """End all messages for the reason that has ended the wait for this one."""
+        world, waited = self.world, f"for {self._described(message)}"
+        if status == _native.WaitStatus.failed:
+            error = world.failure(waited)
+        elif status == _native.WaitStatus.left:
+            peer = message.peer
+            if peer is None or not world.mesh.left(peer):
+                peer = min(each for each in world.others if world.mesh.left(each))
+            error = world.lost(peer, "closed its world", waited)
+        elif status == _native.WaitStatus.unreadable:
+            error = world.fail(WeftError(f"the memory of a peer cannot be read any more {waited}"))
         else:
-            self.deferred.begin()
+            error = self._left()
+        self.end_all(error)
 
-    def _is_pending(self) -> bool:
-        return bool(self.incoming) or any(self.outstanding)
-
-    def _move_until(self, enough: Callable[[], bool], deadline: _native.Deadline) -> None:
-        """Move messages until `enough` is true, or the deadline has passed. An error ends all
-        works; so does an awaited work for a peer that has left.
+    def _time_out(self, message: _native.Message, seconds: float | None) -> None:
+        """Raise `PeerTimeout`. The group's time limit ends the message; if that was moved in part,
+        the world.
         """
-        self.mover = threading.get_ident()
-        status = _native.WaitStatus.none
-        try:
-            while True:
-                rung = self._counter(self.doorbell)
-                # read before moving: a peer puts its messages before it leaves
-                left = {peer for peer in self.inbox if self.world.mesh.left(peer)}
-                if self._move():
-                    self.changed.notify_all()
-                if enough():
-                    return
-                # after a move: messages that arrived before a failure are complete
-                if status == _native.WaitStatus.failed:
-                    raise self.world.failure(f"for {next(self._events())[-1]}")
-                if self.closed or (remaining := deadline.left) <= 0:
-                    return
-                if left:
-                    self._check_peers(left)
-                self.world.check()
-                self.changed.release()
-                try:
-                    limit = min(remaining, _LIVENESS)
-                    status, _, _ = self.counters.wait(
-                        self.doorbell, 1, 1, _native.Compare.greater, rung, limit
-                    )
-                finally:
-                    self.changed.acquire()
-        except WeftError as error:
-            self._end_all(error)
-        except BaseException as error:  # an interrupt, perhaps in the middle of a message
-            self._end_all(self.world.fail(error))
-            raise
-        finally:
-            self.mover = None
-            self._update_pending()
-            self.changed.notify_all()
-
-    def _move(self) -> bool:
-        """Move all pieces that can be moved now; whether there was one."""
-        moved = False
-        for peer, queue in self.sending.items():
-            while queue and self._put_piece(peer, queue):
-                moved = True
-        while [peer for peer in [*self.inbox] if self._take_piece(peer)]:
-            moved = True
-        return moved
-
-    def _put_piece(self, peer: int, queue: deque[_Operation]) -> bool:
-        """Put the next piece of the first message for `peer` into its mailbox, unless that is
-        full.
-        """
-        work, _, tag, data = queue[0]
-        offset = self.sent[peer]
-        if self.put[peer] - self._counter(self.world.ranks + peer) == SLOTS:
-            return False
-        header, slot = self.outbox[peer][self.put[peer] % SLOTS]
-        if offset == 0:
-            header[:] = tag, len(data)
-        piece = data[offset : offset + self.piece]
-        slot[: len(piece)] = piece
-        if not self._raise_counter(peer, self.world.rank):
-            return False
-        self.put[peer] += 1
-        self.sent[peer] = offset + len(piece)
-        if self.sent[peer] == len(data):
-            self.sent[peer] = 0
-            queue.popleft()
-            work.end()
-        return True
-
-    def _take_piece(self, peer: int) -> bool:
-        """Take the next piece from `peer`'s mailbox, if there is one and a receive may need it."""
-        message = self.incoming.get(peer)
-        if message is None and not any(each.peer in (peer, None) for each in self.receiving):
-            return False
-        if self._counter(peer) == self.taken[peer]:
-            return False
-        header, slot = self.inbox[peer][self.taken[peer] % SLOTS]
-        if message is None:
-            self._move_to_end(peer)
-            tag, size = header.tolist()
-            message = self.incoming[peer] = _Incoming(tag, size, self._match(peer, tag))
-        message.add(slot)
-        self.taken[peer] += 1
-        # no error if it fails: a message that arrived before a failure is delivered
-        self._raise_counter(peer, self.world.ranks + self.world.rank)
-        if message.arrived == message.size:
-            del self.incoming[peer]
-            # a receive may have been posted after the first piece
-            message.receive = message.receive or self._match(peer, message.tag)
-            if message.receive is None:
-                self.unexpected[peer].append(message)
-            else:
-                message.deliver(message.receive, peer)
-        return True
-
-    def _move_to_end(self, peer: int) -> None:
-        """Give the other peers priority in the next receive from any source."""
-        self.inbox[peer] = self.inbox.pop(peer)
-
-    def _counter(self, index: int) -> int:
-        """The value of a counter of this rank."""
-        return self.counters.values(index, 1, 1)[0]
-
-    def _raise_counter(self, peer: int, counter: int) -> bool:
-        """Raise a counter of `peer`, then its doorbell; false if the world has failed."""
-        return self.counters.add(peer, counter, 2, self.doorbell - counter, 1)
-
-    def _wake_mover(self) -> None:
-        """Wake the moving thread. It detects a failure of the world itself."""
-        self.counters.add(self.world.rank, self.doorbell, 1, 1, 1)
-
-    def _match(self, peer: int, tag: int) -> _Operation | None:
-        """Remove and return the first receive that matches a message of this tag from `peer`."""
-        for receive in self.receiving:
-            if receive.peer in (peer, None) and receive.tag == tag:
-                self.receiving.remove(receive)
-                return receive
-        return None
-
-    def _time_out(self, work: Work, seconds: float) -> None:
-        """End a work after its time limit; a message that was moved in part closes the world."""
-        moved = self._moved()
-        operation = self._operation(work)
+        if seconds is not None:
+            raise PeerTimeout(f"the operation is not done, and timed out after {seconds:g} s")
+        limit = self.world.timeout
         error = PeerTimeout(
-            f"rank {self.world.rank} waited {seconds:g} s for {self._describe(operation)}; check "
+            f"rank {self.world.rank} waited {limit:g} s for {self._described(message)}; check "
             "that the peer makes the call with this tag, or give the group a longer timeout"
-            f"{self.world.also_timed_out(seconds)}"
+            f"{self.world.also_timed_out(limit)}"
         )
-        if operation in moved:
-            self._end_all(self.world.fail(error))
-        else:
-            next(queue for queue in self.outstanding if operation in queue).remove(operation)
-            work.end(error)
+        if not self.native.fail(message, error) and not message.done:
+            self.end_all(self.world.fail(error))
 
-    def _check_peers(self, left: set[int]) -> None:
-        """Raise `PeerLost` if the peer of an awaited work has left, or all peers have."""
-        all_left = left.issuperset(self.inbox)
-        for awaited, peer, event in self._events():
-            if peer is None and all_left:
-                peer = min(left)
-            if peer in left and (awaited or all_left):
-                raise self.world.lost(peer, "closed its world", f"for {event}")
-
-    def _moved(self) -> list[_Operation]:
-        """The operations of messages that were moved in part."""
-        moved = [queue[0] for peer, queue in self.sending.items() if self.sent[peer]]
-        return moved + [message.receive for message in self.incoming.values() if message.receive]
-
-    def _operation(self, work: Work) -> _Operation:
-        """The operation of a work that is not done."""
-        return next(
-            each
-            for each in (*self._moved(), *(each for queue in self.outstanding for each in queue))
-            if each.work is work
-        )
-
-    def _describe(self, operation: _Operation) -> str:
-        """A phrase for the event that an operation waits for."""
-        peer, tag = operation.peer, operation.tag
-        if peer is not None and operation in self.sending[peer]:
-            return f"rank {peer} to take a message (tag {tag})"
-        return f"a message from {'any rank' if peer is None else f'rank {peer}'} (tag {tag})"
-
-    def _events(self) -> Iterator[tuple[bool, int | None, str]]:
-        """The events that this rank waits for: whether a thread waits, the peer, and a phrase."""
-        awaited = [self._operation(work) for work in self.awaited if not work.done]
-        others = (*self._moved(), *(each for queue in self.outstanding for each in queue))
-        for operation in (*awaited, *others):
-            yield operation.work in self.awaited, operation.peer, self._describe(operation)
-        for peer, message in self.incoming.items():
-            yield False, peer, f"the rest of a message from rank {peer} (tag {message.tag})"
-
-    def _end_all(self, error: BaseException) -> None:
-        works = [operation.work for queue in self.outstanding for operation in queue]
-        works += [message.receive.work for message in self.incoming.values() if message.receive]
-        for work in works:
-            work.end(error)
-        self.incoming.clear()
-        for queue in self.outstanding:
-            queue.clear()
-
-
-def _slot(part: Tensor) -> tuple[npt.NDArray[np.int64], Bytes]:
-    """A slot's header, two numbers, and its memory for a piece."""
-    return part[:16].view(torch.int64).numpy(), part[_HEADER:].numpy()
+    def _described(self, message: _native.Message) -> str:
+        """A phrase for the event that a message waits for."""
+        if message.sending:
+            return f"rank {message.peer} to take a message (tag {message.tag})"
+        source = "any rank" if message.peer is None else f"rank {message.peer}"
+        return f"a message from {source} (tag {message.tag})"

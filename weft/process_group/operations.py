@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from weft.errors import PeerTimeout, WeftError
 from weft.process_group.failure import Failure
-from weft.process_group.gloo import Gloo
 from weft.process_group.messages import Messages
 from weft.process_group.work_queue import CombinedWork, Work, WorkQueue
 from weft.uncompiled import uncompiled_methods
 from weft.world import World, init_by_store
 from weft.world.rendezvous import time_left
 
-_log = logging.getLogger("weft")
 _TAGS = 1 << 31  # as of torch
-_MESSAGES = "messages, since its ranks are on several hosts"
 
 
 @uncompiled_methods
@@ -44,10 +39,7 @@ class Operations:
         self.world.maker = 'init_process_group("weft") or new_group(backend="weft")'
         self.failure = self.world.before_failure = Failure()
         self.queue = WorkQueue(f"weft group of {world.ranks}", self.world)
-        self.messages = None if self.world.hosts.several else Messages(self.world)
-        self.gloo: Gloo | None = None
-        if self.messages is None:
-            self._gloo_for(_MESSAGES)
+        self.messages = Messages(self.world)
         self.coalesced: list[Work] | None = None  # issued since `start_coalescing`
         self.barriers = 0
         self.shrunk = 0  # times that `without` was called
@@ -56,7 +48,7 @@ class Operations:
         self._dropped = weakref.finalize(self, _drop, self.queue, self.messages)
         self._dropped.atexit = False
         try:
-            for progress in filter(None, (self.queue, self.messages)):
+            for progress in (self.queue, self.messages):
                 progress.start()
         except BaseException:  # such as Ctrl-C
             self.shutdown()
@@ -72,27 +64,16 @@ class Operations:
         """
         return self._coalesce(self.queue.issue(filled, collective, self.world, *args))
 
-    def all_reduce_sparse(self, tensor: Tensor, op: Any) -> Work:
-        """An all_reduce of a sparse tensor, by gloo."""
-        opts = dist.AllreduceOptions()
-        opts.reduceOp = op
-        return self._coalesce(self._gloo_for("sparse all_reduce").issue("allreduce", tensor, opts))
-
     # Messages
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> Work:
         """Send a tensor to a peer."""
         self._check_message(peer, tag)
-        if self.messages is None:
-            return self._coalesce(self._gloo_for(_MESSAGES).issue("send", tensor, peer, tag))
         return self._coalesce(self.messages.send(tensor, peer, tag))
 
     def receive(self, tensor: Tensor, peer: int | None, tag: int = 0) -> Work:
         """Receive a tensor from a peer, or from any (None)."""
         self._check_message(peer, tag)
-        if self.messages is None:
-            gloo, of = self._gloo_for(_MESSAGES), () if peer is None else (peer,)
-            return self._coalesce(gloo.issue("recv" if of else "recv_anysource", tensor, *of, tag))
         return self._coalesce(self.messages.receive(tensor, peer, tag))
 
     def _check_message(self, peer: int | None, tag: int) -> None:
@@ -180,18 +161,13 @@ class Operations:
         self._dropped.detach()
         if self.world.forked:
             return
-        if call := self.queue.current_call() or (
-            self.messages is not None and self.messages.current_call()
-        ):
+        if call := self.queue.current_call() or self.messages.current_call():
             self.world.fail(
                 WeftError(
                     f"rank {self.rank} left the group in a signal handler while it was in {call}"
                 )
             )
         _leave(self.queue, self.messages)
-        if self.gloo is not None:
-            self.gloo.close()
-        self.gloo = None  # its threads must end before the interpreter
         self.recorder = None  # has the group, which has this object
 
     def abort(self) -> None:
@@ -233,27 +209,15 @@ class Operations:
         ranks = [rank for rank in range(self.ranks) if rank not in excluded]
         return self.part(store, ranks, timeout)
 
-    # gloo
 
-    def _gloo_for(self, operations: str) -> Gloo:
-        """The gloo group for `operations`, made at the first use."""
-        self.world.check()
-        if self.gloo is None:
-            if self.rank == 0:
-                _log.warning("a process group of weft uses gloo for %s", operations)
-            self.gloo = Gloo(self.world, self.store)
-        return self.gloo
-
-
-def _leave(queue: WorkQueue, messages: Messages | None) -> None:
+def _leave(queue: WorkQueue, messages: Messages) -> None:
     """Run all issued works, and close the world of a group."""
     queue.close()
-    if messages is not None:
-        messages.close()
+    messages.close()
     queue.world.close()
 
 
-def _drop(queue: WorkQueue, messages: Messages | None) -> None:
+def _drop(queue: WorkQueue, messages: Messages) -> None:
     """Leave a group that its owner has dropped: on its thread, since this one may be anywhere in
     the program.
     """
