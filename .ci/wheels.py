@@ -2,13 +2,16 @@
 and have auditwheel check them; and the sdist and the wheel of its benchmarks, which are Python
 alone.
 
-Wheels are for the Python that runs this: from 3.12 on, by its stable ABI, for all later ones too;
-3.10 and 3.11 need wheels of their own. With --test the wheel for this machine is installed into an
-environment that has nothing else, which runs the README's example, and then the benchmarks.
+Wheels are for the Python that runs this; that of 3.12 is installed on later ones too, by the stable
+ABI, where there is none of their own. For glibc, for which there are builds of torch, they bring
+the backend of process groups, compiled (backends.py). With --test the wheel for this machine is
+installed into an environment that has nothing else, where no compiler is found: it runs the
+README's example, process groups, and the benchmarks.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import re
@@ -18,19 +21,34 @@ import sys
 from pathlib import Path
 from zipfile import ZipFile
 
-import ziglang
+import backends
+from backends import HOME, ROOT, ZIG
 
-ROOT = Path(__file__).parents[1]
-DIST, HOME = ROOT / "dist", ROOT / "build/wheels"
-ZIG = Path(ziglang.__file__).with_name("zig")
+DIST = ROOT / "dist"
 TARGETS = [
     "x86_64-linux-gnu.2.28",
     "aarch64-linux-gnu.2.28",
     "x86_64-linux-musl",
     "aarch64-linux-musl",
 ]  # as zig calls them
-STABLE = sys.version_info >= (3, 12)
+STABLE = sys.version_info[:2] == (3, 12)
 TAG = "cp312-abi3" if STABLE else f"cp3{sys.version_info.minor}-cp3{sys.version_info.minor}"
+
+
+GROUPS = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("weft")
+x, peer = torch.ones(1000), 1 - dist.get_rank()
+dist.all_reduce(x)
+if peer:
+    dist.send(x, peer)
+else:
+    dist.recv(y := torch.zeros(1000), peer)
+    assert y.eq(2).all()
+dist.destroy_process_group()
+"""
 
 
 def run(*command: str | Path, **environment: str) -> None:
@@ -38,7 +56,7 @@ def run(*command: str | Path, **environment: str) -> None:
     subprocess.run(command, env=os.environ | tools | environment, check=True)
 
 
-def build(target: str) -> None:
+def build(target: str, torches: list[Path], dist: Path) -> None:
     """The wheel for one platform, under the name that auditwheel finds it may have."""
     folder = HOME / target
     processor, _, library = target.partition(".")[0].split("-")
@@ -61,34 +79,38 @@ def build(target: str) -> None:
         _PYTHON_HOST_PLATFORM=f"linux-{processor}",
     )
     [wheel] = folder.glob("*.whl")
-    if (
-        library == "musl"
-        # musl has two names for itself; zig takes the one that its distributions, and auditwheel,
-        # do not
-    ):
-        run("wheel", "unpack", "--dest", folder / "unpacked", wheel)
-        [unpacked] = (folder / "unpacked").iterdir()
+    run("wheel", "unpack", "--dest", folder / "unpacked", wheel)
+    [unpacked] = (folder / "unpacked").iterdir()
+    if library == "musl":
+        # it has two names for itself; zig takes the one that its distributions, and auditwheel, do
+        # not
         [module] = unpacked.glob("weft/*.so")
         run("patchelf", "--replace-needed", "libc.so", f"libc.musl-{processor}.so.1", module)
-        run("wheel", "pack", "--dest-dir", folder, unpacked)
-    run("auditwheel", "repair", "--only-plat", "--wheel-dir", DIST, wheel)
+    else:
+        backends.build(target, unpacked / "weft/process_group/backends", torches)
+    run("wheel", "pack", "--dest-dir", folder, unpacked)
+    others = (f"--exclude={name}" for name in backends.OF_TORCH)
+    run("auditwheel", "repair", "--only-plat", *others, "--wheel-dir", dist, wheel)
 
 
-def test() -> None:
+def test(dist: Path) -> None:
     """Install a wheel in an environment with Python only, and run the README's first program; then
     its benchmarks, which it does not contain.
     """
     bare = HOME / "bare"
     python, constraints = bare / "bin/python", ROOT / "constraints.txt"
-    [wheel] = DIST.glob(f"torch_weft-*-{TAG}-manylinux*_{platform.machine()}.whl")
+    [wheel] = dist.glob(f"torch_weft-*-{TAG}-manylinux*_{platform.machine()}.whl")
     run(sys.executable, "-m", "venv", "--clear", bare)
     run(python, "-m", "pip", "install", "--quiet", "--constraint", constraints, f"{wheel}[cli]")
     program = (ROOT / "README.md").read_text().split("```python\n", 1)[1].split("```", 1)[0]
     (bare / "example.py").write_text(program)
+    (bare / "groups.py").write_text(GROUPS)
     weft = bare / "bin/weft"
-    subprocess.run([weft, "run", "-n", "2", "example.py"], cwd=bare, check=True)
+    nowhere = {"PATH": "/nowhere", "WEFT_CACHE": str(bare / "cache")}
+    for name in ("example.py", "groups.py"):
+        subprocess.run([weft, "run", "-n", "2", name], cwd=bare, env=nowhere, check=True)
     bench = [weft, "bench", "all-reduce", "--sizes", "4K"]
-    [benchmarks] = DIST.glob("torch_weft_bench-*.whl")
+    [benchmarks] = dist.glob("torch_weft_bench-*.whl")
     missing = f'weft: weft bench comes with torch-weft-bench: run pip install "{benchmarks}"\n'
     refused = subprocess.run(bench, cwd=bare, stderr=subprocess.PIPE, text=True)
     if (refused.returncode, refused.stderr) != (2, missing):
@@ -103,14 +125,21 @@ def test() -> None:
 
 
 def main() -> None:
-    if "--test" in sys.argv:
-        return test()
-    shutil.rmtree(DIST, ignore_errors=True)
-    run(sys.executable, "-m", "build", "--sdist", "--outdir", DIST, ROOT)
-    for target in TARGETS:
-        build(target)
-    run(sys.executable, "-m", "build", "--outdir", DIST, ROOT / "bench")
-    print(*sorted(path.name for path in DIST.iterdir()), sep="\n")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--test", action="store_true")
+    parser.add_argument("--target", action="append", help="a platform, in place of all")
+    parser.add_argument("--torch", action="append", type=Path, help="a folder, in place of all")
+    parser.add_argument("--dist", type=Path, default=DIST, help="where wheels are put")
+    options = parser.parse_args()
+    if options.test:
+        return test(options.dist)
+    torches = options.torch or [backends.download(version) for version in backends.TORCHES]
+    shutil.rmtree(options.dist, ignore_errors=True)
+    run(sys.executable, "-m", "build", "--sdist", "--outdir", options.dist, ROOT)
+    for target in options.target or TARGETS:
+        build(target, torches, options.dist)
+    run(sys.executable, "-m", "build", "--outdir", options.dist, ROOT / "bench")
+    print(*sorted(path.name for path in options.dist.iterdir()), sep="\n")
     return None
 
 

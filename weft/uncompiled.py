@@ -21,8 +21,6 @@ def uncompiled_methods(kind: Kind) -> Kind:
     process groups and works, which are native.
     """
     for member in [*vars(kind).values()]:
-        if isinstance(member, property):
-            member = member.fget
         if isinstance(member, FunctionType):
             uncompiled(member)
     return kind

@@ -19,7 +19,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ExecutionTraceObserver
 
-import weft
 from weft.process_group.worlds import operations_of
 
 CPU = torch.device("cpu")
@@ -187,34 +186,6 @@ def works(world):
 
 def test_works_are_complete():
     on_ranks(works, 2, context=group)
-
-
-def without_compiler(_):
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ.update(WEFT_CACHE=folder, CXX="false")
-        with group() as world:
-            assert type(world) is not dist.ProcessGroup
-            peer, x = 1 - dist.get_rank(), torch.ones(3)
-            dist.all_reduce(x)
-            dist.all_reduce(x, async_op=True).wait()
-            outs = [torch.empty(3) for _ in range(2)]
-            dist.all_gather(outs, x)
-            dist.all_gather_into_tensor(torch.empty(6), x)
-            dist.reduce_scatter_tensor(torch.empty(3), torch.cat(outs))
-            works = [dist.isend(x, peer), dist.irecv(y := torch.empty(3), peer)]
-            for work in works:
-                work.wait()
-            assert y.tolist() == [4.0] * 3
-            dist.barrier()
-            with pytest.raises(ValueError, match=r"on meta: .*could not be compiled"):
-                dist.all_reduce(torch.ones(2, device="meta"))
-            with pytest.raises(weft.MismatchError):
-                dist.all_reduce(torch.ones(2 + dist.get_rank()))
-
-
-def test_a_group_needs_no_compiler():
-    printed = on_ranks(without_compiler, 2, context=contextlib.nullcontext)
-    assert printed is None or all(outcome is None for outcome in printed)
 
 
 @pytest.mark.skipif(not RECENT, reason="an operation of torch 2.14")

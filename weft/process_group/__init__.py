@@ -26,9 +26,6 @@ if TYPE_CHECKING:
         _DistributedBackendOptions,
     )
 
-    from weft.process_group.fallback import Group
-    from weft.process_group.operations import Operations
-
 
 def register() -> None:
     """Register the backend ``weft``, make weft's errors subclasses of torch.distributed's, and put
@@ -88,16 +85,10 @@ def make(
     import torch
     import torch.distributed as dist
 
-    from weft.process_group.fallback import Group
-
-    made, _ = _made(store, rank, ranks, timeout, global_ranks)
-    group: ProcessGroup
-    if isinstance(made, Group):
-        group = made
-    else:
-        group = dist.ProcessGroup(store, rank, ranks)
-        group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, made)
+    made = _made(store, rank, ranks, timeout, global_ranks)
+    group = dist.ProcessGroup(store, rank, ranks)
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, made)
     name: Any = "unnamed"  # torch names those that it knows
     group._set_group_name(name)
     return group
@@ -105,68 +96,56 @@ def make(
 
 def _made(
     store: Store, rank: int, ranks: int, timeout: timedelta, global_ranks: Sequence[int]
-) -> tuple[Backend | Group, Operations]:
-    """A backend, or without a compiler a group in Python, and its operations."""
+) -> Backend:
+    """The backend of a connected group."""
     from weft.process_group.by_all import confirm, made_by_all
-    from weft.process_group.fallback import Group
     from weft.process_group.operations import Operations
     from weft.world import init_by_store
 
-    native = _native()
+    variables.check()
     seconds = timeout.total_seconds()
 
-    def make() -> tuple[Backend | Group, Operations]:
+    def make() -> Backend:
         world = init_by_store(store, rank, ranks, seconds)
         try:
+            native = _native()  # now that peers learn why there is none
             operations = Operations(world, store, global_ranks)
-            backend = native and native.make(operations, None, rank, ranks, seconds)
+            made: Backend = native.make(operations, None, rank, ranks, seconds)
             confirm(world)
         except BaseException as error:
             world.fail(error)
             world.close()
             raise
-        return backend or Group(operations), operations
+        return made
 
     return made_by_all(make, store, rank, ranks, seconds)
 
 
-def _backend(group: _DistributedBackendOptions, options: object) -> Backend | Group:
+def _backend(group: _DistributedBackendOptions, options: object) -> Backend:
     """The constructor that torch calls, on all ranks."""
-    from weft.process_group.fallback import Group
-
     timeout, rank, ranks = _timeout(options, group.timeout), group.group_rank, group.group_size
     if getattr(group, "enable_reconfigure", False):
         return _unconnected(group.store, rank, ranks, timeout.total_seconds())
-    made, operations = _made(group.store, rank, ranks, timeout, group.global_ranks_in_group)
-    if isinstance(made, Group):
-        return made
+    made = _made(group.store, rank, ranks, timeout, group.global_ranks_in_group)
     if os.environ.get("TORCH_FR_BUFFER_SIZE", "0") != "0":
-        operations.start_recorder = partial(
-            _record, weakref.ref(getattr(group, "process_group", made))
-        )
+        recorded = weakref.ref(getattr(group, "process_group", made))
+        _native().operations_of(made).start_recorder = partial(_record, recorded)
     return made
 
 
 def _unconnected(store: Store, rank: int, ranks: int, timeout: float) -> Backend:
     """The backend of a group whose ranks ``dist._reconfigure`` connects."""
-    from weft.errors import WeftError
     from weft.process_group.elastic import Elastic
 
-    native = _native()
-    if native is None:
-        raise WeftError(
-            "enable_reconfigure=True needs weft's backend in C++, which could not be compiled: the "
-            "warning says why"
-        )
-    made: Backend = native.make(None, Elastic(store), rank, ranks, timeout)
+    variables.check()
+    made: Backend = _native().make(None, Elastic(store), rank, ranks, timeout)
     return made
 
 
 def _native() -> Any:
-    """The module that makes backends in C++, None where it cannot be compiled; before the first
-    group torch's functions are replaced that serve its own backends only.
+    """The module that makes backends; before the first group torch's functions are replaced that
+    serve its own backends only.
     """
-    variables.check()
     from weft.process_group import compiled
     from weft.process_group.replaced import replace
 

@@ -1,7 +1,7 @@
 // weft as a backend of torch's own process groups: each call goes on to `Operations`, in Python.
 //
-// weft compiles this file against the torch that is installed, since classes of torch have no
-// stable binary interface (compiled.py).
+// Each torch needs a library of its own, since its classes have no stable binary interface: wheels
+// bring some, and any other is compiled where weft is used (compiled.py).
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>

@@ -1,4 +1,6 @@
-"""`backend.cpp`, compiled against the torch that is installed: once for each torch and user."""
+"""`backend.cpp` as a library for the torch that is installed: the one that weft's wheel brings, or
+else compiled, once for each torch and user.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from weft import cache, trust
+from weft.errors import WeftError
+from weft.process_group import libraries
 
 LIMIT = 600.0
 """Seconds that compiling, or waiting for a process that compiles, may take: it takes half a
@@ -38,29 +41,46 @@ _MODULE = "weft_backend"
 
 @functools.cache
 def backend() -> Any:
-    """The module of the backend, compiled first if that has not been done; None, with a warning,
-    if it cannot be.
+    """The module of the backend. Raises `WeftError` if weft brings none for the torch that is
+    installed, and it cannot be compiled.
     """
+    python = sysconfig.get_config_var("SOABI")
+    name = libraries.name(torch.__version__, _headers(), python)
+    for library in libraries.whole(libraries.FOLDER, name):
+        try:
+            return _imported(library)
+        except (ImportError, TypeError) as error:
+            _log.warning("%s does not serve torch %s: %s", library, torch.__version__, error)
     try:
         return _imported(_compiled())
-    except (OSError, ImportError, subprocess.SubprocessError) as error:
+    except (OSError, ImportError, TypeError, subprocess.SubprocessError) as error:
         words = getattr(error, "stderr", None) or str(error)
-        _log.warning(
-            "weft's backend could not be compiled for torch %s (%s): torch's tracers and tools do "
-            "not see weft's calls, and other backends cannot be combined with it",
-            torch.__version__,
-            words.strip()[-2000:],
-        )
-        return None
+        known = libraries.versions(python)
+        brought = f"those for torch {', '.join(known)}" if known else "none"
+        raise WeftError(
+            f"weft has no backend for torch {torch.__version__} with this Python (it brings "
+            f"{brought}), and compiling one failed: {words.strip()[-2000:]}. Install a compiler "
+            "for C++20, such as g++, or set CXX to one, or install a wheel of weft that brings one "
+            "for this torch"
+        ) from error
 
 
-def _imported(library: Path) -> ModuleType:
-    loader = importlib.machinery.ExtensionFileLoader(_MODULE, str(library))
-    spec = importlib.util.spec_from_file_location(_MODULE, library, loader=loader)
+def _imported(library: Path) -> Any:
+    """The module in a library, once it has shown that its classes are those of this torch."""
+    name = f"{library}.{_MODULE}"  # pybind11 keeps one module of a name
+    loader = importlib.machinery.ExtensionFileLoader(name, str(library))
+    spec = importlib.util.spec_from_file_location(name, library, loader=loader)
     assert spec is not None
-    module = importlib.util.module_from_spec(spec)
+    module: Any = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
+    unconnected = module.make(None, None, 1, 2, 1.0)
+    if (unconnected.name(), unconnected.rank(), unconnected.size()) != ("weft", 1, 2):
+        raise ImportError("its classes are others than torch's")
     return module
+
+
+def _headers() -> Path:
+    return Path(torch.__file__).parent / "include"
 
 
 def _compiled() -> Path:
@@ -74,26 +94,19 @@ def _compiled() -> Path:
     digest = hashlib.sha256(sources + repr(parts).encode()).hexdigest()[:16]
     name = f"backend-{torch.__version__}-{digest}"
     trust.make(folder)
-    if (library := _whole(folder, name)) is None:
+    if (library := _stored(folder, name)) is None:
         with _alone(folder / "lock"):
-            library = _whole(folder, name) or _compile(folder, name)
+            library = _stored(folder, name) or _compile(folder, name)
     return library
 
 
-def _whole(folder: Path, name: str) -> Path | None:
-    """The library of this name, if there is one as it was compiled: one that was cut off would kill
-    the process that loads it.
-    """
-    for file in sorted(folder.glob(f"{glob.escape(name)}-*.so")):
+def _stored(folder: Path, name: str) -> Path | None:
+    """The library of this name in the cache, if there is one that nobody else can have written."""
+    for file in libraries.whole(folder, name):
         with contextlib.suppress(OSError):
             trust.check_file(file)
-            if file.name == f"{name}-{_digest(file)}.so":
-                return file
+            return file
     return None
-
-
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:32]
 
 
 @contextmanager
@@ -121,31 +134,29 @@ def _compile(folder: Path, name: str) -> Path:
     """The library, compiled now: it gets its name, which ends with its digest, once it is whole."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if compiler is None:
-        raise FileNotFoundError("there is no C++ compiler: install g++, or set CXX")
+        raise FileNotFoundError("there is no C++ compiler")
     _log.warning(
         "compiling weft's backend for torch %s: half a minute, once for each torch and user",
         torch.__version__,
     )
     start = time.monotonic()
-    home = Path(torch.__file__).parent
     with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp", delete=False) as unnamed:
         made = Path(unnamed.name)
     command = [
         *compiler.split(),
         *("-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden"),
-        *("-isystem", sysconfig.get_paths()["include"], "-isystem", f"{home}/include"),
-        *("-isystem", f"{home}/include/torch/csrc/api/include"),
+        *("-isystem", sysconfig.get_paths()["include"], "-isystem", str(_headers())),
+        *("-isystem", f"{_headers()}/torch/csrc/api/include"),
         *(str(_SOURCE), "-o", str(made)),
         # found by their names, since torch has loaded them
-        *(f"-L{home}/lib", "-lc10", "-ltorch_cpu", "-ltorch_python"),
+        *(f"-L{_headers().with_name('lib')}", "-lc10", "-ltorch_cpu", "-ltorch_python"),
     ]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=LIMIT)
         made.chmod(0o755)  # whatever the umask
         with open(made, "rb") as written:
             os.fsync(written.fileno())
-        library = folder / f"{name}-{_digest(made)}.so"
-        made.rename(library)
+        library = libraries.keep(made, folder, name)
     finally:
         made.unlink(missing_ok=True)
     for other in folder.glob(f"{glob.escape(name)}-*.so"):

@@ -25,8 +25,8 @@ _TAGS = 1 << 31  # as of torch
 
 @uncompiled_methods
 class Operations:
-    """What `backend.cpp`, or without a compiler `fallback.Group`, does for torch's process groups;
-    all tensors are on the CPU. `limit` is in seconds, None for the group's; results are `Work`s.
+    """What `backend.cpp` does for torch's process groups; all tensors are on the CPU. `limit` is in
+    seconds, None for the group's; results are `Work`s.
 
     Attributes: `world`, of the group's ranks, for calls of the group only.
     """

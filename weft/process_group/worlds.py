@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from weft.process_group import compiled
-from weft.process_group.fallback import Group
 from weft.process_group.operations import Operations
 from weft.world import World, init
 
@@ -23,8 +22,6 @@ _CPU = torch.device("cpu")
 
 def operations_of(group: object) -> Operations | None:
     """The operations of a process group of torch.distributed; None of one that is not weft's."""
-    if isinstance(group, Group):
-        return group.operations
     if not isinstance(group, dist.ProcessGroup):
         return None
     if group not in _backends:
