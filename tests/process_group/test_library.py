@@ -201,7 +201,14 @@ def of_another_interface(contents):
     return contents.replace(b"4c10d7Backend", b"4c10d7Bockend")
 
 
-@pytest.mark.parametrize("change", [no_library, of_another_interface])
+def with_types_of_its_own(contents):
+    """A library that does not find the types which torch has registered in pybind11."""
+    name = b"__pybind11_internals_v"
+    assert name in contents
+    return contents.replace(name, name.replace(b"v", b"w"))
+
+
+@pytest.mark.parametrize("change", [no_library, of_another_interface, with_types_of_its_own])
 def test_a_library_that_cannot_be_loaded_is_compiled(wheel, library, monkeypatch, caplog, change):
     own = brings(wheel, change(library.read_bytes()))
     (wheel.parent / "library").write_bytes(library.read_bytes())
