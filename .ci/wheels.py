@@ -133,7 +133,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.test:
         return test(options.dist)
-    torches = options.torch or [backends.download(version) for version in backends.TORCHES]
+    torches = [folder.resolve() for folder in options.torch or []]
+    torches = torches or [backends.download(version) for version in backends.TORCHES]
     shutil.rmtree(options.dist, ignore_errors=True)
     run(sys.executable, "-m", "build", "--sdist", "--outdir", options.dist, ROOT)
     for target in options.target or TARGETS:
