@@ -1,12 +1,14 @@
 """Weights that are no tensors: functions, and int8 with scales, in every fused operator."""
 
+import itertools
+
 import pytest
 import torch
 from support.ranks import on_ranks
 
 import weft
 from weft.engines.reference import Call, run
-from weft.kernels.int8 import INT8_PRODUCT, Int8Weight, quantized
+from weft.kernels.int8 import _EXACT, INT8_PRODUCT, Int8Weight, exact_sums, quantized
 from weft.plan import Buffer, Compute, Copy, Notify, Plan, Region, Signal, Wait
 from weft.plan.values import Applied, Term
 
@@ -175,6 +177,37 @@ def test_quantized_rows():
     assert torch.allclose(out[:3], rows[:3], rtol=1 / 127, atol=2 / 127)
     assert out[3].isnan().all(), "what is no number stays none"
     assert isinstance(weft.quantize(torch.ones(0, 3)), Int8Weight)
+
+
+def strides_of(matrix):
+    """The matrix with every kind of strides that its dimensions of size 1 may have."""
+    for whole in (matrix.contiguous(), matrix.t().contiguous().t()):
+        choices = [
+            [stride] if size > 1 else [1, 2, 1000]
+            for size, stride in zip(whole.shape, whole.stride(), strict=True)
+        ]
+        for strides in itertools.product(*choices):
+            yield whole.as_strided(whole.shape, strides)
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "n"), [(3, 1, 4), (1, 1, 4), (3, 1, 1), (1, 5, 4), (3, 5, 1), (1, 5, 1)]
+)
+def test_int8_weights_with_dimensions_of_size_1(rows, k, n):
+    """Each number is the largest of its row and column, so nothing is rounded."""
+    x = torch.arange(1.0, rows + 1)[:, None] * torch.tensor([1.0, -1.0, 1.0, 1.0, 1.0])[:k]
+    b = torch.arange(1.0, n + 1) * torch.tensor([1.0, 1.0, -1.0, 1.0, 1.0])[:k, None]
+    for given, weight in itertools.product(strides_of(x), strides_of(b)):
+        out = torch.full((rows, n), torch.nan)
+        weft.quantize(weight).multiply(given, out, None, rows)
+        torch.testing.assert_close(out, x @ b)
+
+
+def test_sums_of_one_column_more_than_int32_has_sums_for():
+    numbers = torch.full((2, _EXACT + 1), 127, dtype=torch.int8)
+    for rows in (numbers, numbers[:1]):
+        for b in (numbers.t(), numbers.t().contiguous(), numbers[:1].t()):
+            assert (exact_sums(rows, b) == 127**2 * (_EXACT + 1)).all()
 
 
 def refusals(world):

@@ -95,12 +95,22 @@ def exact_sums(x: Tensor, b: Tensor) -> Tensor:
     """
     product = _int32_product()
     if x.shape[1] <= _EXACT:
-        return product(x, b)
+        return product(_laid_out(x), _laid_out(b))
     parts = zip(x.split(_EXACT, 1), b.split(_EXACT, 0), strict=True)
     sums = torch.zeros(len(x), b.shape[1], dtype=torch.float64, device=x.device)
     for own, other in parts:
-        sums.add_(product(own.contiguous(), other))
+        sums.add_(product(_laid_out(own.contiguous()), _laid_out(other)))
     return sums
+
+
+def _laid_out(matrix: Tensor) -> Tensor:
+    """A matrix whose strides are those of its layout. A dimension of size 1 may have any, but torch
+    takes them for the distance of rows or columns: where that is less than a row, `torch._int_mm`
+    writes nothing.
+    """
+    if 1 not in matrix.shape or matrix.stride() == (matrix.shape[1], 1):
+        return matrix
+    return matrix.clone(memory_format=torch.contiguous_format)
 
 
 def _in_halves(x: Tensor, b: Tensor) -> Tensor:
@@ -124,11 +134,15 @@ def _int32_product() -> Callable[[Tensor, Tensor], Tensor]:
     signs = torch.tensor([[1], [-1]], dtype=torch.int8, device="cpu")
     rows = torch.full((2, 256), _LARGEST, dtype=torch.int8, device="cpu") * signs
     columns = rows.repeat(8, 1).t()
-    wanted = _in_float64(rows, columns)
+    factors = (
+        (rows, columns),
+        (rows, columns.contiguous()),
+        (_laid_out(rows[:, :1]), _laid_out(columns[:1])),
+    )
     return next(
         product
         for product in (torch._int_mm, _in_halves, _in_float64)
-        if all(product(rows, b).equal(wanted) for b in (columns, columns.contiguous()))
+        if all(product(x, b).equal(_in_float64(x, b)) for x, b in factors)
     )
 
 
@@ -154,13 +168,13 @@ def quantize(b: Tensor) -> Int8Weight:
     """
     check_matrix(b, "quantize")
     numbers, scales = quantized(b.detach().t())
-    return Int8Weight(numbers.t(), scales.view(-1), b.dtype)
+    return Int8Weight(_laid_out(numbers.t()), scales.view(-1), b.dtype)
 
 
 def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows as int8 numbers, contiguous, and a float32 scale (rows, 1) for each: its largest
-    magnitude divided by 127, but at least float32's smallest normal number. The scale of a row with
-    an infinity or a NaN, in float32, is NaN.
+    """Rows as int8 numbers, laid out one after another, and a float32 scale (rows, 1) for each: its
+    largest magnitude divided by 127, but at least float32's smallest normal number. The scale of a
+    row with an infinity or a NaN, in float32, is NaN.
     """
     if not rows.numel():
         return rows.to(torch.int8), torch.ones(
@@ -168,4 +182,6 @@ def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
         )
     scales = rows.abs().amax(1, keepdim=True).float().div_(_LARGEST).clamp_(min=_LEAST)
     scales.add_(scales, alpha=0)  # zero times an infinity is NaN
-    return (rows.float() / scales).round_().to(torch.int8).contiguous(), scales
+    return torch.empty_like(rows, dtype=torch.int8, memory_format=torch.contiguous_format).copy_(
+        (rows.float() / scales).round_()
+    ), scales
