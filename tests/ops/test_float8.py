@@ -16,6 +16,23 @@ def test_scaled_products(by_row):
     on_ranks(products, 2, by_row)
 
 
+def any_strides(world):
+    """Scales of rows as callers compute them: of no row, or a transposed row of scales."""
+    rows = [2, 0]
+    x, row = torch.randn(rows[world.rank], 4), torch.rand(1, rows[world.rank]) + 0.5
+    a, b = x.to(torch.float8_e4m3fn), torch.randn(4, 3).to(torch.float8_e4m3fn)
+    one = torch.tensor(1.0)
+    for scale in (row.t(), row.t().abs().amax(1, keepdim=True) / 448, row.flatten()[:, None]):
+        y = weft.all_gather_matmul(
+            a, b, scale_a=scale, scale_b=one, shard_rows=rows, out_dtype=torch.float32
+        )
+        assert_close(y, torch.cat(everyones(a.double() * scale)) @ b.double())
+
+
+def test_scales_with_any_strides():
+    on_ranks(any_strides, 2)
+
+
 def several(world):
     a, b, c = (torch.randn(*shape).to(torch.float8_e4m3fn) for shape in ((4, 8), (8, 6), (8, 2)))
     one, two = torch.tensor(1.0), torch.full((1, 2), 2.0)

@@ -67,8 +67,7 @@ def _spread(scale: Tensor | None, shape: tuple[int, ...], argument: str, world: 
             f"{argument} must be float32, a single one or of shape {shape}; got {scale.dtype}, "
             f"{tuple(scale.shape)}"
         )
-    return (
-        scale.reshape(-1)[:1].expand(shape).contiguous()
-        if scale.numel() == 1
-        else scale.contiguous()
-    )
+    spread = scale.reshape(-1)[:1].expand(shape) if scale.numel() == 1 else scale
+    # `contiguous` keeps the strides of an empty tensor and of dimensions of size 1, whatever they
+    # are; a view as bytes needs those of the layout
+    return spread.clone(memory_format=torch.contiguous_format)
