@@ -14,7 +14,7 @@ import torch.distributed.tensor.parallel as torch_styles
 from support.ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import weft.nn
@@ -202,6 +202,44 @@ def _uneven_sequence(world):
     expected.sum().backward()
     assert_near(shards.up.weight.grad.full_tensor(), model.up.weight.grad)
     assert_near(shards.down.weight.grad.full_tensor(), model.down.weight.grad)
+
+
+def _one_token(world):
+    """A dimension of size 1 is sharded so that rank 0 has all of it, and rank 1 nothing."""
+    model, _, mesh = model_and_input(world)
+    for dim, shape in ((0, (1, 24)), (0, (1, 3, 24)), (1, (3, 1, 24))):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        expected = model.down(model.up(x).square())
+        shards = sharded(model, mesh, weft.nn, Shard(dim), local=False)
+        spread = distribute_tensor(x, mesh, [Shard(dim)])
+        y = shards.down(shards.up(spread).square())
+        assert_near(y.full_tensor(), expected)
+        given, wanted = (
+            torch.autograd.grad(out.sum(), to) for out, to in ((y, spread), (expected, x))
+        )
+        assert_near(given[0].full_tensor(), wanted[0])
+    shared = SimpleSharing(model.up)
+    parallelize_module(
+        shared, mesh, weft.nn.SharedColwiseParallel("one", "other", input_layouts=Shard(1))
+    )
+    for part in shared.one(spread), shared.other(spread):
+        assert_near(part, model.up(x).chunk(world.ranks, -1)[world.rank])
+    # features, of which rank 0 has the only one
+    one = parallelize_module(nn.Linear(1, 4), mesh, weft.nn.ColwiseParallel(input_layouts=Shard(1)))
+    feature = distribute_tensor(torch.ones(3, 1), mesh, [Shard(1)])
+    full = DTensor.from_local(torch.ones(3, 1), mesh, [Replicate()])
+    assert_near(one(feature), one(full))
+
+
+class SimpleSharing(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.one, self.other = copy.deepcopy(layer), copy.deepcopy(layer)
+
+
+@pytest.mark.data
+def test_the_only_token_is_one_ranks():
+    on_ranks(_one_token, 2)
 
 
 def _state_dicts(world):

@@ -266,9 +266,10 @@ class ColumnParallelLinear(ShardedLinear):
         x, placement = self._input(input)
         if isinstance(placement, Shard):
             self._check_sharded(input, x, placement.dim)
+            # all ranks must decide alike, and one of them may have the whole of a DTensor
             sizes = (
                 chunk_sizes(input.shape[placement.dim], self.world.ranks)
-                if input.shape != x.shape
+                if isinstance(input, DTensor)
                 else None
             )
             y = self.gather.product(self, input, x, placement.dim, sizes)
@@ -290,7 +291,7 @@ class ColumnParallelLinear(ShardedLinear):
         """
         given = x.shape[-1]
         if dim == x.dim() - 1:
-            given = input.shape[-1] if input.shape != x.shape else given * self.world.ranks
+            given = input.shape[-1] if isinstance(input, DTensor) else given * self.world.ranks
         if given == self.in_features or not 0 <= dim < x.dim():
             return
         why = (
