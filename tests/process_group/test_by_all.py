@@ -53,6 +53,18 @@ def test_all_ranks_name_the_one_that_lacks_something(lacking):
         assert "none left" in str(outcomes[0])
 
 
+def test_the_words_of_others_are_printable():
+    store, lacking = dist.HashStore(), MemoryError("none left")
+    store.set("weft failed 1/verdict", b"lacks \x1b[2Jlost\xff\rweft: made")
+
+    def fail():
+        raise lacking
+
+    with pytest.raises(NotMade) as raised:
+        made_by_all(fail, store, 0, 1, 60.0)
+    assert str(raised.value).endswith("\\x1b[2Jlost\N{REPLACEMENT CHARACTER}\\rweft: made")
+
+
 def test_other_errors_are_raised_and_told_to_ranks_that_were_left_alone():
     lost = weft.PeerLost("rank 1 died")
     for outcomes in attempt([lost, ValueError("a wrong value"), MemoryError("none left")]):

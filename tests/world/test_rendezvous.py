@@ -9,6 +9,7 @@ import math
 import os
 import pickle
 import re
+import signal
 import socket
 import time
 import warnings
@@ -25,6 +26,7 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed import distributed_c10d
 
 import weft
+from weft import _native
 from weft.errors import PeerLost, PeerTimeout, WeftError
 from weft.world import default_group
 from weft.world import listener as listening
@@ -32,6 +34,7 @@ from weft.world.handshake import Accepted, Caller, name_of
 from weft.world.listener import Address, Listener
 from weft.world.peer_memory import Probe
 from weft.world.rendezvous import Announcement, GroupRendezvous, RankInfo, StoreRendezvous
+from weft.world.stores import arrived
 from weft.world.variables import launcher_variables
 from weft.world.wire import decode, encode
 
@@ -115,6 +118,11 @@ class _Harmful:
             f"rank 1 runs weft 0.0.9, rank 0 {weft.__version__}",
         ),
         (
+            lambda path: encode(Announcement("\x1b[2J\rweft", "", "", None)),
+            WeftError,
+            f"rank 1 runs weft \\x1b[2J\\rweft, rank 0 {weft.__version__}",
+        ),
+        (
             lambda path: encode(Announcement(weft.__version__, "B", "", None)),
             WeftError,
             "rank 1 belongs to another job ('B', rank 0 to '')",
@@ -125,7 +133,7 @@ class _Harmful:
             "rank 1 gave up while rank 0 waited for its address: no room",
         ),
     ],
-    ids=["pickled", "garbled", "version", "job", "gives up"],
+    ids=["pickled", "garbled", "version", "unprintable", "job", "gives up"],
 )
 def test_messages_are_parsed_and_not_executed(tmp_path, monkeypatch, message, kind, text):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
@@ -244,8 +252,81 @@ def test_ranks_of_a_store_that_count_each_other_differently(first):
             WeftError, match=f"it is {sizes[0]} on rank 0, and {sizes[1]} on rank 1"
         ):
             exchange(StoreRendezvous(store, 1, sizes[1]))
-        with pytest.raises(PeerLost, match=f"it is {sizes[0]} on rank 0, and {sizes[1]} on rank 1"):
+        with pytest.raises(
+            WeftError, match=f"it is {sizes[0]} on rank 0, and {sizes[1]} on rank 1"
+        ):
             one.result(SOON)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        ("junk\x1b[2J\r", r"the store has 'junk\\x1b\[2J\\r' where the first rank puts the number"),
+        ("2", "the store has '2' where"),
+        ("-3 1", "the store has '-3 1' where"),
+        ("9" * 5000 + " 1", f"the store has '{'9' * 1000}' where"),
+        ("\u0662 1", "where the first rank puts the number of ranks"),
+        ("999999999 7", "it is 999999999 on rank 7, and 2 on rank"),
+    ],
+    ids=["text", "one", "negative", "endless", "digits", "large"],
+)
+def test_a_number_of_ranks_that_is_none_is_refused_at_once(number, text):
+    store = HashStore()
+    store.set("weft 1/ranks", number)
+    for rank in range(2):
+        with (
+            pytest.raises(WeftError, match=text),
+            StoreRendezvous(store, rank, 2).exchange(INFO, 300.0),
+        ):
+            pass
+
+
+def test_what_others_say_of_their_number_of_ranks_is_printable():
+    store = HashStore()
+    store.set("weft 1/differs", b"\x1b[2Jlost\xff\rweft: found" + b"x" * 5000)
+    with pytest.raises(WeftError) as raised, StoreRendezvous(store, 0, 2).exchange(INFO, 300.0):
+        pass
+    assert str(raised.value).startswith("\\x1b[2Jlost\N{REPLACEMENT CHARACTER}\\rweft: foundx")
+    assert len(str(raised.value)) < 1100
+
+
+class Interrupt(BaseException):
+    """The exception of a signal handler."""
+
+
+def test_a_signal_handler_runs_while_ranks_are_waited_for():
+    def handler(*_):
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(Interrupt), StoreRendezvous(HashStore(), 0, 2).exchange(INFO, SOON):
+            pass
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_time_in_which_a_rank_is_suspended_counts_in_no_limit_of_a_store():
+    """It is between two looks, of which there are many in a second, as of a whole job."""
+    store = HashStore()
+
+    class Suspended:
+        """The store of a rank that is suspended at its first look, and of a peer that is then
+        late.
+        """
+
+        looks = 0
+
+        def check(self, keys):
+            self.looks += 1
+            if self.looks == 1:
+                time.sleep(1.2)
+            if self.looks == 3:
+                store.set("late", "")
+            return store.check(keys)
+
+    assert arrived(Suspended(), ["late"], _native.Deadline(0.5))
 
 
 @contextlib.contextmanager

@@ -6,21 +6,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+import weft._native as _native
 from weft.errors import PeerLost, PeerTimeout, SymmetricMemoryError, WeftError
+from weft.outside import printable_lines
 from weft.world import World
 from weft.world.peers import receive, send
+from weft.world.stores import arrived, leave_together
 
 Made = TypeVar("Made")
 
 _SOON = 10.0  # seconds in which peers notice that a rank has failed, and say why they did
 _LATE = 0.2  # seconds in which they do so after a whole time limit
-_LOOK = 0.01  # seconds between looks into the store
 _FILES, _FILES_PER_RANK = 16, 2  # that a group of gloo opens, at most
 _LACKS, _LOST, _OTHER = "lacks", "lost", "other"  # kinds of errors
 _WORDS = ("can't start new thread", "can't allocate memory", "not enough memory")
@@ -46,12 +47,12 @@ def made_by_all(
     except BaseException as error:
         kind = _kind(error, ranks)
         patience = timeout if kind == _LACKS else min(timeout, _SOON)
-        deadline = time.monotonic() + (_LATE if isinstance(error, PeerTimeout) else patience)
+        limit = _LATE if isinstance(error, PeerTimeout) else patience
         verdict = why = ""
         with contextlib.suppress(RuntimeError):  # the store is gone
             votes = _voted(f"{kind} {type(error).__name__}: {error}", store, rank)
             if isinstance(error, Exception):  # no interrupt
-                verdict, why = _verdict(votes, ranks, deadline)
+                verdict, why = _verdict(votes, ranks, limit)
         text = f"a group of {ranks} ranks cannot be made: {why}"
         if verdict == _LACKS:
             raise NotMade(text) from error
@@ -79,35 +80,22 @@ def _voted(vote: str, store: Store, rank: int) -> Store:
     return votes
 
 
-def _verdict(votes: Store, ranks: int, deadline: float) -> tuple[str, str]:
+def _verdict(votes: Store, ranks: int, limit: float) -> tuple[str, str]:
     """The kind of the error by which an attempt has failed, and which ranks raised it, equal on all
     ranks: the word of the first to count the votes.
     """
-    counted = votes.compare_set("verdict", "", _counted(votes, ranks, deadline))
-    # the store may end with this process: the others read the verdict first
-    if votes.add("readers", 1) == ranks:
-        votes.set("read", "")
-    _until(votes, ["read"], time.monotonic() + _LATE)
+    counted = votes.compare_set("verdict", "", _counted(votes, ranks, limit))
+    leave_together(votes, ranks, _LATE)
     kind, _, why = counted.decode(errors="replace").partition(" ")
-    return kind, why
+    return kind, printable_lines(why)
 
 
-def _counted(votes: Store, ranks: int, deadline: float) -> str:
-    """The verdict, once all ranks have voted, another has counted, or the deadline has passed."""
+def _counted(votes: Store, ranks: int, limit: float) -> str:
+    """The verdict, once all ranks have voted, another has counted, or the limit has passed."""
     keys = [str(each) for each in range(ranks)]
-    if not _until(votes, keys, deadline, "verdict"):
+    if not arrived(votes, keys, _native.Deadline(limit), lambda: votes.check(["verdict"])):
         return f"{_OTHER} "
     return _of([vote.decode(errors="replace") for vote in votes.multi_get(keys)])
-
-
-def _until(votes: Store, keys: list[str], deadline: float, end: str = "") -> bool:
-    """Whether the store gets all these keys before the deadline, and before the key `end`."""
-    # no `wait`: in a store of files it takes a second, and its time limit is another error
-    while not votes.check(keys):
-        if (end and votes.check([end])) or time.monotonic() > deadline:
-            return False
-        time.sleep(_LOOK)
-    return True
 
 
 def _of(votes: Sequence[str]) -> str:

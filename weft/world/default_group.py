@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import os
 import socket
@@ -19,7 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from weft.errors import PeerLost, PeerTimeout, WeftError
 from weft.world.forked import keep_in_children
 from weft.world.listener import INTERFACE, choose_interface
-from weft.world.rendezvous import check_size, listed, time_left
+from weft.world.rendezvous import check_size, listed, met, time_left
 from weft.world.variables import job, translated
 
 STARTING = 300.0
@@ -101,54 +100,48 @@ def _store(rank: int, ranks: int, address: str, port: int, timeout: float) -> St
         f"weft {job()} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}", tcp
     )
     store = PrefixStore(str(store.add(f"{rank}", 1)), store)
-    try:
-        check_size(store, rank, ranks, lambda peer, error: _tell(store, peer, error))
-    except WeftError:
-        _serve_latecomers(serves)
-        raise
-    store.set(f"here {rank}", "")
     keys = [f"here {peer}" for peer in range(ranks)]
-    warned = False
-    while True:
-        patience = min(time.monotonic() + _PATIENCE, deadline)
-        try:
-            with contextlib.suppress(dist.DistStoreError):  # a timeout
-                store.wait(keys, time_left(patience))
-                differs = store.get("differs").decode() if store.check(["differs"]) else ""
-                break
-            missing = listed([peer for peer, key in enumerate(keys) if not store.check([key])])
-        except RuntimeError as error:
-            raise PeerLost(
-                f"rank {rank} lost the store at {where} while it waited for all {ranks} ranks to "
-                f"join {ours}; the process that serves it has died or given up: {error}"
-            ) from error
-        if missing and time.monotonic() >= deadline:
-            _serve_latecomers(serves)
-            raise PeerTimeout(
-                f"rank {rank} waited {timeout:g} s for {missing} of {ranks} to join {ours} at "
-                f"{where}: {advice}"
-            )
-        if missing and not warned:
+    left = max(0.0, deadline - time.monotonic())
+    soon = min(_PATIENCE, left)
+    try:
+        check_size(store, rank, ranks)
+        store.set(keys[rank], "")
+        missing = _missing(store, keys, soon)
+        if missing and left > soon:
             _log.warning(
                 "rank %d waits for %s of %d to join %s at %s", rank, missing, ranks, ours, where
             )
-            warned = True
-    if differs:
+            missing = _missing(store, keys, left - soon)
+    except WeftError:
         _serve_latecomers(serves)
-        raise WeftError(differs)
+        raise
+    except dist.DistNetworkError as error:
+        raise PeerLost(
+            f"rank {rank} lost the store at {where} while it waited for all {ranks} ranks to "
+            f"join {ours}; the process that serves it has died or given up: {error}"
+        ) from error
+    if missing:
+        _serve_latecomers(serves)
+        raise PeerTimeout(
+            f"rank {rank} waited {timeout:g} s for {missing} of {ranks} to join {ours} at "
+            f"{where}: {advice}"
+        )
     return store
+
+
+def _missing(store: Store, keys: list[str], seconds: float) -> str:
+    """The ranks whose keys do not come within `seconds`, as a list for a message. Raises as
+    `met`.
+    """
+    if met(store, keys, seconds):
+        return ""
+    return listed([peer for peer, key in enumerate(keys) if not store.check([key])])
 
 
 def _serve_latecomers(serves: bool) -> None:
     """Let ranks that started later read from the store what is wrong."""
     if serves:
         time.sleep(_LATECOMERS)
-
-
-def _tell(store: Store, peer: int, error: WeftError) -> None:
-    """Let ranks that wait for a peer know the error."""
-    store.set("differs", str(error))
-    store.set(f"here {peer}", "")
 
 
 def _resolve(address: str, deadline: float) -> None:

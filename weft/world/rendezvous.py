@@ -7,8 +7,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,13 +18,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+import weft._native as _native
 from weft.checks import LONGEST
 from weft.errors import PeerLost, PeerTimeout, WeftError
-from weft.outside import printable_lines
+from weft.outside import printable, printable_lines
 from weft.schedules.thresholds import Thresholds
 from weft.version import __version__
 from weft.world.listener import Address
 from weft.world.peer_memory import Probe
+from weft.world.stores import arrived
 from weft.world.variables import job
 from weft.world.wire import convert, decode, encode
 
@@ -31,6 +34,8 @@ Info = TypeVar("Info")
 _MESSAGE_BYTES = 1 << 14  # of the messages of a `GroupRendezvous`
 _TAG = 0x7FFFFFFE  # of these messages
 _GIVE_UP = 2.0  # seconds that a rank which gives up may take to inform the others
+_SIZE = re.compile("[0-9]{1,9} [0-9]{1,9}")  # the first rank's number of ranks, and its own
+_SHOWN = 1000  # characters of a text of the store, at most
 
 
 class RankInfo(NamedTuple):
@@ -160,22 +165,39 @@ def _complete(in_flight: list[dist.Work], deadline: float) -> None:
             work.wait(time_left(deadline))
 
 
-def check_size(
-    store: Store, rank: int, ranks: int, tell: Callable[[int, WeftError], object]
-) -> None:
-    """Raise `WeftError` if the first rank of a store has another number of `ranks`; before that
-    `tell` it to each rank that others may wait for.
+def check_size(store: Store, rank: int, ranks: int) -> None:
+    """Raise `WeftError` if the first rank of a store has another number of `ranks`, and let all
+    ranks that are `met` raise the same.
     """
-    first = store.compare_set("ranks", "", f"{ranks} {rank}").decode()
+    first = store.compare_set("ranks", "", f"{ranks} {rank}").decode(errors="replace")
+    if not _SIZE.fullmatch(first):
+        raise WeftError(
+            f"the store has {first[:_SHOWN]!r} where the first rank puts the number of "
+            f"ranks: does another program use it? Give rank {rank} a store, or a port, that only "
+            "ranks of its job use"
+        )
     theirs, other = map(int, first.split())
     if theirs != ranks:
-        error = WeftError(
+        error = (
             f"WORLD_SIZE (world_size=) differs: it is {theirs} on rank {other}, and {ranks} on "
             f"rank {rank}; set it to one number on all ranks"
         )
-        for each in range(theirs):
-            tell(each, error)
-        raise error
+        store.set("differs", error)
+        raise WeftError(error)
+
+
+def met(store: Store, keys: list[str], seconds: float) -> bool:
+    """Whether all these keys of ranks arrive within `seconds`. Raises `WeftError` if ranks have
+    other numbers of ranks than each other, as `check_size` tells.
+    """
+
+    def differs() -> bool:
+        return store.check(["differs"])
+
+    came = arrived(store, keys, _native.Deadline(seconds), differs)
+    if differs():
+        raise WeftError(printable_lines(store.get("differs")[:_SHOWN].decode(errors="replace")))
+    return came
 
 
 class StoreRendezvous:
@@ -192,25 +214,16 @@ class StoreRendezvous:
     def exchange(self, own: Info, timeout: float) -> Iterator[list[Info]]:
         """As `GroupRendezvous.exchange`."""
         number = next(self.rounds)
-        if number == 0:
-            check_size(
-                self.store,
-                self.rank,
-                self.ranks,
-                lambda peer, error: self._publish(0, peer, _announcement(None, error)),
-            )
-        self._publish(number, self.rank, _announcement(own))
-        deadline = time.monotonic() + timeout
         keys = [f"{number} {peer}" for peer in range(self.ranks)]
         try:
-            # all keys in one request: a thousand ranks would make a million of single ones
-            with contextlib.suppress(dist.DistStoreError):  # a timeout
-                self.store.wait(keys, time_left(deadline))
+            if number == 0:
+                check_size(self.store, self.rank, self.ranks)
+            self._publish(number, _announcement(own))
             missing: list[int] = []
-            if not self.store.check(keys):
+            if not met(self.store, keys, timeout):
                 missing = [at for at, key in enumerate(keys) if not self.store.check([key])]
             messages = [] if missing else self.store.multi_get(keys)
-        except RuntimeError as error:
+        except dist.DistNetworkError as error:
             raise PeerLost(
                 f"rank {self.rank} lost the store while it waited for the addresses of "
                 f"{self.ranks} ranks: {error}"
@@ -228,11 +241,11 @@ class StoreRendezvous:
     def give_up(self, error: BaseException) -> None:
         """As `GroupRendezvous.give_up`."""
         with contextlib.suppress(RuntimeError):  # the store is gone, for its readers too
-            self._publish(next(self.rounds), self.rank, _announcement(None, error))
+            self._publish(next(self.rounds), _announcement(None, error))
 
-    def _publish(self, number: int, rank: int, announcement: bytes) -> None:
-        """Put a rank's message of an exchange into the store."""
-        self.store.set(f"{number} {rank}", announcement)  # type: ignore[arg-type]  # or bytes
+    def _publish(self, number: int, announcement: bytes) -> None:
+        """Put this rank's message of an exchange into the store."""
+        self.store.set(f"{number} {self.rank}", announcement)  # type: ignore[arg-type]  # or bytes
 
 
 def member(group: object) -> dist.ProcessGroup:
@@ -302,12 +315,13 @@ def _checked(rank: int, peer: int, message: bytes, kind: Any) -> Any:
         theirs = decode(message, Announcement)
         if theirs.version != __version__:
             raise WeftError(
-                f"rank {peer} runs weft {theirs.version}, rank {rank} {__version__}: install one "
-                "version for all ranks"
+                f"rank {peer} runs weft {printable(theirs.version[:_SHOWN])}, rank {rank} "
+                f"{__version__}: install one version for all ranks"
             )
         if theirs.job != job():
             raise WeftError(
-                f"rank {peer} belongs to another job ({theirs.job!r}, rank {rank} to {job()!r}): "
+                f"rank {peer} belongs to another job ({theirs.job[:_SHOWN]!r}, rank {rank} to "
+                f"{job()!r}): "
                 "give each job a port of its own"
             )
         if theirs.gives_up:
