@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,15 +11,17 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from weft.errors import PeerTimeout, WeftError
+import weft._native as _native
+from weft.errors import PeerLost, PeerTimeout, WeftError
 from weft.process_group.failure import Failure
 from weft.process_group.messages import Messages
 from weft.process_group.work_queue import CombinedWork, Work, WorkQueue
 from weft.uncompiled import uncompiled_methods
 from weft.world import World, init_by_store
-from weft.world.rendezvous import time_left
+from weft.world.stores import arrived, leave_together
 
 _TAGS = 1 << 31  # as of torch
+_READ = 2.0  # seconds in which ranks that wait in a monitored barrier read that it is over
 
 
 @uncompiled_methods
@@ -93,34 +94,42 @@ class Operations:
         """
         seconds = self.world.timeout if limit is None else limit
         rank = self.rank
-        deadline = time.monotonic() + seconds
+        deadline = _native.Deadline(seconds)
         store = PrefixStore(f"weft monitored barrier {self.barriers}", self.store)
         self.barriers += 1
 
-        def arrived(key: str) -> bool:
-            try:
-                store.wait([key], time_left(deadline))
-            except RuntimeError:
-                return False
-            return True
+        def came(key: str) -> bool:
+            found = arrived(store, [key], deadline, lambda: self.world.closed is not None)
+            if not found:
+                self.world.check()
+            return found
 
-        if rank:
-            store.set(str(rank), "")
-            if not arrived("all"):
-                raise PeerTimeout(
-                    f"Rank {rank} successfully reached monitoredBarrier, "
-                    "but received errors while waiting for send/recv from rank 0"
-                )
-            return
-        if not seconds > 0 and self.ranks > 1:
-            raise PeerTimeout(f"Rank 0 timed out in monitoredBarrier after {seconds * 1e3:g} ms")
-        missing = (peer for peer in map(str, range(1, self.ranks)) if not arrived(peer))
-        if late := [*itertools.islice(missing, None if wait_all_ranks else 1)]:
-            late_ranks = f"Rank{'s' if len(late) > 1 else ''} {', '.join(late)}"
-            raise PeerTimeout(
-                f"{late_ranks} failed to pass monitoredBarrier in {seconds * 1e3:g} ms"
-            )
-        store.set("all", "")
+        try:
+            if rank:
+                store.set(str(rank), "")
+                if not came("all"):
+                    raise PeerTimeout(
+                        f"Rank {rank} successfully reached monitoredBarrier, "
+                        "but received errors while waiting for send/recv from rank 0"
+                    )
+            else:
+                if not seconds > 0 and self.ranks > 1:
+                    raise PeerTimeout(
+                        f"Rank 0 timed out in monitoredBarrier after {seconds * 1e3:g} ms"
+                    )
+                missing = (peer for peer in map(str, range(1, self.ranks)) if not came(peer))
+                if late := [*itertools.islice(missing, None if wait_all_ranks else 1)]:
+                    late_ranks = f"Rank{'s' if len(late) > 1 else ''} {', '.join(late)}"
+                    raise PeerTimeout(
+                        f"{late_ranks} failed to pass monitoredBarrier in {seconds * 1e3:g} ms"
+                    )
+                store.set("all", "")
+        except dist.DistNetworkError as error:
+            raise PeerLost(
+                f"rank {rank} lost the store in monitored_barrier; the process that serves it has "
+                f"died or left: {error}"
+            ) from error
+        leave_together(store, self.ranks, _READ)
 
     # Coalescing
 
