@@ -100,8 +100,7 @@ class Call:
         self.process = getcurrent()
         self.course = self.process.course
         self.door = self.course.doors[int(address.host.split()[1])]
-        self.here = not address.port
-        self.connected = self.gone = self.answered = self.ended = False
+        self.connected = self.refused = self.ended = False
         self.again = 0.0
         self.link: Connection | None = None
 
@@ -113,21 +112,22 @@ class Call:
             self.link = Connection(self.process, self.door)
             self.door.waiting.append(self.link)
         elif self.link is None and (way == "refuses" or (way == "open" and not self.door.open)):
-            self._end(self.here or self.course.believes_refusals)
+            self._end(refused=True)
         elif self.link is not None and self.link.accepted:
             self.connected = True
         self._look()
         return self.connected
 
     def _look(self) -> None:
-        if self.link is not None and self.here and not self.door.open:
-            self._end(gone=True)
+        here = self.process.host == self.door.process.host
+        if self.link is not None and here and not self.door.open:
+            self._end(refused=True)
         elif self.link is not None and self.link.ended and not self.link.ways[1]:
-            self._end(gone=False)
+            self._end(refused=False)
 
-    def _end(self, gone: bool) -> None:
+    def _end(self, refused: bool) -> None:
         self.ended = True
-        self.gone = self.gone or gone
+        self.refused = self.refused or refused
         self.again = self.course.now + 0.1
 
     def send(self, message: object) -> None:
@@ -136,7 +136,6 @@ class Call:
 
     def answers(self) -> list:
         found = self.link.arrived(1) if self.link is not None and self.connected else []
-        self.answered = self.answered or bool(found)
         self._look()
         return found
 
@@ -295,11 +294,8 @@ class Course:
     one time.
     """
 
-    def __init__(
-        self, hosts: list[int], seed: int, joiners: int = 0, believes_refusals: bool = False
-    ) -> None:
+    def __init__(self, hosts: list[int], seed: int, joiners: int = 0) -> None:
         self.random = random.Random(seed)
-        self.believes_refusals = believes_refusals
         self.joiners = joiners
         self.now = 0.0
         self.numbers = itertools.count()

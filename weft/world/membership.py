@@ -25,14 +25,18 @@ silent and is left out learns of it from those that went on (`Excluded`).
 If a rank of the next world is lost before it is made, the others agree again, from the decision.
 The halves above are then counted twice: of the last world that was made, since other decisions may
 have been adopted by ranks that this one does not hear of, and of the decided one, which may have
-been made for others of its ranks.
+been made for others of its ranks. Only ranks with one decision agree again: in another one their
+numbers mean others. So if a leader is killed between its answers, or is slow, and others decide
+without it, each decision may lack ranks that have adopted another, and all raise `PeerTimeout`.
 
 A rank that waits for one on another host in vain asks the ranks beside that one, which find out
-from their kernel. `tests/support/agreements.py` runs thousands of courses of this agreement.
+from their kernel. What a rank knows, and what follows, are pure functions (`weft.world.view`).
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -48,10 +52,10 @@ class Decision(NamedTuple):
     """
 
     name: str
-    handles: list[Handle]
-    previous: list[int]
-    global_ranks: list[int]
-    made: list[int]
+    handles: tuple[Handle, ...]
+    previous: tuple[int, ...]
+    global_ranks: tuple[int, ...]
+    made: tuple[int, ...]
     made_ranks: int
     doubtful: bool
     joiners: int
@@ -66,7 +70,8 @@ class Decision(NamedTuple):
 @dataclass
 class Membership:
     """A rank's place in the world `name`, or in one that was decided and not yet made: the handles
-    of all ranks and this one's `door`. The rest is as of `Decision`.
+    of all ranks and this one's `door`. `in_doubt` tells of a world that is made whether a rank was
+    left out that may be alive, and know of this door. The rest is as of `Decision`.
     """
 
     name: str
@@ -77,15 +82,10 @@ class Membership:
     made: Sequence[int]
     made_ranks: int
     doubtful: bool = False
+    in_doubt: bool = False
 
     @classmethod
-    def of_made(
-        cls,
-        name: str,
-        rank: int,
-        handles: Sequence[Handle],
-        door: Door,
-    ) -> Membership:
+    def of_made(cls, name: str, rank: int, handles: Sequence[Handle], door: Door) -> Membership:
         """The place of a rank in a world that is made, and is no part of a larger job."""
         ranks = len(handles)
         return cls(name, rank, handles, range(ranks), door, range(ranks), ranks)
@@ -96,16 +96,16 @@ class Membership:
         rank = decision.rank_of(door.handle)
         if rank is None:
             return None
-        return cls(
-            decision.name,
-            rank,
-            decision.handles,
-            decision.global_ranks,
-            door,
-            decision.made,
-            decision.made_ranks,
-            decision.doubtful,
-        )
+        name, handles, _, numbers, made, made_ranks, doubtful, _ = decision
+        return cls(name, rank, handles, numbers, door, made, made_ranks, doubtful)
+
+    @functools.cached_property
+    def doors(self) -> bytes:
+        """Of all ranks, by which the world is known. A rank has one door for all decisions that it
+        may be in, of which it adopts one, and is of another rank in others.
+        """
+        secrets = [each.info.address.secret for each in self.handles]
+        return hashlib.sha256(b"".join(secrets)).digest()[:16]
 
     @property
     def several_hosts(self) -> bool:
@@ -134,10 +134,10 @@ class Membership:
         places.sort(key=lambda place: place[0])
         return Decision(
             name,
-            [handle for _, _, handle in places],
-            [rank for _, rank, _ in places],
-            [number for number, _, _ in places],
-            [self.made[rank] if rank >= 0 else -1 for _, rank, _ in places],
+            tuple(handle for _, _, handle in places),
+            tuple(rank for _, rank, _ in places),
+            tuple(number for number, _, _ in places),
+            tuple(self.made[rank] if rank >= 0 else -1 for _, rank, _ in places),
             self.made_ranks,
             self.doubtful or doubt,
             joiners,

@@ -19,6 +19,7 @@ from weft.world.backend import Backend
 from weft.world.connect import Known
 from weft.world.door import Door, Handle
 from weft.world.membership import Decision, Membership
+from weft.world.view import View
 from weft.world.wire import decode, encode
 
 _LONGEST = 8 << 20  # bytes of a text that was compressed: thousands of handles
@@ -45,12 +46,12 @@ def renew(
     """
     own = _door(membership, joiners, backend)
     try:
-        decision = Agreement(membership, own.handle, joiners, timeout, left).run()
+        decision = Agreement(View(membership, own.handle, joiners, timeout, frozenset(left))).run()
     except BaseException:
         own.close()
         raise
     kept = [Kept(membership.door, decision)]
-    return follow(decision, own, timeout, backend, make, adopt, kept)
+    return follow(decision, own, timeout, backend, make, adopt, kept, membership.in_doubt)
 
 
 def follow(
@@ -61,6 +62,7 @@ def follow(
     make: Make[World],
     adopt: Callable[[Membership], object],
     kept: Sequence[Kept] = (),
+    in_doubt: bool = False,
 ) -> tuple[World, list[Kept]]:
     """As `renew`, from a decision on, in which this process has the door `own`."""
     kept = [*kept]
@@ -80,12 +82,13 @@ def follow(
                     raise
             following = _door(membership, decision.joiners, backend)
             unless_made.callback(following.close)
-            decision = Agreement(membership, following.handle, decision.joiners, timeout).run()
-            again = decision.previous == [*range(len(membership.handles))]
+            view = View(membership, following.handle, decision.joiners, timeout)
+            decision = Agreement(view).run()
+            again = decision.previous == (*range(len(membership.handles)),)
             kept.append(Kept(own, decision))
             own = following
         unless_made.pop_all()
-    if not decision.doubtful:  # then nobody else can call
+    if not (decision.doubtful or in_doubt):  # then nobody else can call
         _close(kept)
         kept = []
     return made, kept

@@ -12,13 +12,13 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 from weft.errors import WeftError
-from weft.world.door import Handle, key
+from weft.world.door import key
 from weft.world.handshake import Caller, OtherUser, Peer
 from weft.world.listener import UNPROVED, Address, Listener, Unproved
 from weft.world.membership import Decision
+from weft.world.view import Answer, Request
 from weft.world.wire import LONGEST, convert, decode, encode
 
 _LENGTH = struct.Struct("<I")
@@ -27,33 +27,6 @@ _STALLED = 2.0  # seconds after which a process that takes no message is given u
 _REFUSED = (errno.ECONNREFUSED, errno.ENOENT)
 _AGAIN = 0.005  # seconds until a rank whose connection has ended is called again
 _AGAIN_REFUSED = 0.1  # … if it was refused
-
-
-class Request(NamedTuple):
-    """What a process asks of a rank: to go on with it. Its rank, -1 of a joiner, its handle in the
-    next world, the joiners that it expects, those that have called it, the ranks that it knows to
-    be gone, and those that it waits for and cannot tell.
-    """
-
-    version: str
-    rank: int
-    handle: Handle
-    joiners: int
-    joining: list[Handle]
-    gone: list[int]
-    unknown: list[int]
-
-
-class Answer(NamedTuple):
-    """The answer to a request: a `decision`, or the `error` that ends the attempt, by the name of
-    its class and its text; without either, that the rank is alive, and the ranks of a `Request`.
-    """
-
-    decision: Any = None
-    error: str = ""
-    text: str = ""
-    gone: tuple[int, ...] = ()
-    unknown: tuple[int, ...] = ()
 
 
 class Line:
@@ -112,10 +85,7 @@ class Line:
 
 class Call(Line):
     """A connection that this process opens to a rank's door, which on this host `user` has opened:
-    `connected` once both are proved, `answered` once the rank has answered. `gone` tells whether
-    the rank is gone for certain, which only the kernel that both share can tell: it has no socket
-    of this name any more, or the process has ended. A refusal on the way to another host says
-    nothing of the rank.
+    `connected` once both are proved, `refused` if nothing listens there, or the process has ended.
     """
 
     def __init__(self, address: Address, user: int | None = None) -> None:
@@ -125,8 +95,7 @@ class Call(Line):
         self.address = address
         self.user = user
         self.connected = False
-        self.gone = False
-        self.answered = False
+        self.refused = False
         self.again = 0.0  # the time at which a call that has ended may be made again
         self._proof: Caller | None = None
         self._process: Peer | None = None
@@ -143,10 +112,10 @@ class Call(Line):
             assert self._proof is not None
             self.connected = self._proof.advance()
         except OtherUser:  # who has taken the name: it was free
-            self._end(gone=True)
+            self._end(refused=True)
         except OSError as error:
             refused = error.errno in _REFUSED
-            self._end(refused and not self.address.port, _AGAIN_REFUSED if refused else _AGAIN)
+            self._end(refused, _AGAIN_REFUSED if refused else _AGAIN)
         return self.connected
 
     def _begin(self) -> bool:
@@ -161,9 +130,9 @@ class Call(Line):
         self._proof = Caller(self.connection, key(self.address))
         return True
 
-    def _end(self, gone: bool = False, again: float = _AGAIN) -> None:
+    def _end(self, refused: bool = False, again: float = _AGAIN) -> None:
         self.ended = True
-        self.gone = self.gone or gone
+        self.refused = self.refused or refused
         self.again = time.monotonic() + again
 
     def answers(self) -> list[Answer]:
@@ -178,9 +147,8 @@ class Call(Line):
                 self.ended = True
             else:
                 found.append(answer)
-        self.answered = self.answered or bool(found)
         if self._process is not None and self._process.ended:
-            self._end(gone=True)
+            self._end(refused=True)
         return found
 
     def polled(self) -> list[tuple[int, int]]:

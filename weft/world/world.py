@@ -471,6 +471,7 @@ def place(world: World, membership: Membership, kept: Sequence[Kept]) -> None:
     """Give a new world its place after the one before, of which doors are kept."""
     assert world.membership is not None
     world.global_ranks = world.membership.global_ranks = [*membership.global_ranks]
+    world.membership.in_doubt = membership.doubtful
     world.kept = kept
 
 
