@@ -9,6 +9,8 @@ import pytest
 from support.changed_rules import RULES
 from support.explorer import Explorer, Violation
 
+from weft.world.view import View
+
 COURSES = [
     {"hosts": (0, 0), "kills": 1, "live": True},
     {"hosts": (0, 1), "live": True},
@@ -60,3 +62,34 @@ def test_what_a_changed_rule_breaks_is_found(changed, monkeypatch):
     with pytest.raises(Violation, match=changed.shows) as found:
         explored(**changed.courses)
     print(f"\n{changed.what}:\n{found.value}")
+
+
+TWO_DECISIONS = """
+    start 0, start 1, start 2, called 2 0, asked 0 2, passed 0, passed 2, called 2 1, asked 1 2,
+    answered 2 0, answered 2 0, passed 1, made 0, unmade 1, unmade 2, called 1 2, asked 2 1, passed 2
+"""
+"""Ranks 0 and 1 have decided each on a world with rank 2, which has adopted that of rank 0 and not come to
+make it, while rank 0 has made it; and rank 1 asks rank 2, at the door that both decisions have.
+"""
+BOTH_GO_ON = ", answered 1 2, answered 1 2, made 2, made 1, start 0, passed 0, made 0"
+
+
+def followed(course):
+    explorer = Explorer((0, 0, 0))
+    state = explorer.begin
+    for step in course.split(","):
+        event, *who = step.split()
+        state = next(
+            after
+            for (name, *whom), after in explorer.next(state)
+            if name == event and [str(each) for each in whom[: len(who)]] == who
+        )
+    return explorer, state
+
+
+def test_two_go_on_where_ranks_hear_those_of_another_decision(monkeypatch):
+    explorer, state = followed(TWO_DECISIONS)
+    assert explorer.values[state.processes[2]].said == "PeerTimeout"
+    monkeypatch.setattr(View, "hears", lambda self, request: request.rank != self.rank)
+    explorer, state = followed(TWO_DECISIONS + BOTH_GO_ON)
+    assert "two worlds go on" in explorer.wrong(state)
