@@ -602,6 +602,89 @@ def test_the_exception_of_an_interrupt_is_raised_unchanged(kind):
     on_ranks(interrupted, 2, kind, context=group)
 
 
+def interrupted_within_a_limit(world, kind):
+    """While the group's progress thread runs the call."""
+    if dist.get_rank() == 0:
+
+        def handler(*_):
+            raise kind
+
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        while operations_of(world).queue.issued:
+            time.sleep(0.001)
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(kind):
+            work.wait(timedelta(seconds=60))
+        with pytest.raises(dist.DistBackendError, match=f"closed: {kind.__name__}"):
+            dist.all_reduce(torch.ones(3))
+    else:
+        with pytest.raises(weft.PeerLost, match=f"rank 0 .* failed with {kind.__name__}"):
+            dist.recv(torch.ones(3), 0)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError])
+def test_the_exception_of_an_interrupt_within_a_time_limit_closes_the_group(kind):
+    on_ranks(interrupted_within_a_limit, 2, kind, context=group)
+
+
+def left_within_a_limit(world, exits):
+    """A handler leaves the group while the progress thread runs the call."""
+
+    def leave(*_):
+        dist.destroy_process_group()
+        if exits:
+            sys.exit(3)
+
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        while operations_of(world).queue.issued:
+            time.sleep(0.001)
+        signal.signal(signal.SIGALRM, leave)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        began = time.monotonic()
+        expected, words = (SystemExit, "3") if exits else (weft.WeftError, "rank 0 left the group")
+        with pytest.raises(expected, match=words):
+            work.wait(timedelta(seconds=60))
+        assert time.monotonic() - began < SOON
+        # for the destruction at the end
+        dist.init_process_group("weft", store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        with pytest.raises(weft.PeerLost, match="in a signal handler while it was in all_reduce"):
+            dist.recv(torch.ones(3), 0)
+
+
+@pytest.mark.parametrize("exits", [False, True])
+def test_a_signal_handler_leaves_the_group_within_a_time_limit(exits):
+    on_ranks(left_within_a_limit, 2, exits, context=group)
+
+
+def suspended(world):
+    """A scheduler stops all ranks for longer than a limit, and lets them continue."""
+    pids = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    if dist.get_rank() == 0:
+        if not (stopper := os.fork()):
+            time.sleep(0.2)
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            time.sleep(1.5)
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+            os._exit(0)
+        dist.all_reduce(torch.ones(3), async_op=True).wait(timedelta(seconds=1.2))
+        dist.monitored_barrier(timeout=timedelta(seconds=1.2))
+        os.waitpid(stopper, 0)
+    else:
+        time.sleep(0.6)  # of which nothing is left when it continues: rank 0 waits for all of it
+        dist.all_reduce(torch.ones(3))
+        dist.monitored_barrier()
+
+
+def test_time_in_which_a_job_is_suspended_counts_in_no_limit_of_a_work():
+    on_ranks(suspended, 2, context=group)
+
+
 def interrupted_start(world, monkeypatch):
     """Ctrl-C may come while `new_group` starts a group's progress threads."""
     if dist.get_rank() == 0:

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -283,6 +284,7 @@ class Progress(ABC):
         self.ended()
 
 
+_LOOK = 0.1  # seconds between looks at a time limit
 _ERRORS_OF_CALLS = (RuntimeError, ValueError, TypeError)  # weft's own errors are RuntimeErrors
 
 _running: set[Progress] = set()  # instances with a progress thread
@@ -307,6 +309,7 @@ class WorkQueue(Progress):
         self.lock = threading.RLock()  # held by the thread that runs a collective
         self.is_mine: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
         self.running: Callable[..., object] | None = None
+        self.waiting = set[int]()  # the threads that wait with a limit
         self.issued: deque[tuple[Work, Callable[..., object], tuple[Any, ...]]] = deque()
         self.closed = False
 
@@ -346,9 +349,17 @@ class WorkQueue(Progress):
                 while not work.done:
                     self._run_next()
             return
-        ended = threading.Event()
-        if work.add_callback(ended.set):
-            ended.wait(seconds)
+        ended, deadline, thread = threading.Event(), _native.Deadline(seconds), get_ident()
+        try:
+            if work.add_callback(ended.set):
+                self.waiting.add(thread)
+                while not ended.wait(max(0.0, min(_LOOK, deadline.left))) and not deadline.passed:
+                    pass
+        except BaseException as error:  # of a signal handler
+            self.world.fail(error)
+            raise
+        finally:
+            self.waiting.discard(thread)
 
     def run_pending(self) -> None:
         while self.issued:
@@ -357,7 +368,8 @@ class WorkQueue(Progress):
                     self._run_next()
 
     def current_call(self) -> str:
-        return getattr(self.running, "__name__", "a collective") if self.is_mine() else ""
+        mine = self.is_mine() or get_ident() in self.waiting
+        return getattr(self.running, "__name__", "a collective") if mine else ""
 
     def close(self) -> None:
         """Run all issued works, and end the threads."""
