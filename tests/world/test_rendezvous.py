@@ -495,6 +495,24 @@ def test_strangers_do_not_prolong_the_limit(host):
             waiting.result()
 
 
+def test_time_in_which_ranks_are_suspended_counts_in_no_limit_to_connect(monkeypatch):
+    """All of them are, between two looks, until the limit has passed."""
+    with listeners(2) as ranks, ThreadPoolExecutor() as pool:
+        looks, late = [], []
+
+        def suspended(events, seconds):
+            looks.append(seconds)
+            if len(looks) == 1:
+                time.sleep(1.2)
+                late.append(pool.submit(ranks[1].connect, 1, {0: (7, ranks[0].address)}, SOON))
+            return poll(events, seconds)
+
+        poll = listening.poll
+        monkeypatch.setattr(listening, "poll", suspended)
+        first = ranks[0].connect(0, {1: (7, ranks[1].address)}, 1.0)
+        check_joined([first, late[0].result(SOON)])
+
+
 @pytest.mark.parametrize("host", ["", "127.0.0.1"], ids=["unix", "tcp"])
 def test_a_peer_may_prove_itself_slowly(host):
     with listeners(2, host) as (own, theirs), ThreadPoolExecutor() as pool:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import weft._native as _native
 from weft.errors import PeerLost, PeerTimeout, WeftError
 from weft.world.handshake import Accepted, Caller, NotProved, OtherUser, Peer, name_of
 from weft.world.topology import read_text
@@ -34,6 +35,7 @@ UNPROVED = 64  # accepted connections that are not proved, in addition to one fo
 PROVING = 10.0  # seconds that they have
 _HANG_UPS = 3  # of a peer that accepts connections, until it is taken for lost
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_LOOK = 0.1  # seconds between looks at a time limit
 _RETRY = 0.01  # seconds after which a peer with a full backlog is tried again
 _IN_PROGRESS = (errno.EINPROGRESS, errno.EALREADY, errno.EAGAIN)
 _SIOCGIFADDR = 0x8915
@@ -107,7 +109,7 @@ class Listener:
         Connections of other processes delay no peer. Raises `PeerTimeout` naming ranks that did not
         connect, `PeerLost` one that is gone, `WeftError` one that another user runs.
         """
-        deadline = time.monotonic() + timeout
+        deadline = _native.Deadline(timeout)
         with contextlib.ExitStack() as opened:
             inbound = opened.enter_context(Inbound(rank, self, {*peers}))
             outbound = [Outbound(rank, peer, *about) for peer, about in peers.items()]
@@ -120,8 +122,7 @@ class Listener:
                 for each in outbound
                 if not (each.connected and each.peer in inbound.identified)
             ]:
-                left = deadline - time.monotonic()
-                if left <= 0:
+                if deadline.passed:
                     raise next(
                         (each.unreachable("no answer") for each in missing if not each.reached),
                         None,
@@ -131,7 +132,7 @@ class Listener:
                     )
                 ready = poll(
                     [*inbound.polled(), *(each for one in missing for each in one.polled())],
-                    left if all(each.started for each in missing) else min(left, _RETRY),
+                    min(deadline.left, _LOOK if all(e.started for e in missing) else _RETRY),
                 )
                 inbound.accept()  # first: a peer may close once it is connected
                 for each in missing:
