@@ -28,8 +28,10 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.fx import Graph
 
 import weft
+from weft.compiler import rewrite
 from weft.process_group import worlds
 
 # its compiler does not trace torch's own gather of another dimension than the first
@@ -116,6 +118,21 @@ def sums(a, b, bias, own):
     return *scattered, mean, reduced, funcol.all_reduce(torch.addmm(bias, a[0], b), "avg", world)
 
 
+def waited_again(x, b):
+    """A program waits itself for collectives, for which torch's functions wait already."""
+    world, wait = dist.group.WORLD, funcol.wait_tensor
+    rows, columns = (
+        wait(funcol.all_gather_tensor(part, dim, world)) for part, dim in ((x, 0), (x * 3, 1))
+    )
+    scattered = wait(funcol.reduce_scatter_tensor((x * 2).flatten(0, 1) @ b, "sum", 0, world))
+    return (
+        rows @ b,
+        wait(wait(columns)) @ b,
+        wait(scattered),
+        wait(funcol.all_reduce(x[0] @ b, "sum", world)),
+    )
+
+
 def others(x, b, a, bias):
     """Collectives and products that cannot be fused."""
     world, ranks = dist.group.WORLD, dist.get_world_size()
@@ -158,6 +175,10 @@ def compiled_programs(_):
     a, b = draw(2 * ranks, 3 * ranks, 6, own=1), draw(6, n, own=1)
     compare(sums, a, b, draw(n, own=1), draw(n, own=2))
     assert seen.new_graphs() == [{"matmul_reduce_scatter": 3, "matmul_all_reduce": 2}]
+    compare(waited_again, draw(ranks, 4, 6, own=1), b)
+    assert seen.new_graphs() == [
+        {"all_gather_matmul": 2, "matmul_reduce_scatter": 1, "matmul_all_reduce": 1}
+    ]
     compare(others, draw(2 * ranks, 2, 6, own=1), b, a, draw(n, own=1))
     assert seen.new_graphs() == [
         {"all_gather_into_tensor": 2, "all_reduce": 4, "reduce_scatter_tensor": 1, "wait_tensor": 7}
@@ -179,6 +200,29 @@ def compiled_programs(_):
 @pytest.mark.slow
 def test_fused_operators_replace_collectives_and_products():
     on_ranks(compiled_programs, 2, limit=110, context=group)
+
+
+def test_only_waits_that_wait_for_something_are_kept():
+    """Those for a collective, and for what was computed from one that was not waited for."""
+    graph, aten, c10d = Graph(), torch.ops.aten, torch.ops._c10d_functional
+
+    def call(target, *args):
+        return graph.call_function(target, args)
+
+    x = graph.placeholder("x")
+    gathered = call(c10d.all_gather_into_tensor.default, x, 2, "0")
+    once = call(c10d.wait_tensor.default, gathered)
+    twice = call(c10d.wait_tensor.default, once)
+    joined = call(aten.cat.default, call(aten.split.Tensor, twice, 3), 1)
+    last = call(c10d.wait_tensor.default, call(aten.view.default, joined, [-1, 4]))
+    reduced = call(c10d.all_reduce.default, last, "sum", "0")
+    outstanding = call(aten.view.default, reduced, [4, -1])
+    view = call(c10d.wait_tensor.default, outstanding)
+    graph.output((last, view, call(c10d.wait_tensor.default, x)))
+    rewrite.drop_waits(graph)
+    graph.lint()
+    kept = [node.args[0] for node in graph.nodes if node.target is c10d.wait_tensor.default]
+    assert kept == [gathered, outstanding, x]
 
 
 class Block(nn.Module):

@@ -98,6 +98,7 @@ class AsyncTensorParallel(_Pass):  # type: ignore[misc]
     def __call__(self, graph: Graph, **options: Any) -> None:
         for one in self._others():
             one(graph, **(options if isinstance(one, _Pass) else {}))
+        rewrite.drop_waits(graph)
         rewrite.share_gathers(graph, _has_world)
         for node in list(graph.nodes):
             found = patterns.found(node)

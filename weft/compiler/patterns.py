@@ -23,11 +23,11 @@ from weft.schedules.operators import OPERATORS
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 
-_RESHAPES = (_aten.reshape.default, _aten.view.default, _aten._unsafe_view.default)
+RESHAPES = (_aten.reshape.default, _aten.view.default, _aten._unsafe_view.default)
 _SIZE = _aten.sym_size.int
 _SPLITS = (_aten.split.Tensor, _aten.split_with_sizes.default)
-_WAIT = _c10d.wait_tensor.default
-MOVES = (_WAIT, *_SPLITS, operator.getitem, _aten.slice.Tensor, _aten.cat.default)
+WAIT = _c10d.wait_tensor.default
+MOVES = (WAIT, *_SPLITS, operator.getitem, _aten.slice.Tensor, _aten.cat.default)
 """Nodes between an all-gather and its result, concatenated along any dimension."""
 
 
@@ -150,7 +150,7 @@ def _sum(node: Node, name: str, exchange: Exchange) -> SumPattern | None:
         nodes = [*_between(parts[0], source), source, node]
         source, dim = parts
     summed = source
-    while source.target in _RESHAPES and _keeps_rows(source):
+    while source.target in RESHAPES and _keeps_rows(source):
         nodes = [source, *nodes]
         source = source.args[0]
     product = _product(source)
@@ -179,7 +179,7 @@ def tensors_of(node: Node) -> list[Node]:
 
 def waits(collective: Node) -> list[Node]:
     """The nodes that wait for a collective."""
-    return [user for user in collective.users if user.target is _WAIT]
+    return [user for user in collective.users if user.target is WAIT]
 
 
 def value(node: Node) -> Tensor:
@@ -239,7 +239,7 @@ def _uses(
     for view in views:
         for user in view.users:
             product = _product(user)
-            if user.target in _RESHAPES and _keeps_rows(user):
+            if user.target in RESHAPES and _keeps_rows(user):
                 views.append(user)
             elif user in sizes:
                 pass

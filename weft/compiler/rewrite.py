@@ -22,6 +22,22 @@ _aten = torch.ops.aten
 _reshape, _cat = _aten.reshape.default, _aten.cat.default
 
 
+def drop_waits(graph: Graph) -> None:
+    """Remove waits for what was waited for already: torch's functions wait for their collectives,
+    and a program may wait again for the result.
+    """
+    waited: set[Node] = set()
+    for node in list(graph.nodes):
+        if waited.issuperset(sources := patterns.tensors_of(node)) and sources:
+            if node.target is patterns.WAIT:
+                node.replace_all_uses_with(sources[0])
+                graph.erase_node(node)
+            elif node.target in patterns.MOVES or node.target in patterns.RESHAPES:
+                waited.add(node)
+        elif node.target is patterns.WAIT:
+            waited.add(node)
+
+
 def share_gathers(graph: Graph, groups: Callable[[str], bool]) -> None:
     """Replace several all-gathers of the same rows, on groups for which `groups` is true, by one:
     in a graph without gradients each layer has an all-gather of its own.
