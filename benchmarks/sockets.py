@@ -6,7 +6,7 @@ Calls take turns; a time is the median over the rounds, of rank 0. The connectio
 the two ranks, whose ends ask the kernel without a pause. A *message* takes half of the time there
 and back; beside it an all-reduce of as many bytes. *Both ways*, 16 MiB travel from each rank to the
 other, on the connection as on weft's by one thread of each rank: an all-gather; *one way*, from
-rank 0, a broadcast.
+rank 0, a broadcast. `send` and `recv` are torch.distributed's, on groups of weft and of gloo.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import os
 import socket
 from functools import partial
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -91,6 +91,20 @@ def repeated(call: Call, times: int) -> None:
         call()
 
 
+def by_send(made: socket.socket, groups: dict[str, Any], rank: int, size: int) -> dict[str, Call]:
+    """A message of so many bytes there and back, by `send` and `recv` of torch.distributed."""
+    here, there = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+
+    def there_and_back(group: Any) -> None:
+        for sends in (rank == 0, rank == 1):
+            (dist.send if sends else dist.recv)(here if sends else there, 1 - rank, group)
+
+    return {
+        "sockets": partial(round_trip, made, rank, memoryview(bytearray(size))),
+        **{name: partial(there_and_back, group) for name, group in groups.items()},
+    }
+
+
 def both_ways(made: socket.socket, world: weft.World) -> dict[str, Call]:
     sent, received = (memoryview(bytearray(LARGE)) for _ in range(2))
     gathered = torch.zeros(world.ranks * LARGE // 4)
@@ -143,7 +157,19 @@ def measured(made: socket.socket, world: weft.World) -> list[Measured]:
         dict(zip(("sockets", "weft", "gloo"), numbers, strict=True))
         for numbers in ((300, 300, 10), (5, 5, 1), (2, 2, 2))
     )
+    once = dict.fromkeys(small, 1)
+    groups = {name: dist.new_group(backend=name) for name in ("weft", "gloo")}
+    sends = [
+        Measured(f"there and back, send and recv: {name}", by_send(made, groups, rank, size), n, 1)
+        for name, size, n in (
+            ("8 B", 8, small),
+            ("64 KiB", 64 * KIB, token),
+            ("1 MiB", MIB, large),
+            ("64 MiB", 64 * MIB, once),
+        )
+    ]
     return [
+        *sends,
         Measured("message, all-reduce: 8 B", messages(made, rank, 8), small, 2),
         Measured("message, all-reduce: 8 KiB", messages(made, rank, 8 * KIB), small, 2),
         Measured(f"{TOKEN} of them", messages(made, rank, 8 * KIB, TOKEN), token, 2),

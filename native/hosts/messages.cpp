@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 
 #include "kernels/copy.hpp"
 
@@ -115,6 +116,7 @@ MessagePtr Messages::begin(MessagePtr message) {
 WaitStatus Messages::wait(Message& message, int64_t timeout,
                           const std::function<bool()>& interrupted) {
   if (message.state.load(std::memory_order_acquire) != Message::open) return WaitStatus::none;
+  if (forks_ != forks.load(std::memory_order_relaxed)) return WaitStatus::refused;
   const Messages* const outer = std::exchange(inside_, this);
   waiting_.fetch_add(1);
   {
@@ -170,15 +172,18 @@ WaitStatus Messages::move_until(Over over, const Message* message, int64_t timeo
       const uint64_t seen = bell_->value.load(std::memory_order_seq_cst);
       const bool moved = step(true);
       if (over()) return WaitStatus::none;
-      if (unreadable_.load()) return WaitStatus::unreadable;
+      if (trouble()) return WaitStatus::unreadable;
       if (failed) return WaitStatus::failed;
       if (left || (left_alone && !message)) return WaitStatus::left;
       if (closed()) return WaitStatus::refused;
       const int64_t rest = deadline.left();
       if (rest <= 0) return WaitStatus::timeout;
-      if (!moved) {
-        if (network_) network_->hand_over();
-        sleep_on(*bell_, seen, std::min(rest, kSlice));
+      const int64_t slice = std::min(rest, kSlice);
+      const bool from_network =
+          message && message->peer != Message::kAny && !peers_[message->peer].here;
+      if (!moved && !(from_network && network_->poll_for(slice))) {
+        if (network_) network_->nudge();
+        sleep_on(*bell_, seen, slice);
       }
     }
     if (interrupted()) return WaitStatus::interrupted;
@@ -197,9 +202,9 @@ bool Messages::step(bool after_others) {
 }
 
 bool Messages::all_left() const {
-  for (const int peer : order_)
-    if (!mesh_->left(peer)) return false;
-  return !order_.empty();
+  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer)
+    if (peer != rank_ && !mesh_->left(peer)) return false;
+  return peers_.size() > 1;
 }
 
 bool Messages::watch(const MessagePtr& message) {
@@ -291,15 +296,6 @@ MessagePtr Messages::outstanding() {
   return first;
 }
 
-std::vector<std::pair<int, int>> Messages::incomplete() {
-  const std::lock_guard lock(mutex_);
-  std::vector<std::pair<int, int>> found;
-  for (const int number : order_)
-    if (const Peer& peer = peers_[number]; peer.incoming && !peer.incoming->receive)
-      found.emplace_back(number, peer.incoming->tag);
-  return found;
-}
-
 // Move all that can be moved now, but of each long message only a part; whether anything was.
 bool Messages::move() {
   bool moved = settle();
@@ -370,7 +366,7 @@ bool Messages::put_here(Peer& peer, Message& message) {
   record->size = message.bytes;
   record->kind = Record::bytes;
   record->tag = static_cast<uint32_t>(message.tag);
-  std::memcpy(record->payload, message.data + message.moved, part);
+  if (part) std::memcpy(record->payload, message.data + message.moved, part);
   message.moved += part;
   publish(peer, record, part);
   return true;
@@ -424,7 +420,7 @@ bool Messages::put_there(int number, Peer& peer, const MessagePtr& message) {
     const size_t from = message->moved;
     message->moved += part;
     peer.under_way += part;
-    if (network_->put(number, label, {{message->data + from, 1, part, part}}, part, done))
+    if (network_->put(number, label, {{message->data + from, 1, part, part}}, 2 * kTurn, done))
       message->under_way.fetch_sub(1);
     if (message->moved < message->bytes) continue;
     peer.sending.pop_front();
@@ -459,15 +455,10 @@ bool Messages::take(int number) {
   if (!word) return false;
   const size_t payload = word - 1;
   if (record->kind != Record::skip) {
-    if (!peer.incoming) {
-      peer.incoming.emplace();
-      Incoming& made = *peer.incoming;
-      made.tag = static_cast<int>(record->tag);
-      made.size = record->size;
-      favour_others(number);
-      made.receive = match(number, made.tag);
-      const bool fits = made.receive && made.size <= made.receive->bytes;
-      if (record->kind == Record::bytes && !fits) made.kept.reset(new char[made.size + 1]);
+    if (!peer.incoming && !expect(number, static_cast<int>(record->tag), record->size,
+                                  record->kind == Record::bytes)) {
+      trouble_.store("no memory for a message that nobody receives yet", std::memory_order_release);
+      return false;
     }
     Incoming& incoming = *peer.incoming;
     if (record->kind == Record::address) {
@@ -475,7 +466,7 @@ bool Messages::take(int number) {
       incoming.number = record->number + 1;
       incoming.arrived = incoming.size;
     } else {
-      std::memcpy(incoming.place() + incoming.arrived, record->payload, payload);
+      if (payload) std::memcpy(incoming.place() + incoming.arrived, record->payload, payload);
       incoming.arrived += payload;
     }
   }
@@ -493,6 +484,22 @@ void Messages::report(Peer& peer) {
   peer.reported = peer.got;
   peer.taken_there->value.store(peer.got, std::memory_order_release);
   ring(*peer.bell);
+}
+
+// Begin to take a message, with a place for its bytes if they come now; false if there is no
+// memory.
+bool Messages::expect(int number, int tag, size_t size, bool with_place) {
+  Incoming made{tag, size};
+  const auto fits = [&](const MessagePtr& receive) { return receive->bytes >= size; };
+  const auto receive = meant(number, tag);
+  if (with_place && (receive == receives_.end() || !fits(*receive))) {
+    made.kept.reset(new (std::nothrow) char[size + 1]);
+    if (!made.kept) return false;
+  }
+  favour_others(number);
+  made.receive = match(number, tag);
+  peers_[number].incoming = std::move(made);
+  return true;
 }
 
 // Deliver a whole message, or keep it for a receive to come.
@@ -525,7 +532,7 @@ bool Messages::read_part(Reading& reading) {
     ++(receive.peer == Message::kAny ? any_source_ : peers_[receive.peer].receives);
     return true;
   }
-  if (error) unreadable_.store(std::strerror(error));
+  if (error) trouble_.store(std::strerror(error), std::memory_order_release);
   if (error || (receive.moved += part) < message.size) return false;
   has_been_read(peers_[reading.peer], message.number);
   deliver(reading.peer, message);
@@ -543,20 +550,25 @@ void Messages::deliver(int number, Incoming& message) {
   receive.size = message.size;
   if (message.held) release(number, std::exchange(message.held, 0));
   if (message.size > receive.bytes) return end(message.receive, Message::failed);
-  if (message.kept) std::memcpy(receive.data, message.kept.get(), message.size);
+  if (message.kept && message.size) std::memcpy(receive.data, message.kept.get(), message.size);
   end(message.receive, Message::done);
 }
 
-// Remove and return the first receive for a message of this tag from a peer.
+// The first receive for a message of this tag from a peer.
+std::list<MessagePtr>::iterator Messages::meant(int peer, int tag) {
+  return std::find_if(receives_.begin(), receives_.end(), [&](const MessagePtr& receive) {
+    return receive->tag == tag && (receive->peer == peer || receive->peer == Message::kAny);
+  });
+}
+
+// Remove and return it.
 MessagePtr Messages::match(int peer, int tag) {
-  for (auto each = receives_.begin(); each != receives_.end(); ++each) {
-    const MessagePtr receive = *each;
-    if (receive->tag != tag || (receive->peer != peer && receive->peer != Message::kAny)) continue;
-    receives_.erase(each);
-    --(receive->peer == Message::kAny ? any_source_ : peers_[receive->peer].receives);
-    return receive;
-  }
-  return nullptr;
+  const auto found = meant(peer, tag);
+  if (found == receives_.end()) return nullptr;
+  const MessagePtr receive = *found;
+  receives_.erase(found);
+  --(receive->peer == Message::kAny ? any_source_ : peers_[receive->peer].receives);
+  return receive;
 }
 
 // Give the other peers priority in the next receive from any source.
@@ -589,20 +601,16 @@ void Messages::update() {
 
 // Messages of other hosts
 
-Transport::Place Messages::place(int number, const Label& label, size_t bytes) {
+Transport::Place Messages::place(int number, const Label& label, size_t bytes, std::string& why) {
   const std::lock_guard lock(mutex_);
   Peer& peer = peers_[number];
   if (closed()) return {Transport::Place::nowhere};
   const bool first = label.lane == 1;
+  why = "a part of a message that does not follow the part before it";
   if (first == peer.incoming.has_value() || label.call >> 31) return {Transport::Place::invalid};
-  if (first) {
-    peer.incoming.emplace();
-    Incoming& made = *peer.incoming;
-    made.tag = static_cast<int>(label.call);
-    made.size = label.digest;
-    favour_others(number);
-    made.receive = match(number, made.tag);
-    if (!(made.receive && made.size <= made.receive->bytes)) made.kept.reset(new char[made.size]);
+  if (first && !expect(number, static_cast<int>(label.call), label.digest, true)) {
+    why = "a message of " + std::to_string(label.digest) + " bytes, for which there is no memory";
+    return {Transport::Place::invalid};
   }
   Incoming& incoming = *peer.incoming;
   if (label.digest != incoming.size || bytes > incoming.size - incoming.arrived)

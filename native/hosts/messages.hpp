@@ -28,7 +28,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <utility>
+#include <string>
 #include <vector>
 
 #include "hosts/network.hpp"
@@ -107,6 +107,8 @@ class Messages : public Tagged {
   void close();
   bool closed() const { return closed_.load(std::memory_order_acquire); }
   bool failed() const { return mesh_->failed(); }
+  // Why messages cannot be moved any more, if a wait has ended with `unreadable`.
+  const char* trouble() const { return trouble_.load(std::memory_order_acquire); }
 
   // Whether this thread is in `wait`: in a signal handler.
   bool inside() const { return inside_ == this; }
@@ -115,8 +117,6 @@ class Messages : public Tagged {
 
   // A message that is outstanding: of those that threads wait for the first, if there is one.
   MessagePtr outstanding();
-  // The peers of which part of a message that nobody receives yet has arrived, with its tag.
-  std::vector<std::pair<int, int>> incomplete();
 
  private:
   static constexpr size_t kLine = 64;
@@ -140,6 +140,8 @@ class Messages : public Tagged {
 
   // A message that arrives, or has arrived and waits for its receive.
   struct Incoming {
+    Incoming(int tagged, size_t bytes) : tag(tagged), size(bytes) {}
+
     int tag;
     size_t size, arrived = 0;
     MessagePtr receive;
@@ -173,7 +175,7 @@ class Messages : public Tagged {
   };
 
   // of the network's driver
-  Transport::Place place(int peer, const Label& label, size_t bytes) override;
+  Transport::Place place(int peer, const Label& label, size_t bytes, std::string& why) override;
   void raise(int peer, size_t bytes) override;
   void credit(int peer, uint64_t bytes) override;
 
@@ -188,7 +190,9 @@ class Messages : public Tagged {
   void report(Peer& peer);
   bool read_part(Reading& reading);
   void has_been_read(Peer& peer, uint64_t number);
+  std::list<MessagePtr>::iterator meant(int peer, int tag);
   MessagePtr match(int peer, int tag);
+  bool expect(int number, int tag, size_t size, bool with_place);
   void arrive(int number, Incoming message);
   void deliver(int number, Incoming& message);
   void deliver_unless_read(int number, Incoming message);
@@ -216,7 +220,7 @@ class Messages : public Tagged {
   Counter* bell_ = nullptr;
   std::atomic<bool> closed_{false};
   std::atomic<int> waiting_{0};  // threads
-  std::atomic<const char*> unreadable_{nullptr};
+  std::atomic<const char*> trouble_{nullptr};
 
   std::mutex mutex_;  // of the following
   std::vector<Peer> peers_;

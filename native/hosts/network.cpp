@@ -199,22 +199,68 @@ void Network::credit(int peer, uint64_t bytes) {
   transport_->announce(peer, std::make_shared<const std::string>(made));
 }
 
-Transport::Place Network::place_tagged(int number, const Label& label, size_t bytes) {
+Transport::Place Network::place(int number, const Label& label, size_t bytes) {
+  if (label.kind == Kind::tagged) return place_message(number, label, bytes);
+  Peer& peer = peers_[number];
+  peer.latest = Peer::rows;
+  place_kept(number);
+  Transport::Place found;
+  if (peer.kept.empty()) found = place_rows(number, label, bytes);
+  if (found.state == Transport::Place::later) return keep(number, label, bytes);
+  peer.early_since = 0;
+  return found;
+}
+
+Transport::Place Network::place_message(int number, const Label& label, size_t bytes) {
   if (!tagged_) return {Transport::Place::nowhere};
   Peer& peer = peers_[number];
-  const Transport::Place place = tagged_->place(number, label, bytes);
-  if (place.state == Transport::Place::invalid)
-    garbled(number, "a part of a message that does not follow the part before it");
-  peer.tagged = true;
+  std::string why;
+  const Transport::Place place = tagged_->place(number, label, bytes, why);
+  if (place.state == Transport::Place::invalid) garbled(number, why);
+  peer.latest = Peer::message;
   peer.bytes = bytes;
   return place;
 }
 
-Transport::Place Network::place(int number, const Label& label, size_t bytes) {
-  if (label.kind == Kind::tagged) return place_tagged(number, label, bytes);
+// A place for rows that are too early, if they have been for long (R6).
+Transport::Place Network::keep(int number, const Label& label, size_t bytes) {
+  Peer& peer = peers_[number];
+  if (!peer.early_since) peer.early_since = now();
+  const bool long_ago = !peer.kept.empty() || now() - peer.early_since >= kPatience;
+  if (!long_ago || bytes > kKept - peer.kept_bytes) return {};
+  peer.kept.push_back({label, std::vector<char>(bytes)});
+  peer.kept_bytes += bytes;
+  peer.latest = Peer::kept_rows;
+  kept_.fetch_add(1, std::memory_order_acq_rel);
+  return {Transport::Place::here, {peer.kept.back().bytes.data(), 1, bytes, bytes}};
+}
+
+// Place kept rows of a peer that are not too early any more; whether there were any.
+bool Network::place_kept(int number) {
+  Peer& peer = peers_[number];
+  bool any = false;
+  while (!peer.kept.empty() && peer.kept.front().whole) {
+    Kept& first = peer.kept.front();
+    const Transport::Place place = place_rows(number, first.label, first.bytes.size());
+    if (place.state == Transport::Place::later) break;
+    if (place.state == Transport::Place::here) {
+      for (size_t row = 0; row < place.rows.rows; ++row)
+        std::copy_n(first.bytes.data() + row * place.rows.row_bytes, place.rows.row_bytes,
+                    place.rows.base + row * place.rows.stride);
+      raise_rows(number);
+    }
+    peer.kept_bytes -= first.bytes.size();
+    peer.kept.pop_front();
+    kept_.fetch_sub(1, std::memory_order_acq_rel);
+    any = true;
+  }
+  if (any && peer.kept.empty()) peer.early_since = 0;
+  return any;
+}
+
+Transport::Place Network::place_rows(int number, const Label& label, size_t bytes) {
   const std::lock_guard lock(mutex_);
   Peer& peer = peers_[number];
-  peer.tagged = false;
   if (peer.troubled) return {Transport::Place::nowhere};
   if (label.call > begun_) {
     const auto text = peer.by_digest.find(label.digest);
@@ -261,7 +307,13 @@ Transport::Place Network::place(int number, const Label& label, size_t bytes) {
 
 void Network::raise(int number) {
   Peer& peer = peers_[number];
-  if (peer.tagged) return tagged_ ? tagged_->raise(number, peer.bytes) : void();
+  if (peer.latest == Peer::rows) return raise_rows(number);
+  if (peer.latest == Peer::message && tagged_) tagged_->raise(number, peer.bytes);
+  if (peer.latest == Peer::kept_rows) peer.kept.back().whole = true;
+}
+
+void Network::raise_rows(int number) {
+  Peer& peer = peers_[number];
   Expected& current = *peer.current;  // only this thread, the driver, removes it
   if (const auto dtype = current.channel->packed[current.next])
     unpack(*dtype, peer.packed.data(), current.places[current.next]);
@@ -334,7 +386,7 @@ bool Network::gone(size_t peer) const {
 bool Network::expects_more() {
   const std::lock_guard lock(mutex_);
   for (size_t peer = 0; peer < peers_.size(); ++peer)
-    if (!peers_[peer].expected.empty() && !gone(peer)) return true;
+    if (!peers_[peer].expected.empty() && (!gone(peer) || kept_.load())) return true;
   return false;
 }
 
@@ -345,7 +397,7 @@ void Network::finish(double seconds, double linger) {
       const Inside inside(*this);
       const std::unique_lock driving(driving_, std::try_to_lock);
       if (driving)
-        transport_->progress(kTick);
+        receive(kTick);
       else
         std::this_thread::sleep_for(std::chrono::milliseconds(kTick));
     }
@@ -373,9 +425,7 @@ void Network::nudge() {
   const bool again = nudged_.exchange(true, std::memory_order_seq_cst);
   const int state = state_.load(std::memory_order_seq_cst);
   // a thread that watches sleeps on after a nudge that found nothing to do
-  if (state == watching ? transport_->waiting() || transport_->resumes()
-                        : state == parked && !again)
-    ring();
+  if (state == watching ? early() || transport_->resumes() : state == parked && !again) ring();
 }
 
 // Receive and send what can be now; false if another thread does. `closed` is a gate for which rows
@@ -385,7 +435,7 @@ bool Network::drive(Gate& closed) {
   if (!driving) return false;
   constexpr int kRounds = 64;  // after which there may be something to announce
   gate_.rank = -1;
-  for (int i = 0; i < kRounds && transport_->progress(0); ++i) {
+  for (int i = 0; i < kRounds && receive(0); ++i) {
   }
   closed = gate_;
   return true;
@@ -419,7 +469,8 @@ void Network::work() {
     const bool due = nudged_.load(std::memory_order_seq_cst) ||
                      (long_sleep && announces_.load(std::memory_order_seq_cst)) ||
                      (watches && transport_->resumes());
-    ::poll(polled, watches ? 2 : 1, due ? 0 : watches ? -1 : long_sleep ? kLook : kTick);
+    const int watch = transport_->waiting() ? kTick : -1;  // R6
+    ::poll(polled, watches ? 2 : 1, due ? 0 : watches ? watch : long_sleep ? kLook : kTick);
     state_.store(awake, std::memory_order_seq_cst);
     dozing_.store(false, std::memory_order_seq_cst);
     if (polled[0].revents) clear(bell_);

@@ -14,6 +14,10 @@
 // R5  Peers are connected on demand: `need` reports that a call has messages between a peer and
 //     this rank, the relay makes the connection, and `connect` takes it; rows wait for it
 //     meanwhile. A peer is first told of this rank's latest calls.
+// R6  Rows that have been too early (R1) for kPatience are kept in memory, kKept bytes of each peer
+//     at most, until they are not: so a call that this rank has yet to make keeps nothing else that
+//     follows in the connection, such as a message that it receives before. Rows of a peer are
+//     placed in their order.
 #pragma once
 
 #include <atomic>
@@ -47,8 +51,9 @@ struct Trouble {
 // The receiver of messages from rank to rank; called by the driver.
 struct Tagged {
   virtual ~Tagged() = default;
-  // Where the next part of a message of a peer goes, `bytes` of it; never `later`.
-  virtual Transport::Place place(int peer, const Label& label, size_t bytes) = 0;
+  // Where the next part of a message of a peer goes, `bytes` of it; never `later`. For what is
+  // invalid `why` is a phrase.
+  virtual Transport::Place place(int peer, const Label& label, size_t bytes, std::string& why) = 0;
   // These bytes of the latest `place` of this peer are there.
   virtual void raise(int peer, size_t bytes) = 0;
   // This rank may send a peer so many bytes more.
@@ -103,7 +108,14 @@ class Network : private Transport::Receiver {
   bool poll() {
     const Inside inside(*this);
     const std::unique_lock driving(driving_, std::try_to_lock);
-    return driving && transport_->poll();
+    return driving && receive(transport_->unsent() ? 0 : -1);
+  }
+  // The same, after waiting for something up to so long; false at once if another thread does.
+  bool poll_for(int64_t nanoseconds) {
+    const Inside inside(*this);
+    const std::unique_lock driving(driving_, std::try_to_lock);
+    if (driving) receive(static_cast<int>(nanoseconds / 1'000'000) + 1);
+    return driving.owns_lock();
   }
 
   // How long a thread polls before it sleeps, in nanoseconds: `alone` without leaving its core to
@@ -120,6 +132,8 @@ class Network : private Transport::Receiver {
   void hand_over() {
     if (outstanding()) nudge();
   }
+  // The same, for messages that arrive unannounced.
+  void nudge();
 
   // Return when this rank has received all rows that its calls expect, or after `seconds`; then end
   // what it sends, and wait up to `linger` seconds for all peers to do so.
@@ -140,6 +154,8 @@ class Network : private Transport::Receiver {
   static constexpr int kTick = 1;  // milliseconds (R3), and between two announcements
   // milliseconds after which the thread looks again whether a caller drives
   static constexpr int kLook = 20;
+  static constexpr int64_t kPatience = 2'000'000;    // nanoseconds (R6)
+  static constexpr size_t kKept = size_t{64} << 20;  // bytes (R6)
   // tests of a counter between two polls, each a system call
   static constexpr int kTests = 10;
   // texts of calls that ranks remember of each other
@@ -149,6 +165,11 @@ class Network : private Transport::Receiver {
   // the lane of an announcement before which its receiver forgets all texts
   static constexpr uint8_t kForget = 1;
 
+  struct Kept {
+    Label label;
+    std::vector<char> bytes;
+    bool whole = false;
+  };
   struct Peer {
     std::atomic<bool> needed{false}, over{false};
     bool connected = false;  // of `announcing_`
@@ -158,9 +179,12 @@ class Network : private Transport::Receiver {
     std::vector<char> packed;               // its rows, if they travel packed
     // of its calls, by their identities, and by their digests: the latest
     std::unordered_map<uint64_t, std::string> texts, by_digest;
-    uint64_t noted = 0;   // the latest call of which its rows have told
-    bool tagged = false;  // whether the latest `place` is of a message from rank to rank
-    size_t bytes = 0;     // of that
+    uint64_t noted = 0;  // the latest call of which its rows have told
+    enum Latest { rows, kept_rows, message } latest = rows;  // what the latest `place` was of
+    size_t bytes = 0;                                        // of a message from rank to rank
+    std::deque<Kept> kept;                                   // R6; of the driver, like the rest
+    size_t kept_bytes = 0;
+    int64_t early_since = 0;  // when rows were too early first, 0 if they are not
   };
   struct Announcement {
     Label label;
@@ -183,12 +207,25 @@ class Network : private Transport::Receiver {
   };
 
   Transport::Place place(int peer, const Label& label, size_t bytes) override;
-  Transport::Place place_tagged(int peer, const Label& label, size_t bytes);
+  Transport::Place place_message(int peer, const Label& label, size_t bytes);
+  Transport::Place place_rows(int peer, const Label& label, size_t bytes);
+  Transport::Place keep(int peer, const Label& label, size_t bytes);
+  void raise_rows(int peer);
+  bool place_kept(int peer);
   void raise(int peer) override;
   void told(int peer, const Label& label, std::string_view text) override;
   void ended(int peer, const std::string& broken) override;
   void garbled(int peer, const std::string& why) override;
 
+  // As `Transport::poll` or, with a time, `progress`, and place rows that were kept.
+  bool receive(int milliseconds = -1) {
+    bool any = milliseconds < 0 ? transport_->poll() : transport_->progress(milliseconds);
+    if (kept_.load(std::memory_order_acquire))
+      for (size_t peer = 0; peer < peers_.size(); ++peer) any |= place_kept(static_cast<int>(peer));
+    return any;
+  }
+  // Whether rows wait that are too early.
+  bool early() const { return transport_->waiting() || kept_.load(std::memory_order_acquire); }
   bool outstanding() const {
     return incomplete_.load(std::memory_order_acquire) > 0 || transport_->unsent();
   }
@@ -197,7 +234,6 @@ class Network : private Transport::Receiver {
   std::vector<Announcement> unannounced();
   void tell(std::vector<Announcement> made);
   std::string message(const Announcement& one, bool known) const;
-  void nudge();
   void ring();
   void work();
   bool drive(Gate& closed);
@@ -218,6 +254,7 @@ class Network : private Transport::Receiver {
   std::list<Expected> spare_;
   std::vector<Trouble> troubles_;
   std::atomic<int> incomplete_{0};  // channels of calls that expect messages
+  std::atomic<int> kept_{0};        // messages of rows (R6)
 
   std::mutex announcing_;  // of the order of announcements, and of connections
   std::deque<Announcement> history_;
@@ -248,7 +285,7 @@ bool Network::wait_until(Counter& counter, uint64_t expected, bool arrives, Pati
   {
     const Inside inside(*this);
     while (true) {
-      if (const std::unique_lock driving(driving_, std::try_to_lock); driving) transport_->poll();
+      if (const std::unique_lock driving(driving_, std::try_to_lock); driving) receive();
       for (int i = 0; i < kTests; ++i) {
         if (arrived()) return true;
         pause();
@@ -260,13 +297,14 @@ bool Network::wait_until(Counter& counter, uint64_t expected, bool arrives, Pati
   while (true) {
     if (arrived()) return true;
     if (interrupted()) return false;
-    if (gone()) return arrived();  // S3
+    if (kept_.load(std::memory_order_acquire)) poll();  // they may be of a peer that has left
+    if (gone()) return arrived();                       // S3
     const int64_t left = deadline.left(), slice = left < kSlice ? left : kSlice;
     if (left <= 0) return false;
-    if (arrives && !transport_->waiting()) {
+    if (arrives && !early()) {
       const Inside inside(*this);
       const std::unique_lock driving(driving_, std::try_to_lock);
-      if (driving && !arrived()) transport_->progress(static_cast<int>(slice / 1'000'000) + 1);
+      if (driving && !arrived()) receive(static_cast<int>(slice / 1'000'000) + 1);
       if (driving) continue;
     }
     hand_over();

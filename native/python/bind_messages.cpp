@@ -1,7 +1,7 @@
 #include "hosts/messages.hpp"
 #include "python/bind.hpp"
 #include "python/gil.hpp"
-#include "message_calls.h"
+#include "../../weft/process_group/message_calls.h"  // of both sides
 
 using namespace nanobind::literals;
 
@@ -15,26 +15,33 @@ struct Held {
   MessagePtr message;
 };
 
-void* held(Messages& messages, MessagePtr message) {
-  return message ? new Held{&messages, std::move(message)} : nullptr;
-}
-
 // Whether a peer may be sent to, or received from.
 bool valid(const Messages& messages, int peer, int tag, bool any) {
   return !messages.failed() && tag >= 0 && peer < static_cast<int>(messages.ranks()) &&
          peer != messages.rank() && peer >= (any ? Message::kAny : 0);
 }
 
+// A new message, or null: also where there is no memory for it, as Python will find.
+template <class Begin>
+void* begun(Messages& messages, Begin begin) try {
+  MessagePtr message = begin();
+  return message ? new Held{&messages, std::move(message)} : nullptr;
+} catch (const std::bad_alloc&) {
+  return nullptr;
+}
+
 constexpr WeftMessageCalls kCalls{
     [](void* self, const void* data, uint64_t bytes, int peer, int tag) -> void* {
       Messages& messages = *static_cast<Messages*>(self);
       if (!valid(messages, peer, tag, false)) return nullptr;
-      return held(messages, messages.send(static_cast<const char*>(data), bytes, peer, tag));
+      return begun(messages,
+                   [&] { return messages.send(static_cast<const char*>(data), bytes, peer, tag); });
     },
     [](void* self, void* data, uint64_t bytes, int peer, int tag) -> void* {
       Messages& messages = *static_cast<Messages*>(self);
       if (!valid(messages, peer, tag, true)) return nullptr;
-      return held(messages, messages.receive(static_cast<char*>(data), bytes, peer, tag));
+      return begun(messages,
+                   [&] { return messages.receive(static_cast<char*>(data), bytes, peer, tag); });
     },
     [](void* message, double seconds) -> int {
       Held& one = *static_cast<Held*>(message);
@@ -54,6 +61,7 @@ constexpr WeftMessageCalls kCalls{
     [](void* message) { delete static_cast<Held*>(message); },
 };
 
+// The error of a message that `fail` or `fail_all` has ended.
 nb::object error_of(const Message& message) {
   return message.error ? nb::borrow(static_cast<PyObject*>(message.error.get())) : nb::none();
 }
@@ -81,7 +89,7 @@ void bind_messages(nb::module_& m) {
       .def_ro("bytes", &Message::bytes)
       .def_ro("source", &Message::source)
       .def_ro("size", &Message::size)
-      .def_prop_ro("error", &error_of);
+      .def_prop_ro("error", &error_of, nb::sig("def error(self) -> BaseException"));
 
   nb::class_<Messages>(m, "Messages")
       .def(nb::init<std::shared_ptr<Mesh>, std::shared_ptr<Segment>, size_t, std::vector<int>, int,
@@ -119,11 +127,13 @@ void bind_messages(nb::module_& m) {
            [](Messages& self, nb::object error) { self.fail_all(keep(std::move(error))); })
       .def("close", &Messages::close)
       .def_prop_ro("closed", &Messages::closed)
+      .def_prop_ro("trouble", [](Messages& self) { return self.trouble() ? self.trouble() : ""; })
       .def_prop_ro("inside", &Messages::inside)
-      .def("outstanding", &Messages::outstanding)
-      .def("incomplete", &Messages::incomplete);
+      .def("outstanding", &Messages::outstanding);
 
-  m.attr("message_calls") = nb::capsule(&kCalls, "weft.message_calls");
+  m.def(
+      "message_calls", [] { return nb::capsule(&kCalls, "weft.message_calls"); },
+      nb::sig("def message_calls() -> object"));
 }
 
 }  // namespace weft

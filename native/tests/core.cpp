@@ -677,6 +677,108 @@ void test_network(int ranks, int calls, int n) {
   }
 }
 
+std::array<int, 2> pair_of_sockets() {
+  std::array<int, 2> made;
+  CHECK(!socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, made.data()));
+  return made;
+}
+
+// The ends of a connection that takes some MiB at once.
+std::array<int, 2> large_connection() {
+  sockaddr_in address{};
+  address.sin_family = AF_INET, address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof address;
+  const auto at = reinterpret_cast<sockaddr*>(&address);
+  const int server = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0),
+            one = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), bytes = 8 << 20;
+  CHECK(!bind(server, at, size) && !listen(server, 1) && !getsockname(server, at, &size));
+  CHECK(!connect(one, at, size));
+  setsockopt(one, SOL_SOCKET, SO_SNDBUFFORCE, &bytes, sizeof bytes);
+  const int other = accept4(server, nullptr, nullptr, SOCK_CLOEXEC);
+  close(server);
+  return {one, other};
+}
+
+// Receive and send all that can be.
+void drive(TcpTransport& transport) {
+  while (transport.progress(0)) {
+  }
+}
+
+// Messages between all ranks, on one host or each on its own, received by tags in another order
+// than that of sending; a rank has a thread that sends and one that receives. `readable`: long ones
+// are read in the memory of their sender.
+void test_messages(int ranks, bool apart, bool readable) {
+  constexpr size_t kRing = 16 << 10, kNumber = 60;
+  const size_t sizes[] = {8, 0, 100, 5000, 17 << 10, 300, size_t{3} << 20};
+  Host host(ranks, Messages::bytes(ranks, kRing), apart);
+  std::vector<std::shared_ptr<Messages>> all;
+  std::vector<std::shared_ptr<Network>> networks(ranks);
+  for (int r = 0; r < ranks; ++r) {
+    if (apart)
+      networks[r] = host.executors[r]->connect(ranks, [&](Transport::Receiver& receiver) {
+        return std::make_unique<TcpTransport>(ranks, receiver);
+      });
+    auto parts = host.data[r]->parts;
+    for (int p = 0; apart && p < ranks; ++p)
+      if (p != r) parts[p] = nullptr;
+    all.push_back(
+        std::make_shared<Messages>(host.meshes[r], std::make_shared<Segment>(parts, r), kRing,
+                                   std::vector<int>(ranks, readable ? getpid() : 0), r ? 100 : 0,
+                                   networks[r], std::make_shared<DeferredWork>()));
+  }
+  for (int i = 0; apart && i < ranks; ++i)
+    for (int j = 0; j < i; ++j) {
+      const auto [here, there] = large_connection();
+      networks[i]->connect(j, here);
+      networks[j]->connect(i, there);
+    }
+  const auto never = [] { return false; };
+  const auto byte = [](int from, int to, size_t number) {
+    return static_cast<char>(17 * from + 5 * to + number);
+  };
+  const auto size = [&](size_t number) { return sizes[number % std::size(sizes)]; };
+  std::vector<std::thread> threads;
+  for (int r = 0; r < ranks; ++r) {
+    threads.emplace_back([&, r] {
+      std::vector<std::vector<char>> data;
+      std::vector<MessagePtr> sent;
+      for (size_t k = 0; k < kNumber; ++k)
+        for (int p = 0; p < ranks; ++p) {
+          if (p == r) continue;
+          data.emplace_back(size(k), byte(r, p, k));
+          sent.push_back(all[r]->send(data.back().data(), size(k), p, static_cast<int>(k % 3)));
+        }
+      for (const MessagePtr& each : sent)
+        CHECK(all[r]->wait(*each, kTimeout, never) == WaitStatus::none);
+    });
+    threads.emplace_back([&, r] {
+      for (const int tag : {2, 0, 1})
+        for (size_t k = tag; k < kNumber; k += 3) {
+          std::vector<std::vector<char>> places(ranks, std::vector<char>(size(k) + 1, 'x'));
+          std::vector<MessagePtr> received;
+          for (int p = 0; p < ranks; ++p)
+            if (p != r) received.push_back(all[r]->receive(places[p].data(), size(k), p, tag));
+          for (const MessagePtr& each : received) {
+            CHECK(all[r]->wait(*each, kTimeout, never) == WaitStatus::none);
+            const auto& place = places[each->source];
+            CHECK(each->size == size(k) && place.back() == 'x');
+            CHECK(std::all_of(place.begin(), place.end() - 1,
+                              [&](char found) { return found == byte(each->source, r, k); }));
+          }
+        }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  for (auto& network : networks)
+    if (network) {
+      for (const Trouble& trouble : network->troubles())
+        CHECK(trouble.kind == Trouble::unconnected);
+      network->abort();
+      network->stop();
+    }
+}
+
 // A wire with one message, which arrives when it is told to, and of which only the thread that
 // drives hears.
 class Wire : public Transport {
@@ -770,34 +872,6 @@ struct Receiving : Transport::Receiver {
   Strided rows;
   int raised = 0, calls = 0, ends = 0;
 };
-
-std::array<int, 2> pair_of_sockets() {
-  std::array<int, 2> made;
-  CHECK(!socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, made.data()));
-  return made;
-}
-
-// The ends of a connection that takes some MiB at once.
-std::array<int, 2> large_connection() {
-  sockaddr_in address{};
-  address.sin_family = AF_INET, address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t size = sizeof address;
-  const auto at = reinterpret_cast<sockaddr*>(&address);
-  const int server = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0),
-            one = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), bytes = 8 << 20;
-  CHECK(!bind(server, at, size) && !listen(server, 1) && !getsockname(server, at, &size));
-  CHECK(!connect(one, at, size));
-  setsockopt(one, SOL_SOCKET, SO_SNDBUFFORCE, &bytes, sizeof bytes);
-  const int other = accept4(server, nullptr, nullptr, SOCK_CLOEXEC);
-  close(server);
-  return {one, other};
-}
-
-// Receive and send all that can be.
-void drive(TcpTransport& transport) {
-  while (transport.progress(0)) {
-  }
-}
 
 struct Connected {
   explicit Connected(std::array<int, 2> sockets = pair_of_sockets()) {
@@ -1229,6 +1303,8 @@ int main() {
   test_eager(4, 500);
   test_network(2, 300, 2);
   test_network(3, 20, 300'000);
+  for (const bool readable : {true, false}) test_messages(3, false, readable);
+  test_messages(3, true, false);
   test_kinds_of_stores();
   test_rows_that_wait_for_a_rank_of_this_host();
   test_an_end_behind_a_message();

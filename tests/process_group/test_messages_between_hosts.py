@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -81,6 +82,30 @@ def limited(_):
 
 def test_a_message_that_is_late_may_be_waited_for_again():
     on_ranks(limited, 2, context=two_hosts)
+
+
+def ahead(_):
+    """A message behind the rows of a call that its receiver makes afterwards."""
+    peer, x, large = 1 - dist.get_rank(), torch.ones(100_000), torch.full((100_000,), 7.0)
+    for size in 3, len(large):
+        if peer:
+            work = dist.all_reduce(x, async_op=True)
+            work.get_future()  # so that another thread makes the call
+            time.sleep(0.1)
+            sent = dist.isend(large[:size], peer)
+            work.wait()
+            sent.wait()
+        else:
+            place = torch.zeros(size)
+            dist.recv(place, peer)
+            assert torch.equal(place, large[:size])
+            dist.all_reduce(x)
+    assert x.eq(4.0).all()
+
+
+@pytest.mark.data
+def test_a_message_passes_the_rows_of_a_later_call():
+    on_ranks(ahead, 2, context=two_hosts)
 
 
 def left_behind(_):

@@ -11,6 +11,7 @@ import select
 import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -20,6 +21,7 @@ from weft.world import listener as listening
 from weft.world import talk
 from weft.world.handshake import Accepted, Caller, NotProved, Peer
 from weft.world.listener import UNPROVED, Address, Listener, Outbound, Unproved
+from weft.world.view import Ended, is_gone
 
 KEY, OTHER = b"k" * 16, b"o" * 16
 TCP = "127.0.0.1"
@@ -252,11 +254,14 @@ def listened_by(user, kind=socket.SOCK_SEQPACKET):
                 os.write(write, len(heard).to_bytes(4, "little"))
         finally:
             os._exit(0)
-    assert os.read(read, 1) == b"!"
-    yield name, lambda: int.from_bytes(os.read(read, 4), "little")
-    os.close(read)
-    os.close(write)
-    os.waitpid(child, 0)
+    try:
+        assert os.read(read, 1) == b"!"
+        yield name, lambda: int.from_bytes(os.read(read, 4), "little")
+    finally:
+        os.close(read)
+        os.close(write)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 @AS_ROOT
@@ -272,7 +277,7 @@ def test_another_user_who_has_taken_a_name_is_told_nothing():
     with listened_by(54322) as (name, heard):
         call = talk.Call(Address(name, 0, KEY))
         assert not call.advance()
-        assert call.gone  # the name was free
+        assert call.refused  # the name was free
         call.close()
         assert heard() == 0
 
@@ -282,7 +287,7 @@ def test_the_user_who_has_opened_a_door_may_be_another_one_since():
     with listened_by(54323) as (name, heard):
         call = talk.Call(Address(name, 0, KEY), 54323)
         call.advance()
-        assert not call.gone
+        assert not call.refused
         call.close()
         assert heard() == 24
 
@@ -327,15 +332,15 @@ def test_the_end_of_a_process_is_known_although_its_child_has_its_socket():
         with contextlib.closing(talk.Call(Address(name, 0, KEY))) as call:
             call.advance()
             call.answers()
-            assert not call.gone
+            assert not call.refused
             os.kill(process, signal.SIGKILL)
             os.waitpid(process, 0)
             call.answers()
-            assert call.gone
+            assert call.refused
         with contextlib.closing(talk.Call(Address(name, 0, KEY))) as call:  # after the end
             call.advance()
             call.answers()
-            assert call.gone
+            assert call.refused
     finally:
         os.kill(child, signal.SIGKILL)
         os.close(read)
@@ -351,19 +356,19 @@ def test_nothing_is_known_of_a_process_by_tcp():
 
 
 def test_a_refusal_from_another_host_says_nothing_of_the_rank():
-    with contextlib.closing(Listener(TCP)) as listener:
-        address = listener.address
-    call = talk.Call(address)
-    while not call.ended:
-        call.advance()
-    assert not call.gone
-    call.close()
-    with contextlib.closing(Listener()) as listener:
-        address = listener.address
-    call = talk.Call(address)
-    call.advance()
-    assert call.gone
-    call.close()
+    here, there = (
+        SimpleNamespace(info=SimpleNamespace(host=host)) for host in ("host 0", "host 1")
+    )
+    for host in TCP, "":
+        with contextlib.closing(Listener(host)) as listener:
+            address = listener.address
+        with contextlib.closing(talk.Call(address)) as call:
+            while not call.ended:
+                call.advance()
+            assert call.refused
+    assert is_gone(Ended(refused=True), here, here)
+    assert not is_gone(Ended(refused=True), there, here)
+    assert not is_gone(Ended(refused=False), here, here)
 
 
 @KINDS

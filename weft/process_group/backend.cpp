@@ -118,7 +118,7 @@ struct Messages {
       : python(made),
         native(reinterpret_cast<void*>(made.attr("native").attr("address").cast<uintptr_t>())),
         calls(*static_cast<const WeftMessageCalls*>(py::module_::import("weft._native")
-                                                        .attr("message_calls")
+                                                        .attr("message_calls")()
                                                         .cast<py::capsule>()
                                                         .get_pointer())) {}
 

@@ -92,7 +92,7 @@ def all_reduce_sparse(world: World, tensor: Tensor, op: Any, timeout: float | No
         raise ValueError(f"all_reduce of sparse tensors can only add; got {kind}")
     own = tensor.coalesce()
     shape = [own.sparse_dim(), *own.shape]
-    described = torch.tensor([[own._nnz(), len(shape), *shape]])
+    described = torch.tensor([[own._nnz(), len(shape), *shape]], device="cpu")
     found = [row.tolist() for row in _gathered_rows(world, described, timeout)]
     for peer, (_, *theirs) in enumerate(found):
         if theirs != [len(shape), *shape]:

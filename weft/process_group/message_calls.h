@@ -1,5 +1,6 @@
 /* The calls of `Messages` for other native code, in C: weft's backend is compiled for one version
-   of torch, and this core for all. The capsule `_native.message_calls` has the address of these. */
+   of torch, and this core for all. The capsule `_native.message_calls()` has the address of these.
+ */
 #ifndef WEFT_MESSAGE_CALLS_H
 #define WEFT_MESSAGE_CALLS_H
 

@@ -14,11 +14,11 @@ from torch import Tensor
 import weft._native as _native
 from weft.errors import PeerTimeout, WeftError
 from weft.process_group.collectives import as_bytes
-from weft.process_group.work_queue import Progress, Work, _without_frames, callbacks_lock
+from weft.process_group.work_queue import Progress, Work, callbacks_lock, without_frames
 from weft.uncompiled import uncompiled_methods
 from weft.world import World, memory
 
-_RINGS_BYTES = 4 << 20  # of all rings of a rank, about: a bound of memory
+_RINGS_BYTES = 2 << 20  # of all rings of a rank, about: a bound of memory
 _LEAST_RING, _LARGEST_RING = 16 << 10, 1 << 20  # bytes
 _LINE = 64  # bytes
 
@@ -67,13 +67,15 @@ class Messages(Progress):
         size = _RINGS_BYTES // world.ranks // _LINE * _LINE
         ring = max(_LEAST_RING, min(_LARGEST_RING, size))
         size = _native.Messages.segment_bytes(world.ranks, ring)
+        segment = memory.find(world.empty(size, dtype=torch.uint8))
+        assert isinstance(segment, _native.Segment)
         self.native = _native.Messages(
             world.mesh,
-            memory.find(world.empty(size, dtype=torch.uint8)),
+            segment,
             ring,
             world.pids if world.reads_memory else [0] * world.ranks,
             world.spins,
-            world.relay and world.relay.network,
+            None if world.relay is None else world.relay.network,
             self.deferred,
         )
         self.watched: list[tuple[_native.Message, Message]] = []
@@ -173,11 +175,11 @@ class Messages(Progress):
                 f"rank {message.source} sent {message.size} bytes, but the tensor to receive into "
                 f"has {message.bytes}"
             )
-        return _without_frames(message.error)
+        return without_frames(message.error)
 
     def end_all(self, error: BaseException) -> None:
         """End all outstanding messages with an error."""
-        self.native.fail_all(_without_frames(error))
+        self.native.fail_all(without_frames(error))
         self._call_back()
 
     def _call_back(self) -> None:
@@ -198,7 +200,10 @@ class Messages(Progress):
                 peer = min(each for each in world.others if world.mesh.left(each))
             error = world.lost(peer, "closed its world", waited)
         elif status == _native.WaitStatus.unreadable:
-            error = world.fail(WeftError(f"the memory of a peer cannot be read any more {waited}"))
+            why = self.native.trouble
+            error = world.fail(
+                WeftError(f"messages cannot be moved ({why}) while waiting {waited}")
+            )
         else:
             error = self._left()
         self.end_all(error)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 

@@ -59,7 +59,7 @@ class Work(dist.Work):
         """Mark the work as done, or as failed with `error`."""
         if error is not None:
             _log.debug("an asynchronous operation failed", exc_info=error)
-            self.error = _without_frames(error)
+            self.error = without_frames(error)
         self.done = True
         with callbacks_lock:
             callbacks = self.callbacks
@@ -98,7 +98,7 @@ class Work(dist.Work):
 
     def exception(self) -> BaseException | None:
         """A new instance of the error of a failed work."""
-        return None if self.error is None else _without_frames(self.error)
+        return None if self.error is None else without_frames(self.error)
 
     def result(self) -> list[Tensor]:
         """The tensors that the work fills."""
@@ -149,7 +149,7 @@ class Work(dist.Work):
         return list(self.tensors)
 
 
-def _without_frames(error: BaseException) -> BaseException:
+def without_frames(error: BaseException) -> BaseException:
     """A copy without the frames in which it was raised. They would keep their group alive: they
     refer to torch's works, whose references to weft's Python's collector does not see.
     """

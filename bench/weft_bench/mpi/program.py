@@ -67,6 +67,8 @@ class Collective:
                 return functools.partial(WORLD.Allreduce, sent, out, op=OPS[self.op][0])
             case "broadcast":
                 return functools.partial(WORLD.Bcast, out, 0)
+            case "round_trip":
+                return functools.partial(_round_trip, a, out)
             case _:
                 return functools.partial(WORLD.Alltoall, sent, out)
 
@@ -119,6 +121,16 @@ class Collective:
         if self.operation in ("all_gather", "all_to_all"):
             return np.concatenate(sources)
         return functools.reduce(OPS[self.op][1], sources)
+
+
+def _round_trip(a: Array, out: Array) -> None:
+    """A message to rank 1, which sends it back."""
+    if WORLD.rank:
+        WORLD.Recv(a, 0)
+        WORLD.Send(a, 0)
+    else:
+        WORLD.Send(a, 1)
+        WORLD.Recv(out, 1)
 
 
 def _own(whole: Array) -> Array:
