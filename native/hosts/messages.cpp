@@ -83,22 +83,14 @@ MessagePtr Messages::begin(MessagePtr message) {
     update();
     return message;
   }
-  for (const int number : std::vector<int>(
-           message->peer == Message::kAny ? order_ : std::vector<int>{message->peer})) {
-    Peer& peer = peers_[number];
-    const auto found = std::find_if(peer.unexpected.begin(), peer.unexpected.end(),
-                                    [&](const Incoming& each) { return each.tag == message->tag; });
-    if (found == peer.unexpected.end()) continue;
-    Incoming incoming = std::move(*found);
-    peer.unexpected.erase(found);
-    favour_others(number);
-    incoming.receive = message;
-    deliver_unless_read(number, std::move(incoming));
+  const auto kept = [&](int number) { return receive_kept(number, message); };
+  if (message->peer == Message::kAny ? std::any_of(order_.begin(), order_.end(), kept)
+                                     : kept(message->peer)) {
     update();
     return message;
   }
   receives_.push_back(message);
-  ++(message->peer == Message::kAny ? any_source_ : peers_[message->peer].receives);
+  ++receives_like(*message);
   if (network_)  // what follows what was kept is wanted now (P4)
     for (const int number : order_) {
       Peer& peer = peers_[number];
@@ -111,6 +103,20 @@ MessagePtr Messages::begin(MessagePtr message) {
     }
   update();
   return message;
+}
+
+// Give a receive the first message of its tag that was kept of a peer; whether there is one.
+bool Messages::receive_kept(int number, const MessagePtr& receive) {
+  auto& kept = peers_[number].unexpected;
+  const auto found = std::find_if(kept.begin(), kept.end(),
+                                  [&](const Incoming& each) { return each.tag == receive->tag; });
+  if (found == kept.end()) return false;
+  Incoming incoming = std::move(*found);
+  kept.erase(found);
+  incoming.receive = receive;
+  deliver_unless_read(number, std::move(incoming));
+  favour_others(number);
+  return true;
 }
 
 WaitStatus Messages::wait(Message& message, int64_t timeout,
@@ -239,7 +245,7 @@ bool Messages::fail(Message& message, std::shared_ptr<void> error) {
     if (at == receives_.end()) return false;
     found = *at;
     receives_.erase(at);
-    --(message.peer == Message::kAny ? any_source_ : peers_[message.peer].receives);
+    --receives_like(message);
   }
   message.error = std::move(error);
   end(found, Message::failed);
@@ -301,7 +307,7 @@ bool Messages::move() {
   bool moved = settle();
   for (const int number : order_) {
     Peer& peer = peers_[number];
-    while (!peer.sending.empty() && put(number, peer)) moved = true;
+    while (put(number, peer)) moved = true;
     for (size_t at = 0; peer.unread_count && at < kLong; ++at)
       if (MessagePtr& message = peer.unread[at];
           message && peer.read[at].value.load(std::memory_order_acquire)) {
@@ -327,7 +333,7 @@ bool Messages::move() {
   return moved;
 }
 
-// Put the next part of the first message for a peer; false if there is no room for it.
+// Put the next part of the first message for a peer; false if there is none, or no room for it.
 bool Messages::put(int number, Peer& peer) {
   if (peer.sending.empty()) return false;
   const MessagePtr message = peer.sending.front();
@@ -529,7 +535,7 @@ bool Messages::read_part(Reading& reading) {
                                 receive.data + receive.moved, part, 1, part);
   if (mesh_->failed()) {  // its sender may have had other uses for the memory
     receives_.push_front(message.receive);
-    ++(receive.peer == Message::kAny ? any_source_ : peers_[receive.peer].receives);
+    ++receives_like(receive);
     return true;
   }
   if (error) trouble_.store(std::strerror(error), std::memory_order_release);
@@ -567,8 +573,13 @@ MessagePtr Messages::match(int peer, int tag) {
   if (found == receives_.end()) return nullptr;
   const MessagePtr receive = *found;
   receives_.erase(found);
-  --(receive->peer == Message::kAny ? any_source_ : peers_[receive->peer].receives);
+  --receives_like(*receive);
   return receive;
+}
+
+// The number of outstanding receives from the source of this one.
+size_t& Messages::receives_like(const Message& receive) {
+  return receive.peer == Message::kAny ? any_source_ : peers_[receive.peer].receives;
 }
 
 // Give the other peers priority in the next receive from any source.
@@ -638,7 +649,7 @@ void Messages::credit(int number, uint64_t bytes) {
   const std::lock_guard lock(mutex_);
   Peer& peer = peers_[number];
   peer.under_way -= std::min<uint64_t>(bytes, peer.under_way);
-  while (!peer.sending.empty() && put(number, peer)) {
+  while (put(number, peer)) {
   }
   update();
 }

@@ -162,7 +162,6 @@ class Messages : public Tagged {
     Counter *read = nullptr, *read_there = nullptr;  // kLong words each (P3)
     int pid = 0;
     uint64_t put = 0, got = 0, reported = 0, space = 0;  // bytes of the rings; `space`: taken
-    uint64_t numbers = 0;
     MessagePtr unread[kLong];
     size_t unread_count = 0;
     // on another host
@@ -180,6 +179,7 @@ class Messages : public Tagged {
   void credit(int peer, uint64_t bytes) override;
 
   MessagePtr begin(MessagePtr message);
+  bool receive_kept(int number, const MessagePtr& receive);
   bool move();
   bool put(int number, Peer& peer);
   bool put_here(Peer& peer, Message& message);
@@ -192,6 +192,7 @@ class Messages : public Tagged {
   void has_been_read(Peer& peer, uint64_t number);
   std::list<MessagePtr>::iterator meant(int peer, int tag);
   MessagePtr match(int peer, int tag);
+  size_t& receives_like(const Message& receive);
   bool expect(int number, int tag, size_t size, bool with_place);
   void arrive(int number, Incoming message);
   void deliver(int number, Incoming& message);
