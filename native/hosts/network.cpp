@@ -244,9 +244,7 @@ bool Network::place_kept(int number) {
     const Transport::Place place = place_rows(number, first.label, first.bytes.size());
     if (place.state == Transport::Place::later) break;
     if (place.state == Transport::Place::here) {
-      for (size_t row = 0; row < place.rows.rows; ++row)
-        std::copy_n(first.bytes.data() + row * place.rows.row_bytes, place.rows.row_bytes,
-                    place.rows.base + row * place.rows.stride);
+      scatter(first.bytes.data(), place.rows);
       raise_rows(number);
     }
     peer.kept_bytes -= first.bytes.size();

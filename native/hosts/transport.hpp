@@ -13,6 +13,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <string>
@@ -29,6 +30,16 @@ struct Strided {
   size_t bytes() const { return rows * row_bytes; }
   bool contiguous() const { return rows <= 1 || stride == row_bytes; }
 };
+
+// Copy adjacent bytes to rows.
+inline void scatter(const char* from, const Strided& rows) {
+  if (rows.contiguous()) {
+    if (rows.bytes()) std::memcpy(rows.base, from, rows.bytes());
+    return;
+  }
+  for (size_t row = 0; row < rows.rows; ++row, from += rows.row_bytes)
+    std::memcpy(rows.base + row * rows.stride, from, rows.row_bytes);
+}
 
 // What a message is: rows of a lane in a call, a call that a rank makes, or one that it refuses; a
 // part of a message from rank to rank, or leave to send more of them (`messages.hpp`).

@@ -56,15 +56,6 @@ void gather(const Strided& rows, char* to) {
     std::memcpy(to, rows.base + row * rows.stride, rows.row_bytes);
 }
 
-void scatter(const char* from, const Strided& rows) {
-  if (rows.contiguous()) {
-    if (rows.bytes()) std::memcpy(rows.base, from, rows.bytes());
-    return;
-  }
-  for (size_t row = 0; row < rows.rows; ++row, from += rows.row_bytes)
-    std::memcpy(rows.base + row * rows.stride, from, rows.row_bytes);
-}
-
 }  // namespace
 
 UcxTransport::UcxTransport(size_t peers, int rank, Receiver& receiver)
