@@ -134,6 +134,9 @@ def unpack(release: str) -> Path:
         (root / "complete").touch()
     shutil.rmtree(root / "weft", ignore_errors=True)
     shutil.copytree(ROOT / "native", root / "weft")
+    calls = "process_group/message_calls.h"  # which the native core and the backend include
+    (root / "weft/process_group").mkdir()
+    shutil.copy(ROOT / "weft" / calls, root / "weft" / calls)
     shutil.copytree(sysconfig.get_path("include"), root / "weft/headers/python")
     shutil.copytree(nanobind.include_dir(), root / "weft/headers/nanobind")
     return root

@@ -20,6 +20,7 @@
 #include "kernels/copy.hpp"
 #include "execute/binding.hpp"
 #include "execute/executor.hpp"
+#include "hosts/messages.hpp"
 #include "hosts/tcp.hpp"
 #include "kernels/float16.hpp"
 #include "kernels/experts.hpp"
@@ -705,6 +706,14 @@ void drive(TcpTransport& transport) {
   }
 }
 
+// Whether the kernel reads memory for a process here; an emulator of other processors does not.
+bool memory_can_be_read() {
+  const int64_t number = 42;
+  int64_t found = 0;
+  const auto from = reinterpret_cast<uintptr_t>(&number);
+  return !read_memory(getpid(), from, 8, reinterpret_cast<char*>(&found), 8, 1, 8) && found == 42;
+}
+
 // Messages between all ranks, on one host or each on its own, received by tags in another order
 // than that of sending; a rank has a thread that sends and one that receives. `readable`: long ones
 // are read in the memory of their sender.
@@ -1303,7 +1312,8 @@ int main() {
   test_eager(4, 500);
   test_network(2, 300, 2);
   test_network(3, 20, 300'000);
-  for (const bool readable : {true, false}) test_messages(3, false, readable);
+  test_messages(3, false, false);
+  if (memory_can_be_read()) test_messages(3, false, true);
   test_messages(3, true, false);
   test_kinds_of_stores();
   test_rows_that_wait_for_a_rank_of_this_host();
