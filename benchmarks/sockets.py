@@ -7,12 +7,14 @@ the two ranks, whose ends ask the kernel without a pause. A *message* takes half
 and back; beside it an all-reduce of as many bytes. *Both ways*, 16 MiB travel from each rank to the
 other, on the connection as on weft's by one thread of each rank: an all-gather; *one way*, from
 rank 0, a broadcast. `send` and `recv` are torch.distributed's, on groups of weft and of gloo.
+`put_notify` is weft's alone: the peer waits for the counter, and puts back.
 """
 
 import argparse
 import os
 import socket
 from functools import partial
+from itertools import count
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -29,6 +31,7 @@ LARGE = 16 * MIB
 PIECE = MIB  # bytes of one call of the kernel
 PORT = 29401
 TOKEN = 96  # all-reduces
+NAMES = "sockets", "weft", "gloo"
 WARM = 10  # calls in which weft measures its paths
 
 
@@ -105,6 +108,25 @@ def by_send(made: socket.socket, groups: dict[str, Any], rank: int, size: int) -
     }
 
 
+def by_put(made: socket.socket, world: weft.World, size: int) -> dict[str, Call]:
+    """Bytes put there and back, each with a notify for which the peer waits."""
+    part, arrived = world.empty(size, dtype=torch.uint8), world.signals(1)
+    own, turns = torch.zeros(size, dtype=torch.uint8), count(1)
+
+    def there_and_back() -> None:
+        turn = next(turns)
+        for sends in (world.rank == 0, world.rank == 1):
+            if sends:
+                weft.put_notify(part, own, arrived, 0, 1 - world.rank)
+            else:
+                weft.wait(arrived, 0, ">=", turn)
+
+    return {
+        "sockets": partial(round_trip, made, world.rank, memoryview(bytearray(size))),
+        "weft": there_and_back,
+    }
+
+
 def both_ways(made: socket.socket, world: weft.World) -> dict[str, Call]:
     sent, received = (memoryview(bytearray(LARGE)) for _ in range(2))
     gathered = torch.zeros(world.ranks * LARGE // 4)
@@ -136,40 +158,49 @@ class Measured(NamedTuple):
     trips: int
 
     def row(self, rounds: int) -> list[str]:
-        """The microseconds of sockets, weft and gloo, and those of weft and gloo relative to those
-        of sockets.
+        """The microseconds of sockets, weft and gloo, as far as it makes the call, and those of
+        weft and gloo relative to those of sockets.
         """
         for call in self.calls.values():
             repeated(call, WARM)
-        every = alternating(self.calls, self.numbers, rounds)
+        numbers = {name: self.numbers[name] for name in self.calls}
+        every = alternating(self.calls, numbers, rounds)
         times = {name: median(each) for name, each in every.items()}
         times["sockets"] /= self.trips
         return [
             self.name,
-            *(f"{1e6 * time:.1f}" for time in times.values()),
-            *(f"{times[each] / times['sockets']:.2f}" for each in ("weft", "gloo")),
+            *(f"{1e6 * times[each]:.1f}" if each in times else "" for each in NAMES),
+            *(
+                f"{times[each] / times['sockets']:.2f}" if each in times else ""
+                for each in NAMES[1:]
+            ),
         ]
 
 
 def measured(made: socket.socket, world: weft.World) -> list[Measured]:
     rank = world.rank
     small, token, large = (
-        dict(zip(("sockets", "weft", "gloo"), numbers, strict=True))
-        for numbers in ((300, 300, 10), (5, 5, 1), (2, 2, 2))
+        dict(zip(NAMES, numbers, strict=True)) for numbers in ((300, 300, 10), (5, 5, 1), (2, 2, 2))
     )
     once = dict.fromkeys(small, 1)
     groups = {name: dist.new_group(backend=name) for name in ("weft", "gloo")}
-    sends = [
-        Measured(f"there and back, send and recv: {name}", by_send(made, groups, rank, size), n, 1)
-        for name, size, n in (
-            ("8 B", 8, small),
-            ("64 KiB", 64 * KIB, token),
-            ("1 MiB", MIB, large),
-            ("64 MiB", 64 * MIB, once),
-        )
-    ]
+    sizes = (
+        ("8 B", 8, small),
+        ("64 KiB", 64 * KIB, token),
+        ("1 MiB", MIB, large),
+        ("64 MiB", 64 * MIB, once),
+    )
     return [
-        *sends,
+        *(
+            Measured(
+                f"there and back, send and recv: {name}", by_send(made, groups, rank, size), n, 1
+            )
+            for name, size, n in sizes
+        ),
+        *(
+            Measured(f"there and back, put_notify: {name}", by_put(made, world, size), n, 1)
+            for name, size, n in sizes
+        ),
         Measured("message, all-reduce: 8 B", messages(made, rank, 8), small, 2),
         Measured("message, all-reduce: 8 KiB", messages(made, rank, 8 * KIB), small, 2),
         Measured(f"{TOKEN} of them", messages(made, rank, 8 * KIB, TOKEN), token, 2),

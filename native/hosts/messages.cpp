@@ -55,11 +55,11 @@ Messages::Messages(std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> segment,
     peer.read_there = peer.taken_there + 1;
     peer.pid = pids[number];
   }
-  if (network_) network_->serve(this);
+  if (network_) network_->serve(Kind::tagged, this);
 }
 
 Messages::~Messages() {
-  if (network_) network_->serve(nullptr);
+  if (network_) network_->serve(Kind::tagged, nullptr);
 }
 
 MessagePtr Messages::send(const char* data, size_t bytes, int peer, int tag) {

@@ -63,7 +63,7 @@ struct Message {
 };
 using MessagePtr = std::shared_ptr<Message>;
 
-class Messages : public Tagged {
+class Messages : public Service {
  public:
   static constexpr size_t kLong = 16;  // long messages to a peer under way
 

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <new>
 #include <system_error>
 #include <utility>
 
@@ -93,7 +94,7 @@ void Network::connect(int peer, int fd) {
   std::string messages;
   for (const Announcement& one : history_) messages += message(one, false);
   peers_[peer].needed.store(true, std::memory_order_release);
-  peers_[peer].connected = true;
+  peers_[peer].connected.store(true, std::memory_order_release);
   transport_->connect(peer, fd, std::make_shared<const std::string>(std::move(messages)));
   nudge();
 }
@@ -189,9 +190,9 @@ std::string Network::message(const Announcement& one, bool known) const {
   return transport_->message(one.label, bytes_of(one.identity) + (known ? "" : *one.text));
 }
 
-void Network::serve(Tagged* tagged) {
+void Network::serve(Kind kind, Service* service) {
   const std::lock_guard driving(driving_);
-  tagged_ = tagged;
+  (kind == Kind::tagged ? tagged_ : regions_) = service;
 }
 
 void Network::credit(int peer, uint64_t bytes) {
@@ -200,7 +201,7 @@ void Network::credit(int peer, uint64_t bytes) {
 }
 
 Transport::Place Network::place(int number, const Label& label, size_t bytes) {
-  if (label.kind == Kind::tagged) return place_message(number, label, bytes);
+  if (label.kind != Kind::rows) return place_message(number, label, bytes);
   Peer& peer = peers_[number];
   peer.latest = Peer::rows;
   place_kept(number);
@@ -212,12 +213,14 @@ Transport::Place Network::place(int number, const Label& label, size_t bytes) {
 }
 
 Transport::Place Network::place_message(int number, const Label& label, size_t bytes) {
-  if (!tagged_) return {Transport::Place::nowhere};
+  Service* const service = label.kind == Kind::tagged ? tagged_ : regions_;
+  if (!service) return {Transport::Place::nowhere};
   Peer& peer = peers_[number];
   std::string why;
-  const Transport::Place place = tagged_->place(number, label, bytes, why);
+  const Transport::Place place = service->place(number, label, bytes, why);
   if (place.state == Transport::Place::invalid) garbled(number, why);
   peer.latest = Peer::message;
+  peer.service = service;
   peer.bytes = bytes;
   return place;
 }
@@ -226,9 +229,13 @@ Transport::Place Network::place_message(int number, const Label& label, size_t b
 Transport::Place Network::keep(int number, const Label& label, size_t bytes) {
   Peer& peer = peers_[number];
   if (!peer.early_since) peer.early_since = now();
-  const bool long_ago = !peer.kept.empty() || now() - peer.early_since >= kPatience;
-  if (!long_ago || bytes > kKept - peer.kept_bytes) return {};
-  peer.kept.push_back({label, std::vector<char>(bytes)});
+  const int64_t patience = peer.kept_bytes + bytes <= kKept ? kPatience : kLongPatience;
+  if (now() - peer.early_since < patience) return {};
+  try {
+    peer.kept.push_back({label, std::vector<char>(bytes)});
+  } catch (const std::bad_alloc&) {
+    return {};
+  }
   peer.kept_bytes += bytes;
   peer.latest = Peer::kept_rows;
   kept_.fetch_add(1, std::memory_order_acq_rel);
@@ -306,7 +313,8 @@ Transport::Place Network::place_rows(int number, const Label& label, size_t byte
 void Network::raise(int number) {
   Peer& peer = peers_[number];
   if (peer.latest == Peer::rows) return raise_rows(number);
-  if (peer.latest == Peer::message && tagged_) tagged_->raise(number, peer.bytes);
+  if (peer.latest == Peer::message && (peer.service == tagged_ || peer.service == regions_))
+    peer.service->raise(number, peer.bytes);
   if (peer.latest == Peer::kept_rows) peer.kept.back().whole = true;
 }
 
@@ -356,6 +364,7 @@ void Network::ended(int number, const std::string& broken) {
   } else {
     peers_[number].over.store(true, std::memory_order_release);
     transport_->end(number);  // acknowledges all rows
+    if (regions_) regions_->ended(number);
   }
 }
 
@@ -402,7 +411,10 @@ void Network::finish(double seconds, double linger) {
   };
   drive_until(seconds, [&] { return !expects_more(); });
   announce();
-  for (size_t peer = 0; peer < peers_.size(); ++peer) transport_->end(static_cast<int>(peer));
+  {
+    const std::lock_guard driving(driving_);  // what has arrived has been answered
+    for (size_t peer = 0; peer < peers_.size(); ++peer) transport_->end(static_cast<int>(peer));
+  }
   drive_until(linger, [&] {
     for (size_t peer = 0; peer < peers_.size(); ++peer)
       if (peers_[peer].needed.load(std::memory_order_acquire) && !gone(peer)) return false;

@@ -14,10 +14,10 @@
 // R5  Peers are connected on demand: `need` reports that a call has messages between a peer and
 //     this rank, the relay makes the connection, and `connect` takes it; rows wait for it
 //     meanwhile. A peer is first told of this rank's latest calls.
-// R6  Rows that have been too early (R1) for kPatience are kept in memory, kKept bytes of each peer
-//     at most, until they are not: so a call that this rank has yet to make keeps nothing else that
-//     follows in the connection, such as a message that it receives before. Rows of a peer are
-//     placed in their order.
+// R6  Rows that have been too early (R1) for kPatience are kept in memory, until they are not; more
+//     than kKept bytes of a peer after kLongPatience. So a call that this rank has yet to make
+//     keeps nothing else for ever that follows in the connection, such as a message that it
+//     receives before. Rows of a peer are placed in their order.
 #pragma once
 
 #include <atomic>
@@ -48,19 +48,21 @@ struct Trouble {
   std::string text;  // else
 };
 
-// The receiver of messages from rank to rank; called by the driver.
-struct Tagged {
-  virtual ~Tagged() = default;
-  // Where the next part of a message of a peer goes, `bytes` of it; never `later`. For what is
-  // invalid `why` is a phrase.
+// The receiver of messages of other kinds than rows and calls; called by the driver.
+struct Service {
+  virtual ~Service() = default;
+  // Where the next message of a peer goes, `bytes` of it; never `later`. For what is invalid `why`
+  // is a phrase.
   virtual Transport::Place place(int peer, const Label& label, size_t bytes, std::string& why) = 0;
   // These bytes of the latest `place` of this peer are there.
   virtual void raise(int peer, size_t bytes) = 0;
   // This rank may send a peer so many bytes more.
-  virtual void credit(int peer, uint64_t bytes) = 0;
+  virtual void credit(int, uint64_t) {}
+  // A peer sends nothing more.
+  virtual void ended(int) {}
 };
 
-class Network : private Transport::Receiver {
+class Network : public Driver, private Transport::Receiver {
  public:
   // The messages of a peer's lane in one call of a plan.
   struct Channel {
@@ -100,12 +102,16 @@ class Network : private Transport::Receiver {
     return transport_->put(peer, label, rows, at_once, std::move(done));
   }
 
-  // Pass messages from rank to rank on to `tagged`, null for nobody any more.
-  void serve(Tagged* tagged);
-  // Let a peer send so many bytes more of such messages.
+  // Pass messages of a kind on to a service, null for nobody any more.
+  void serve(Kind kind, Service* service);
+  // Let a peer send so many bytes more from rank to rank.
   void credit(int peer, uint64_t bytes);
+  // A peer has sent a service what is not valid.
+  void garbled(int peer, const std::string& why) override;
+  // Whether a connection to a peer is made, or being made.
+  bool needed(int peer) const { return peers_[peer].needed.load(std::memory_order_acquire); }
   // Receive and send what can be at once, unless another thread does; whether anything was.
-  bool poll() {
+  bool poll() override {
     const Inside inside(*this);
     const std::unique_lock driving(driving_, std::try_to_lock);
     return driving && receive(transport_->unsent() ? 0 : -1);
@@ -128,18 +134,23 @@ class Network : private Transport::Receiver {
   template <class Interrupted, class Gone>
   bool wait_until(Counter& counter, uint64_t expected, bool arrives, Patience patience,
                   Yields yields, Deadline& deadline, Interrupted&& interrupted, Gone&& gone);
-  // Let the thread of this network take over at once, if anything is outstanding.
+  // Let the thread of this network take over at once, if anything is outstanding, or waits.
   void hand_over() {
-    if (outstanding()) nudge();
+    if (outstanding() || early()) nudge();
   }
   // The same, for messages that arrive unannounced.
-  void nudge();
+  void nudge() override;
 
   // Return when this rank has received all rows that its calls expect, or after `seconds`; then end
   // what it sends, and wait up to `linger` seconds for all peers to do so.
   void finish(double seconds, double linger);
   // Whether a peer has ended what it sends.
   bool ended(int peer) const { return peers_[peer].over.load(std::memory_order_acquire); }
+  // Whether nothing more arrives from a peer: it has ended what it sends, or has left without a
+  // connection to this rank, by which what it sent before might still arrive.
+  bool silent(int peer) const {
+    return ended(peer) || (mesh_->left(peer) && !peers_[peer].connected.load());
+  }
   void abort();
   // End the thread; after `abort`.
   void stop();
@@ -154,8 +165,8 @@ class Network : private Transport::Receiver {
   static constexpr int kTick = 1;  // milliseconds (R3), and between two announcements
   // milliseconds after which the thread looks again whether a caller drives
   static constexpr int kLook = 20;
-  static constexpr int64_t kPatience = 2'000'000;    // nanoseconds (R6)
-  static constexpr size_t kKept = size_t{64} << 20;  // bytes (R6)
+  static constexpr int64_t kPatience = 2'000'000, kLongPatience = 200'000'000;  // nanoseconds (R6)
+  static constexpr size_t kKept = size_t{64} << 20;                             // bytes (R6)
   // tests of a counter between two polls, each a system call
   static constexpr int kTests = 10;
   // texts of calls that ranks remember of each other
@@ -172,8 +183,8 @@ class Network : private Transport::Receiver {
   };
   struct Peer {
     std::atomic<bool> needed{false}, over{false};
-    bool connected = false;  // of `announcing_`
-    bool troubled = false;   // of `mutex_`
+    std::atomic<bool> connected{false};  // set by a thread that holds `announcing_`
+    bool troubled = false;               // of `mutex_`
     std::list<Expected> expected;
     std::list<Expected>::iterator current;  // of the latest `place`
     std::vector<char> packed;               // its rows, if they travel packed
@@ -181,7 +192,8 @@ class Network : private Transport::Receiver {
     std::unordered_map<uint64_t, std::string> texts, by_digest;
     uint64_t noted = 0;  // the latest call of which its rows have told
     enum Latest { rows, kept_rows, message } latest = rows;  // what the latest `place` was of
-    size_t bytes = 0;                                        // of a message from rank to rank
+    Service* service = nullptr;                              // of a message
+    size_t bytes = 0;                                        // of it
     std::deque<Kept> kept;                                   // R6; of the driver, like the rest
     size_t kept_bytes = 0;
     int64_t early_since = 0;  // when rows were too early first, 0 if they are not
@@ -215,7 +227,6 @@ class Network : private Transport::Receiver {
   void raise(int peer) override;
   void told(int peer, const Label& label, std::string_view text) override;
   void ended(int peer, const std::string& broken) override;
-  void garbled(int peer, const std::string& why) override;
 
   // As `Transport::poll` or, with a time, `progress`, and place rows that were kept.
   bool receive(int milliseconds = -1) {
@@ -247,7 +258,7 @@ class Network : private Transport::Receiver {
   int bell_ = -1, trouble_ = -1;
   std::unique_ptr<Transport> transport_;
 
-  Tagged* tagged_ = nullptr;  // of `driving_`
+  Service *tagged_ = nullptr, *regions_ = nullptr;  // of `driving_`
 
   std::mutex mutex_;  // of calls and troubles
   uint64_t begun_ = 0;

@@ -42,17 +42,21 @@ inline void scatter(const char* from, const Strided& rows) {
 }
 
 // What a message is: rows of a lane in a call, a call that a rank makes, or one that it refuses; a
-// part of a message from rank to rank, or leave to send more of them (`messages.hpp`).
-enum class Kind : uint8_t { rows = 1, call = 2, refusal = 3, tagged = 4, credit = 5 };
+// part of a message from rank to rank, or leave to send more of them (`messages.hpp`); a part of a
+// one-sided call (`regions.hpp`).
+enum class Kind : uint8_t { rows = 1, call = 2, refusal = 3, tagged = 4, credit = 5, region = 6 };
 
 // Whether a message of this kind has a place; any other has a text.
-inline bool placed(Kind kind) { return kind == Kind::rows || kind == Kind::tagged; }
+inline bool placed(Kind kind) {
+  return kind == Kind::rows || kind == Kind::tagged || kind == Kind::region;
+}
 inline bool told(Kind kind) {
   return kind == Kind::call || kind == Kind::refusal || kind == Kind::credit;
 }
 
 // Of a refusal the digest is how often it was refused. Of a tagged message `lane` is 1 in its first
-// part, `call` its tag and `digest` its bytes in all; of a credit `call` is the bytes.
+// part, `call` its tag and `digest` its bytes in all; of a credit `call` is the bytes. Of a
+// one-sided call `lane` is what it does, `call` its number and `digest` that of the memory.
 struct Label {
   Kind kind;
   uint8_t lane;

@@ -41,28 +41,37 @@ bool may_repeat(const std::vector<size_t>& shape, const std::vector<size_t>& str
   return false;
 }
 
-StridedCopy::StridedCopy(char* dst, const char* src, size_t item, const std::vector<size_t>& shape,
-                         const std::vector<size_t>& dst_strides,
-                         const std::vector<size_t>& src_strides)
-    : dst_(dst), src_(src), bytes_(item), run_(item) {
+Runs::Runs(size_t item, const std::vector<size_t>& shape, const std::vector<size_t>& dst_strides,
+           const std::vector<size_t>& src_strides)
+    : bytes(item), run(item) {
   std::vector<Dimension> all;
   for (size_t i = 0; i < shape.size(); ++i) {
-    bytes_ *= shape[i];
+    bytes *= shape[i];
     if (shape[i] != 1) all.push_back({shape[i], dst_strides[i] * item, src_strides[i] * item});
   }
   std::stable_sort(all.begin(), all.end(),
                    [](const Dimension& a, const Dimension& b) { return a.dst > b.dst; });
   for (const Dimension& inner : all) {
-    Dimension* outer = dimensions_.empty() ? nullptr : &dimensions_.back();
+    Dimension* outer = dimensions.empty() ? nullptr : &dimensions.back();
     if (outer && outer->dst == inner.size * inner.dst && outer->src == inner.size * inner.src)
       *outer = {outer->size * inner.size, inner.dst, inner.src};
     else
-      dimensions_.push_back(inner);
+      dimensions.push_back(inner);
   }
-  if (!dimensions_.empty() && dimensions_.back().dst == item && dimensions_.back().src == item) {
-    run_ = dimensions_.back().size * item;
-    dimensions_.pop_back();
+  if (!dimensions.empty() && dimensions.back().dst == item && dimensions.back().src == item) {
+    run = dimensions.back().size * item;
+    dimensions.pop_back();
   }
+}
+
+StridedCopy::StridedCopy(char* dst, const char* src, size_t item, const std::vector<size_t>& shape,
+                         const std::vector<size_t>& dst_strides,
+                         const std::vector<size_t>& src_strides)
+    : dst_(dst), src_(src) {
+  Runs runs(item, shape, dst_strides, src_strides);
+  bytes_ = runs.bytes;
+  run_ = runs.run;
+  dimensions_ = std::move(runs.dimensions);
   auto to = reinterpret_cast<uintptr_t>(dst), from = reinterpret_cast<uintptr_t>(src);
   const auto span = [&](const std::vector<size_t>& strides) {
     return span_of(item, shape.size(), shape.data(), strides.data());

@@ -23,8 +23,25 @@ size_t span_of(size_t item, size_t dimensions, const Number* shape, const Number
 // exceeds the span of the dimensions inside it.
 bool may_repeat(const std::vector<size_t>& shape, const std::vector<size_t>& strides);
 
-// One copy, ready to run: dimensions that are contiguous in both views are merged into the longest
-// contiguous runs.
+// A dimension of two views of one shape, with its stride in each, in bytes.
+struct Dimension {
+  size_t size, dst, src;
+};
+
+// Two views of one shape: the longest runs of bytes that are contiguous in both, and the dimensions
+// around them, in the order of the first in memory, outermost first. Dimensions that are one in
+// both are merged.
+struct Runs {
+  // Strides count elements of `item` bytes.
+  Runs(size_t item, const std::vector<size_t>& shape, const std::vector<size_t>& dst_strides,
+       const std::vector<size_t>& src_strides);
+
+  size_t bytes;  // of all elements
+  size_t run;
+  std::vector<Dimension> dimensions;
+};
+
+// One copy, ready to run.
 class StridedCopy {
  public:
   // Strides count elements of `item` bytes. Elements in both views are read before any is written.
@@ -38,9 +55,6 @@ class StridedCopy {
   void run() const;
 
  private:
-  struct Dimension {
-    size_t size, dst, src;  // strides in bytes
-  };
   void run_shared() const;
   void run_from(size_t dimension, char* dst, const char* src) const;
   void run_tiles(const Dimension& outer, const Dimension& inner, char* dst, const char* src) const;
@@ -50,9 +64,8 @@ class StridedCopy {
 
   char* dst_;
   const char* src_;
-  size_t bytes_;                       // of all elements
-  size_t run_;                         // contiguous bytes in both views
-  std::vector<Dimension> dimensions_;  // around the runs, outermost first
+  size_t bytes_, run_;  // as those of `Runs`
+  std::vector<Dimension> dimensions_;
   // capacity for all elements if the views overlap: allocated in the constructor, where a lack of
   // memory can be reported
   std::shared_ptr<char[]> staged_;

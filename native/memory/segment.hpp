@@ -25,8 +25,9 @@ struct File {
   int fd;
 };
 
-// A mapped memory file, unmapped with the last reference to it.
-class Mapping {
+// A mapped memory file, unmapped with the last reference to it. Native code that gets one from
+// Python shares it by itself, not by a Python object, which only a thread with the GIL may release.
+class Mapping : public std::enable_shared_from_this<Mapping> {
  public:
   // A new mapping and its file, with all pages allocated; throws std::system_error.
   static std::pair<std::shared_ptr<Mapping>, std::shared_ptr<File>> create(size_t bytes);

@@ -22,9 +22,14 @@ struct Selection {
 
 class SignalArray {
  public:
-  // `segment` is zeroed and contains only counters.
-  SignalArray(std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> segment, int spins)
-      : mesh_(std::move(mesh)), segment_(std::move(segment)), spins_(spins) {}
+  // `segment` is zeroed and contains only counters; `driver` moves what peers on other hosts
+  // change, null if there are none.
+  SignalArray(std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> segment, int spins,
+              std::shared_ptr<Driver> driver)
+      : mesh_(std::move(mesh)),
+        segment_(std::move(segment)),
+        spins_(spins),
+        driver_(std::move(driver)) {}
 
   // Add to or set `rank`'s counters, after all earlier writes of this thread are visible there.
   // False if a peer has failed.
@@ -55,6 +60,7 @@ class SignalArray {
   // `interrupted` is called from time to time.
   Outcome wait(Selection selection, Compare compare, uint64_t expected, int64_t timeout,
                const std::function<bool()>& interrupted) {
+    if (driver_ && drive_until(selection, compare, expected)) return {WaitStatus::none, 0, 0};
     Deadline deadline(timeout);
     WaitStatus status = WaitStatus::timeout;
     auto is = [&](bool condition, WaitStatus found) { return condition && (status = found, true); };
@@ -91,6 +97,20 @@ class SignalArray {
     return true;
   }
 
+  // Receive from other hosts for a while; whether all counters satisfy the comparison meanwhile.
+  bool drive_until(Selection selection, Compare compare, uint64_t expected) const {
+    constexpr int64_t kAlone = 20'000, kPatient = 1'000'000;  // nanoseconds, as those of calls
+    const Yields yields = yields_after(spins_);
+    const int64_t start = now();
+    do {
+      driver_->poll();
+      if (test(selection, compare, expected)) return true;
+      pause();
+    } while (now() - start < (spins_ ? kAlone : 0) || (now() - start < kPatient && yield(yields)));
+    driver_->nudge();
+    return false;
+  }
+
   // Index of the first counter that does not satisfy the comparison, `count` if all do.
   size_t unsatisfied(Selection selection, Compare compare, uint64_t expected) const {
     size_t i = 0;
@@ -108,6 +128,7 @@ class SignalArray {
   std::shared_ptr<Mesh> mesh_;
   std::shared_ptr<Segment> segment_;
   int spins_;
+  std::shared_ptr<Driver> driver_;
 };
 
 }  // namespace weft

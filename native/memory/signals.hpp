@@ -142,6 +142,15 @@ inline bool yield(Yields yields) {
 
 inline bool never() { return false; }
 
+// What moves bytes between this host and others, for threads that wait.
+struct Driver {
+  virtual ~Driver() = default;
+  // Receive and send what can be at once, unless another thread does; whether anything was.
+  virtual bool poll() = 0;
+  // Let a thread in the background go on, while this one sleeps.
+  virtual void nudge() = 0;
+};
+
 // Test up to `spins` + 1 times whether `compare` holds.
 inline bool spin(const Counter& counter, Compare compare, uint64_t expected, int spins) {
   for (int i = 0; i <= spins; ++i) {

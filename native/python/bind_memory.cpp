@@ -1,3 +1,6 @@
+#include <nanobind/stl/variant.h>
+
+#include "hosts/network.hpp"
 #include "memory/mesh.hpp"
 #include "memory/segment.hpp"
 #include "memory/signal_array.hpp"
@@ -124,7 +127,9 @@ void bind_memory(nb::module_& m) {
       .value("less_equal", Compare::less_equal);
 
   nb::class_<SignalArray>(m, "SignalArray")
-      .def(nb::init<std::shared_ptr<Mesh>, std::shared_ptr<Segment>, int>())
+      .def(nb::init<std::shared_ptr<Mesh>, std::shared_ptr<Segment>, int,
+                    std::shared_ptr<Network>>(),
+           "mesh"_a, "segment"_a, "spins"_a, "network"_a.none())
       .def(
           "add",
           [](SignalArray& self, int rank, size_t start, size_t count, size_t step, uint64_t value) {
@@ -155,6 +160,54 @@ void bind_memory(nb::module_& m) {
       });
 
   nb::class_<StridedCopy>(m, "StridedCopy");
+  nb::class_<Regions::Copy>(m, "RemoteCopy");
+  nb::class_<Regions::Change>(m, "RemoteChange")
+      .def("__init__", [](Regions::Change* self, uint64_t memory, bool set, size_t start,
+                          size_t count, size_t step, uint64_t value) {
+        new (self) Regions::Change{memory, set, {start, count, step}, value};
+      });
+  nb::class_<PyRegions>(m, "Regions")
+      .def(nb::init<std::vector<int>, std::shared_ptr<Mesh>, std::shared_ptr<Network>, int>())
+      .def(
+          "hold",
+          [](PyRegions& self, uint64_t memory, std::shared_ptr<Mapping> part) {
+            self.regions.hold(memory, std::move(part));
+          },
+          Unlocked())
+      .def(
+          "drop",
+          [](PyRegions& self, int peer, uint64_t memory) {
+            return self.regions.drop(peer, memory);
+          },
+          Unlocked())
+      .def(
+          "release",
+          [](PyRegions& self, int peer, uint64_t memory) { self.regions.release(peer, memory); },
+          Unlocked())
+      .def(
+          "release_all", [](PyRegions& self, int peer) { self.regions.release_all(peer); },
+          Unlocked())
+      .def(
+          "close", [](PyRegions& self) { self.regions.close(); }, Unlocked())
+      .def(
+          "put",
+          [](PyRegions& self, int peer, const Regions::Copy& copy,
+             std::optional<Regions::Change> change, double timeout, nb::object tensors) {
+            return self.complete(peer, timeout, std::move(tensors), [&] {
+              return self.regions.put(peer, copy, change.value_or(Regions::Change{}));
+            });
+          },
+          "peer"_a, "copy"_a, "change"_a.none(), "timeout"_a, "tensors"_a)
+      .def("get",
+           [](PyRegions& self, int peer, const Regions::Copy& copy, double timeout,
+              nb::object tensors) {
+             return self.complete(peer, timeout, std::move(tensors),
+                                  [&] { return self.regions.get(peer, copy); });
+           })
+      .def("change", [](PyRegions& self, int peer, const Regions::Change& change, double timeout) {
+        return self.complete(peer, timeout, nb::none(),
+                             [&] { return self.regions.change(peer, change); });
+      });
   m.def(
       "copy_at_once",
       [](bool put, nb::handle remote, nb::handle local, int peer, nb::handle tile) {
@@ -163,18 +216,18 @@ void bind_memory(nb::module_& m) {
         auto found = one_sided(put, remote, local, peer);
         const auto world = found ? PyTransfers::open.find(found->first) : PyTransfers::open.end();
         if (world == PyTransfers::open.end()) return false;
+        auto* const copy = std::get_if<StridedCopy>(&found->second);
+        if (!copy) return false;
         PyTransfers& open = *world->second;
         // another thread may close the world, and release the transfers
         const nb::object retained = nb::find(open);
         View buffer;
         if (!tile.is_none()) {
           if (!buffer.read_plain(tile)) throw nb::value_error("the tile is no plain tensor");
-          found->second =
-              found->second.through(reinterpret_cast<char*>(buffer.address), buffer.span());
+          *copy = copy->through(reinterpret_cast<char*>(buffer.address), buffer.span());
         }
-        return in_range(
-            [&] { return put ? "put" : "get"; },
-            [&] { return unlocked([&] { return open.transfers.copy(found->second); }); });
+        return in_range([&] { return put ? "put" : "get"; },
+                        [&] { return unlocked([&] { return open.transfers.copy(*copy); }); });
       },
       "put"_a, "remote"_a.none(), "local"_a.none(), "peer"_a, "tile"_a = nb::none());
   m.def("one_sided", &one_sided, "put"_a, "remote"_a.none(), "local"_a.none(), "peer"_a,

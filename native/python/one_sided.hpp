@@ -9,21 +9,27 @@
 #include <optional>
 #include <unordered_map>
 #include <utility>
+#include <variant>
 #include <vector>
 
+#include "hosts/regions.hpp"
 #include "memory/segment.hpp"
 #include "memory/transfers.hpp"
+#include "python/gil.hpp"
 #include "python/modes.hpp"
 #include "python/tensor_view.hpp"
 
 namespace weft {
 
+// A copy within this host, or to or from another one.
+using OneSided = std::variant<StridedCopy, Regions::Copy>;
+
 // The number of the world to whose symmetric memory `remote` belongs, and a copy between a peer's
 // counterpart of it and `local`; none if one of the tensors is not suitable, or has yet to be
 // `checked` in the modes of this thread, and the caller reports the reason.
-inline std::optional<std::pair<uint64_t, StridedCopy>> one_sided(bool put, nb::handle remote,
-                                                                 nb::handle local, int peer,
-                                                                 bool checked = false) {
+inline std::optional<std::pair<uint64_t, OneSided>> one_sided(bool put, nb::handle remote,
+                                                              nb::handle local, int peer,
+                                                              bool checked = false) {
   if (!checked && checked_modes()) return {};
   View there, here;
   if (!there.read_plain(remote) || !here.read_plain(local) || there.dtype != here.dtype ||
@@ -35,9 +41,7 @@ inline std::optional<std::pair<uint64_t, StridedCopy>> one_sided(bool put, nb::h
                       ? there.address
                       : nb::cast<uintptr_t>(remote.attr("untyped_storage")().attr("data_ptr")());
   const Segment* segment = Segment::containing(at);
-  if (!segment || peer < 0 || static_cast<size_t>(peer) >= segment->parts.size() ||
-      !segment->parts[peer])
-    return {};
+  if (!segment || peer < 0 || static_cast<size_t>(peer) >= segment->parts.size()) return {};
   const size_t offset = at - segment->own().address();
   const std::vector<size_t> shape(there.shape, there.shape + there.dimensions),
       remote_strides(there.strides, there.strides + there.dimensions),
@@ -46,7 +50,11 @@ inline std::optional<std::pair<uint64_t, StridedCopy>> one_sided(bool put, nb::h
     throw nb::value_error(
         "dst holds elements more than once, or its dimensions interleave; write to a tensor that "
         "is not expanded");
-  char *far = segment->parts[peer]->base() + offset, *near = reinterpret_cast<char*>(here.address);
+  char* const near = reinterpret_cast<char*>(here.address);
+  if (!segment->parts[peer])
+    return std::pair(segment->world, Regions::Copy{segment->number, offset, near, there.item, shape,
+                                                   remote_strides, local_strides});
+  char* const far = segment->parts[peer]->base() + offset;
   return std::pair(segment->world,
                    put ? StridedCopy(far, near, there.item, shape, remote_strides, local_strides)
                        : StridedCopy(near, far, there.item, shape, local_strides, remote_strides));
@@ -76,6 +84,54 @@ struct PyTransfers {
       keepalive.pop_front();
     }
   }
+};
+
+// The one-sided calls between hosts, and the tensors of those that have been given up (W4). All
+// methods are called with the GIL.
+class PyRegions {
+ public:
+  PyRegions(std::vector<int> peers, std::shared_ptr<Mesh> mesh, std::shared_ptr<Network> network,
+            int spins)
+      : regions(std::move(peers), std::move(mesh), std::move(network), spins) {}
+
+  // Make a request of a peer, and wait `timeout` seconds for each answer to it.
+  template <class Request>
+  WaitStatus complete(int peer, double timeout, nb::object tensors, Request request) {
+    release();
+    uint64_t number;
+    WaitStatus status;
+    {
+      const nb::gil_scoped_release unlock;
+      number = request();
+      status = regions.wait(peer, number, nanoseconds(timeout), signal_pending);
+      if (status == WaitStatus::interrupted) regions.wait(peer, number, kGrace, never);
+    }
+    if (regions.answered(peer) < number) unanswered_.push_back({peer, number, std::move(tensors)});
+    if (PyErr_Occurred()) throw nb::python_error();
+    return status;
+  }
+
+  Regions regions;
+
+ private:
+  // nanoseconds that a peer has to answer before a signal handler's exception is raised
+  static constexpr int64_t kGrace = 500'000'000;
+  struct Unanswered {
+    int peer;
+    uint64_t number;
+    nb::object tensors;
+  };
+
+  void release() {
+    const auto answered = [&](const Unanswered& each) {
+      return regions.answered(each.peer) >= each.number;
+    };
+    std::vector<Unanswered> kept, over;  // whose destructors may run Python code that calls this
+    for (Unanswered& each : unanswered_) (answered(each) ? over : kept).push_back(std::move(each));
+    unanswered_ = std::move(kept);
+  }
+
+  std::vector<Unanswered> unanswered_;
 };
 
 }  // namespace weft

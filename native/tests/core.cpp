@@ -21,6 +21,7 @@
 #include "execute/binding.hpp"
 #include "execute/executor.hpp"
 #include "hosts/messages.hpp"
+#include "hosts/regions.hpp"
 #include "hosts/tcp.hpp"
 #include "kernels/float16.hpp"
 #include "kernels/experts.hpp"
@@ -788,6 +789,78 @@ void test_messages(int ranks, bool apart, bool readable) {
     }
 }
 
+// Puts, gets and notifications between hosts, of two threads of each rank at once: of rows, of
+// transposed elements, and of more dimensions than a message describes, short and long.
+void test_regions() {
+  constexpr int kRanks = 2, kTimes = 12;
+  constexpr uint64_t kMemory = 3, kCounters = 4;
+  constexpr size_t kNumbers = size_t{1} << 20;  // of a thread
+  const std::vector<std::vector<size_t>> shapes{
+      {5}, {3000}, {700, 900}, {640, 512}, {2, 3, 2, 2, 2, 2, 2, 2, 2, 2, 3}, {40, 30, 20, 6}};
+  Host host(kRanks, 64, true);
+  std::vector<std::shared_ptr<Network>> networks;
+  std::vector<std::unique_ptr<Regions>> regions;
+  std::vector<std::shared_ptr<Mapping>> memory, counters;
+  for (int r = 0; r < kRanks; ++r) {
+    networks.push_back(host.executors[r]->connect(kRanks, [&](Transport::Receiver& receiver) {
+      return std::make_unique<TcpTransport>(kRanks, receiver);
+    }));
+    regions.push_back(
+        std::make_unique<Regions>(std::vector<int>{1 - r}, host.meshes[r], networks[r], r * 100));
+    memory.push_back(Mapping::create(2 * kNumbers * sizeof(int)).first);
+    counters.push_back(Mapping::create(2 * sizeof(Counter)).first);
+    regions[r]->hold(kMemory, memory[r]);
+    regions[r]->hold(kCounters, counters[r]);
+  }
+  const auto [here, there] = large_connection();
+  networks[0]->connect(1, here);
+  networks[1]->connect(0, there);
+  const auto never = [] { return false; };
+  std::vector<std::thread> threads;
+  for (int r = 0; r < kRanks; ++r)
+    for (size_t half = 0; half < 2; ++half)
+      threads.emplace_back([&, r, half] {
+        const int peer = 1 - r;
+        const auto wait = [&](uint64_t request) {
+          CHECK(regions[r]->wait(peer, request, kTimeout, never) == WaitStatus::none);
+        };
+        for (int k = 0; k < kTimes; ++k) {
+          const std::vector<size_t>& shape = shapes[(k + half) % shapes.size()];
+          std::vector<size_t> strides(shape.size(), 1), padded(shape.size(), 1);
+          size_t numbers = 1, span = 1;
+          for (size_t i = shape.size(); i-- > 0;) {
+            strides[i] = numbers, padded[i] = span;
+            numbers *= shape[i], span *= shape[i] + (i > 0);
+          }
+          if (k % 3 == 2) std::reverse(padded.begin(), padded.end());  // across the rows
+          span = 1;
+          for (size_t i = 0; i < shape.size(); ++i) span += (shape[i] - 1) * padded[i];
+          if (span > kNumbers || (k % 3 == 2 && may_repeat(shape, padded))) padded = strides;
+          std::vector<int> own(numbers), got(numbers, -1);
+          for (size_t i = 0; i < numbers; ++i) own[i] = static_cast<int>(i * 7 + k * 3 + r);
+          const uint64_t offset = half * kNumbers * sizeof(int);
+          const auto copy = [&](std::vector<int>& local) {
+            return Regions::Copy{kMemory,     offset, reinterpret_cast<char*>(local.data()),
+                                 sizeof(int), shape,  padded,
+                                 strides};
+          };
+          wait(regions[r]->put(peer, copy(own), {kCounters, false, {half, 1, 1}, 2}));
+          wait(regions[r]->get(peer, copy(got)));
+          CHECK(own == got);
+        }
+        wait(regions[r]->change(peer, {kCounters, false, {0, 2, 1}, 1}));
+      });
+  for (auto& thread : threads) thread.join();
+  for (int r = 0; r < kRanks; ++r)
+    for (size_t half = 0; half < 2; ++half)
+      CHECK(reinterpret_cast<Counter*>(counters[r]->base())[half].value.load() == 2 * kTimes + 2);
+  for (auto& network : networks) {
+    CHECK(network->troubles().empty());
+    network->abort();
+    network->stop();
+  }
+}
+
 // A wire with one message, which arrives when it is told to, and of which only the thread that
 // drives hears.
 class Wire : public Transport {
@@ -1181,7 +1254,8 @@ void test_allocation_under_a_timer() {
 void test_signal_arrays() {
   Host host(2, 8 * sizeof(Counter));
   int mailbox = 0;
-  SignalArray arrays[2] = {{host.meshes[0], host.data[0], 0}, {host.meshes[1], host.data[1], 100}};
+  SignalArray arrays[2] = {{host.meshes[0], host.data[0], 0, nullptr},
+                           {host.meshes[1], host.data[1], 100, nullptr}};
   auto never = [] { return false; };
   auto wait = [&](int rank, Selection at, Compare compare, uint64_t value) {
     return arrays[rank].wait(at, compare, value, 20'000'000'000, never).status;
@@ -1315,6 +1389,7 @@ int main() {
   test_messages(3, false, false);
   if (memory_can_be_read()) test_messages(3, false, true);
   test_messages(3, true, false);
+  test_regions();
   test_kinds_of_stores();
   test_rows_that_wait_for_a_rank_of_this_host();
   test_an_end_behind_a_message();

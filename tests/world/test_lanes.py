@@ -14,7 +14,7 @@ import torch
 
 import weft
 from weft.world import lanes
-from weft.world.remote import Remote
+from weft.world.relay import Relay
 
 
 def refused(*_):
@@ -45,7 +45,7 @@ def test_an_error_of_a_relays_thread_closes_the_world():
 
     def call():
         world, start = weft.init(), time.monotonic()
-        world.relay.remote.drop(0)  # wakes the thread
+        world.relay.drop(0)  # wakes the thread
         with pytest.raises(weft.WeftError, match=r"ZeroDivisionError: nothing dropped"):
             for _ in range(1000):
                 weft.all_reduce(torch.ones(2))
@@ -54,6 +54,6 @@ def test_an_error_of_a_relays_thread_closes_the_world():
         return time.monotonic() - start
 
     once = chain([ZeroDivisionError("nothing dropped")], repeat(None))
-    failing = mock.patch.object(Remote, "report_dropped", side_effect=once)
+    failing = mock.patch.object(Relay, "_report_dropped", side_effect=once)
     with weft.local_world(2, hosts=(0, 1), timeout=60) as local, failing:
         assert max(local.run(call)) < 30

@@ -91,7 +91,7 @@ def filled():
 @pytest.mark.parametrize("seed", range(6))
 def test_ranks_that_leave_hand_their_lines_over(seed):
     """Of three hosts, one by one or two at once, in any order: each time all others learn of it, and
-    two that had no connection for control reach each other.
+    two that had no connection reach each other.
     """
     order = random.Random(seed).sample(range(3 * EACH), 3 * EACH)
     hosts = [rank % 3 for rank in range(3 * EACH)]

@@ -6,8 +6,6 @@ import socket
 import struct
 import threading
 import time
-from collections import deque
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ import weft
 import weft._native as _native
 from weft.errors import PeerLost
 from weft.world.control import LONGEST
-from weft.world.relay import Relay
 
 ROUTE = struct.Struct("<ii")  # of a letter: the rank that sends it, and the one for which it is
 HEADER = struct.Struct("<BB6xQQQ")  # of a message of rows: kind, lane, call, digest and bytes
@@ -86,39 +83,6 @@ def test_rows_are_received_and_sent_as_they_lie_in_memory():
 
             for rows in each_rank(gather):
                 assert torch.equal(rows, torch.cat([wide[:, :columns] + rank for rank in range(2)]))
-
-
-class Overtaken:
-    """A lock at whose release something is done before its owner goes on."""
-
-    def __init__(self, overtake):
-        self.overtake = overtake
-
-    def __enter__(self):
-        pass
-
-    def __exit__(self, *raised):
-        overtake, self.overtake = self.overtake, None
-        if overtake:
-            overtake()
-
-
-def test_the_first_requests_of_two_threads_to_a_peer_at_once():
-    """One of them asks for the connection by which both go, whichever thread runs when."""
-
-    def send(message):
-        Relay._send_request(relay, 1, message, None)
-
-    relay = SimpleNamespace(
-        control={},
-        requests={},
-        wanted=deque(),
-        connecting=Overtaken(lambda: send(b"second")),
-        _wake=lambda: None,
-    )
-    send(b"first")
-    assert relay.requests == {1: [(b"first", None), (b"second", None)]}
-    assert [*relay.wanted] == [1]
 
 
 def test_a_failure_reaches_a_peer():

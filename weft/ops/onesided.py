@@ -39,7 +39,8 @@ from torch import Tensor
 import weft._native as _native
 from weft.checks import check_rank, check_tensor, integer, name
 from weft.errors import PeerTimeout, WeftError
-from weft.ops.between_hosts import RemoteChange, RemoteCopy
+from weft.ops import between_hosts
+from weft.ops.between_hosts import RemoteChange
 from weft.ops.signalling import notification, on_streams, seconds_of
 from weft.uncompiled import untraced
 from weft.world import World, by_number, check_world, memory
@@ -64,7 +65,7 @@ class _Copy(NamedTuple):
         return f"{name} of {self.size:,} bytes {direction} rank {self.peer}"
 
 
-Copy = _native.StridedCopy | RemoteCopy | Callable[[], object]
+Copy = _native.StridedCopy | _native.RemoteCopy | Callable[[], object]
 """A checked copy: a native one, one to or from another host, or one to be put on a stream."""
 
 
@@ -326,10 +327,11 @@ def put_notify(
     raising = notification(signals, index, peer, op, value)
     own, copy = _prepared(dst, src, peer, signals.world, True, algorithm, comm_sms)
     description = _Copy(True, peer, src.nbytes)
-    if isinstance(copy, RemoteCopy) and isinstance(raising, RemoteChange):
-        copy.run(own, f"to make a {description}", raising)
+    if isinstance(copy, _native.RemoteCopy) and isinstance(raising, RemoteChange):
+        doing = f"to make a {description}"
+        between_hosts.put(own, raising.peer, copy, (dst, src), doing, raising)
         return
-    _make(own, copy, description)
+    _make((dst, src), own, copy, description)
     if not raising():
         raise own.failure(f"to notify rank {peer}")
 
@@ -352,23 +354,24 @@ def _copy(
     ):
         return
     own, copy = _prepared(remote, local, peer, world, put, algorithm, comm_sms)
-    _make(own, copy, _Copy(put, peer, local.nbytes))
+    _make((remote, local), own, copy, _Copy(put, peer, local.nbytes))
 
 
-def _make(world: World, copy: Copy, description: _Copy) -> None:
-    if isinstance(copy, RemoteCopy):
-        copy.run(world, f"to make a {description}")
+def _make(tensors: object, world: World, copy: Copy, description: _Copy) -> None:
+    if isinstance(copy, _native.RemoteCopy):
+        make = between_hosts.put if description.put else between_hosts.get
+        make(world, description.peer, copy, tensors, f"to make a {description}")
     elif not isinstance(copy, _native.StridedCopy):
         on_streams(world).run(copy)
     elif not world.transfers.copy(copy):
         raise world.failure(f"to make a {description}")
 
 
-def _make_of(tensors: object, world: World, copy: Copy, description: _Copy) -> None:
-    """Make a copy in the background, and keep its tensors until then."""
+def _make_later(tensors: object, world: World, copy: Copy, description: _Copy) -> None:
+    """Make a copy in the background."""
     _native.set_team_size(world.comm_threads)
     try:
-        _make(world, copy, description)
+        _make(tensors, world, copy, description)
     except WeftError:
         world.unreported = world.closed is not None
         raise
@@ -386,11 +389,12 @@ def _begin(
     own, copy = _prepared(remote, local, peer, world, put, algorithm, comm_sms)
     description = _Copy(put, peer, local.nbytes)
     if own.relay is not None:  # one queue, also for the peers of this host
-        made = own.relay.lanes.transfer(lambda: _make_of((remote, local), own, copy, description))
+        tensors = remote, local
+        made = own.relay.lanes.transfer(lambda: _make_later(tensors, own, copy, description))
         return QueuedTransfer(own, made, description)
     if isinstance(copy, _native.StridedCopy):
         return Transfer(own, own.transfers.submit((remote, local), copy), description)
-    assert not isinstance(copy, RemoteCopy)  # a world on several hosts has a relay
+    assert not isinstance(copy, _native.RemoteCopy)  # a world on several hosts has a relay
     return StreamTransfer(own, on_streams(own).start(copy, local), description)
 
 
@@ -415,9 +419,7 @@ def _prepared(
     if own.closed is not None:
         own.check()
     _check_algorithm(algorithm, comm_sms, own)
-    if not own.hosts.here(rank):
-        return own, RemoteCopy(put, remote, local, rank)
-    if not own.stream_ordered:
+    if not (own.stream_ordered and own.hosts.here(rank)):
         assert found is not None
         return own, found[1]
     streams, theirs = on_streams(own), own.peer(remote, rank)

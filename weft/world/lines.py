@@ -166,7 +166,7 @@ class Lines:
         return next(rank for rank in order if rank == self._rank or not self._mesh.left(rank))
 
     def _put(self, host: int, origin: int, target: int, text: bytes) -> None:
-        if not self.connections[host].send(_ROUTE.pack(origin, target) + text, urgent=True):
+        if not self.connections[host].send(_ROUTE.pack(origin, target) + text):
             self._later()
 
     def _receive(self, host: int, message: bytes) -> None:

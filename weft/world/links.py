@@ -1,5 +1,4 @@
-"""Connections to ranks on other hosts, for rows or for one-sided calls, made when a call first has
-messages between them.
+"""Connections to ranks on other hosts, made when a call first has messages between them.
 
 Of two ranks the higher one invites the lower, which connects: it listens at an address of its own,
 tells it by a letter, and closes it once all that it has invited are connected. A lower rank that is
@@ -17,30 +16,28 @@ from weft.errors import SymmetricMemoryError, WeftError
 from weft.world.listener import Address, Inbound, Listener, Outbound
 from weft.world.wire import decode, encode
 
-ROWS, CONTROL = b"wi", b"WI"
-"""Kinds of connections, by the first bytes of their messages: of the wish for an invitation, and of
-an invitation, which the address follows.
+_WISH, _INVITATION = b"w", b"i"
+"""The first bytes of messages: of the wish for an invitation, and of an invitation, which the
+address follows.
 """
 Ready = dict[int, tuple[int, Callable[[int], object]]]
 """For each descriptor that is to be polled the events, and what to call with those that occur."""
 
 
 class Links:
-    """The connections of one `kind` that `rank` is making to peers, ranks on other hosts. `here` is
-    the address of this host, `send` sends a message to one, `made` takes the descriptor of its
-    connection, `failed` the error if there is none, and the rank that caused it.
+    """The connections that `rank` is making to peers, ranks on other hosts. `here` is the address
+    of this host, `send` sends a message to one, `made` takes the descriptor of its connection,
+    `failed` the error if there is none, and the rank that caused it.
     """
 
     def __init__(
         self,
-        kind: bytes,
         rank: int,
         here: str,
         send: Callable[[int, bytes], None],
         made: Callable[[int, int], None],
         failed: Callable[[int, WeftError], None],
     ) -> None:
-        self._wish, self._invitation = kind[:1], kind[1:]
         self._rank = rank
         self._here = here
         self._send = send
@@ -56,15 +53,15 @@ class Links:
         if peer < self._rank:
             self._invite(peer)
         elif peer not in self._begun:
-            self._send(peer, self._wish)
+            self._send(peer, _WISH)
 
     def process(self, peer: int, message: bytes) -> None:
         """Process a message of a peer. Raises `WeftError` if it is not valid."""
         try:
             lower = peer < self._rank
-            if message == self._wish and lower:
+            if message == _WISH and lower:
                 self._invite(peer)
-            elif message[:1] == self._invitation and not lower and peer not in self._begun:
+            elif message[:1] == _INVITATION and not lower and peer not in self._begun:
                 self._connect(peer, decode(message[1:], Address))
             else:
                 raise ValueError(f"{message[:20]!r}")
@@ -72,8 +69,8 @@ class Links:
             raise WeftError(f"an invitation that is not valid: {error}") from None
 
     def takes(self, message: bytes) -> bool:
-        """Whether a message is of this kind."""
-        return message[:1] in (self._wish, self._invitation)
+        """Whether a message is for `process`."""
+        return message[:1] in (_WISH, _INVITATION)
 
     def _invite(self, peer: int) -> None:
         if peer in self._begun:
@@ -85,7 +82,7 @@ class Links:
                 self._invited = listener, Inbound(self._rank, listener, set())
             listener, inbound = self._invited
             inbound.peers.add(peer)
-            self._send(peer, self._invitation + encode(listener.address))
+            self._send(peer, _INVITATION + encode(listener.address))
 
     def _connect(self, peer: int, address: Address) -> None:
         self._begun.add(peer)

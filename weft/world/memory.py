@@ -118,7 +118,7 @@ def allocate(
     segment = _native.Segment(parts, world.rank, world.number, world.executor.calls)
     segments[segment.base(world.rank)] = segment
     if world.relay is not None:
-        world.relay.remote.hold(segment, parts[world.rank])
+        world.relay.hold(segment, parts[world.rank])
         # a rank that goes on may at once put to this rank
         for _ in exchange(world, compiled, call, ""):
             pass

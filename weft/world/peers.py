@@ -176,7 +176,7 @@ class Peers:
         self.executor = _native.Executor(self.mesh, control, self.spins, self.comm_threads)
         self.executor.pids = self.pids
         if relay is not None:
-            relay.start(self.executor, partial(self.fail, in_background=True))
+            relay.start(self.executor, partial(self.fail, in_background=True), self.spins)
 
     @cached_property
     def levels(self) -> Levels:

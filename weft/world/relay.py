@@ -1,14 +1,12 @@
-"""Control between this rank and ranks on other hosts: notes, failures, one-sided calls.
+"""Control between this rank and ranks on other hosts: notes, failures, farewells, and connections.
 
 The relay sends what the world's mesh has for other hosts as letters, by the lines between hosts
 (`weft.world.lines`), and hands what arrives there to the mesh. So notes, failures, farewells and
 deaths use the same code on one host and on several.
 
-Rows, and what ranks are told of each other's calls, go by connections of the native network
-(`native/hosts/network.hpp`), so that no control message waits behind them. Rows stay in the
-connection until the receiver has begun their call. So one-sided calls, which need no call of the
-receiver, go by connections for control, each between two ranks (`weft.world.remote`). Connections
-of both kinds are made when a call first needs them (`weft.world.links`).
+All else, rows, messages, one-sided calls, and what ranks are told of each other's calls, goes by
+the connections of the native network (`native/hosts/network.hpp`), of which the relay makes each
+when a call first needs it (`weft.world.links`).
 """
 
 from __future__ import annotations
@@ -16,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import struct
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,29 +25,27 @@ from functools import partial
 import weft._native as _native
 from weft.errors import MismatchError, PeerLost, WeftError
 from weft.outside import printable_lines
-from weft.world import links, remote
-from weft.world.control import Control, Landing, shutdown
+from weft.world.control import shutdown
 from weft.world.lanes import Lanes, join, started
-from weft.world.lines import ALL, Lines
+from weft.world.lines import Lines
 from weft.world.links import Links, Ready
-from weft.world.remote import Remote
 from weft.world.transports import TCP, UCX
 
 _NOTICED = 0.5  # seconds until all threads have noticed that a peer hung up
 _LINGER = 0.5  # seconds that peers have to receive messages under way and to hang up
 _CLOSING = 5.0  # seconds; a close, all of whose waits have limits, takes less
-_ABORT, _FAREWELL = b"a", b"f"  # the first bytes of these letters
-_BYE = b"b"  # before a rank that leaves ends a connection for control
+_FAREWELL = b"f"  # a letter
+_DROPPED = struct.Struct("<cQ")  # a letter: `M`, and the number of memory without tensors
 _Handler = Callable[[int], object]  # takes the events of a descriptor
 
 
 class Relay:
     """Connections of this rank to its `peers`, the ranks on other hosts, of ranks on these `hosts`.
 
-    `lines` has the connections of lines between hosts that this rank carries at first, by the host,
-    `control` those for one-sided calls, which go by `remote`; `rows` makes connections for rows,
-    which go by `transport`: TCP, or UCX, whose ranks introduce themselves to each other by those
-    connections. `mesh` is that of the world. `at` has the address of each rank.
+    `lines` has the connections of lines between hosts that this rank carries at first, by the host;
+    `links` makes those of the network, whose rows go by `transport`: TCP, or UCX, whose ranks
+    introduce themselves to each other by those connections. `mesh` is that of the world. `at` has
+    the address of each rank.
     `surplus` connections are closed once their peers have done so: a peer that has not accepted all
     yet would take this rank for lost.
     `timeout` is the seconds in which a peer must send the rest of its rows to a rank that leaves,
@@ -73,18 +71,10 @@ class Relay:
         self.addresses = {peer: at[peer] for peer in self.peers}
         self.lines = Lines(rank, hosts, mesh, lines, self._look_again)
         self.surplus = [*surplus]
-        self.control = dict[int, Control]()
-        # requests to peers to which there is no connection for control yet
-        self.requests = dict[int, list[tuple[bytes, memoryview | None]]]()
-        self.connecting = threading.Lock()  # of both
-        self.wanted = deque[int]()  # peers to which a connection for control is to be made
-        self.parting = set[int]()  # peers that have said that they end it
         self.network: _native.Network | None = None  # from `start` on
-        self.rows, self.calls = (
-            Links(kind, rank, at[rank], self.tell, made, self._not_connected)
-            for kind, made in ((links.ROWS, self._connected), (links.CONTROL, self._controlled))
-        )
-        self.remote = Remote(rank, mesh, self.peers, self._send_request, self._tell, self._wake)
+        self.regions: _native.Regions | None = None
+        self.dropped = deque[int]()  # memory in which this rank has no tensor any more
+        self.links = Links(rank, at[rank], self.tell, self._connected, self._not_connected)
         self.wake, self.woken = socket.socketpair()  # to the thread that forwards, when there are
         self.wake.setblocking(False)
         self.forwarding = threading.Lock()  # of lines, and letters of the mesh, in their order
@@ -100,15 +90,17 @@ class Relay:
         self,
         executor: _native.Executor,
         fail: Callable[[BaseException, int], object],
+        spins: int,
     ) -> None:
         """Begin to forward messages. `executor` notes the calls of peers; `fail` closes the world
-        for an error and the rank that caused it.
+        for an error and the rank that caused it; `spins` is how often waits test before they yield.
         """
         # All live until the world is closed, at the latest when the interpreter ends.
         self.executor = executor
         self.fail = fail
-        self.rows.pids = self.calls.pids = executor.pids
+        self.links.pids = executor.pids
         self.network = executor.connect(len(executor.pids), ucx=self.transport == UCX)
+        self.regions = _native.Regions(self.peers, self.mesh, self.network, spins)
         self.forwarder = started(lambda error: fail(error, self.rank), self._forward_control)
 
     def announce_refusal(self, call: int, times: int, why: str) -> None:
@@ -121,19 +113,33 @@ class Relay:
         self.wake.close()
         self.woken.close()
         self.lines.close()
-        for connection in (*(each.connection for each in self.control.values()), *self.surplus):
+        for connection in self.surplus:
             connection.close()
         if self.network is not None:
             self.network.disown()
-        self.rows.close()
-        self.calls.close()
+        self.links.close()
 
-    def gone(self, peer: int) -> bool:
-        """Whether a peer answers nothing more: it has ended its connection for control to this
-        rank, or has left without one.
+    def hold(self, segment: _native.Segment, part: _native.Mapping) -> None:
+        """Let peers use this rank's part of a segment, until they have no tensor in it."""
+        assert self.regions is not None
+        self.regions.hold(segment.number, part)
+        weakref.finalize(segment, _drop, weakref.ref(self), segment.number).atexit = False
+
+    def drop(self, number: int) -> None:
+        """Note that this rank has no tensor in memory any more, on any thread at any place."""
+        self.dropped.append(number)
+        self._wake()
+
+    def _report_dropped(self) -> None:
+        """Tell peers in which memory this rank has no tensor any more, each after what this rank
+        has requested of it.
         """
-        control = self.control.get(peer)
-        return self.mesh.left(peer) if control is None else control.ended.is_set()
+        assert self.regions is not None
+        while self.dropped:
+            number = self.dropped.popleft()
+            for peer in self.peers:
+                if not self.regions.drop(peer, number):
+                    self.tell(peer, _DROPPED.pack(b"M", number))
 
     def finish(self) -> None:
         """Return when this rank has received all rows that its calls expect and peers have received
@@ -158,7 +164,6 @@ class Relay:
             if self.network is not None:
                 # no row may arrive in memory that is the caller's again
                 self.network.abort()
-        self.remote.abandon()
         if not first:
             return
         if self.forwarder is not None:
@@ -168,20 +173,15 @@ class Relay:
         hands_over = leaves and self.lines.has_heirs()
         deadline = time.monotonic() + _LINGER
         self._forward()
-        ending = [*self.control.values()]
-        if leaves:
-            for control in ending:
-                control.send(_BYE, urgent=True)
-        if not hands_over:
-            ending += self.lines.connections.values()
-        for control in ending:
-            control.flush(deadline)
-            shutdown(control.connection, socket.SHUT_WR)
+        ending = [] if hands_over else [*self.lines.connections.values()]
+        for line in ending:
+            line.flush(deadline)
+            shutdown(line.connection, socket.SHUT_WR)
         if self.forwarder is not None:  # else nothing has begun, and nobody would notice
-            for control in ending:
-                control.ended.wait(max(0.0, deadline - time.monotonic()))
-        for control in ending:
-            shutdown(control.connection, socket.SHUT_RDWR)
+            for line in ending:
+                line.ended.wait(max(0.0, deadline - time.monotonic()))
+        for line in ending:
+            shutdown(line.connection, socket.SHUT_RDWR)
         self.lanes.end(deadline + _LINGER)
         self.stopping = True
         self._wake()
@@ -192,7 +192,8 @@ class Relay:
             self.lines.hand_over(deadline)
         if self.network is not None:
             self.network.stop()
-        self.remote.close()
+        if self.regions is not None:
+            self.regions.close()
         self.disown()
 
     def join(self) -> None:
@@ -210,7 +211,7 @@ class Relay:
         assert self.network is not None
         for kind, peer, call, text in self.network.troubles():
             if kind == _native.Trouble.unconnected:
-                self.rows.need(peer)
+                self.links.need(peer)
             else:
                 self._note(kind, peer, call, text)
 
@@ -224,15 +225,6 @@ class Relay:
     def _connected(self, peer: int, descriptor: int) -> None:
         assert self.network is not None
         self.network.connect(peer, descriptor)
-
-    def _controlled(self, peer: int, descriptor: int) -> None:
-        """Send what has waited for a connection for control."""
-        control = Control(socket.socket(fileno=descriptor))
-        with self.connecting:
-            self.control[peer] = control
-            for message, payload in self.requests.pop(peer, ()):
-                control.send(message, payload=payload, urgent=False)
-        self._look_again()
 
     def _not_connected(self, culprit: int, error: WeftError) -> None:
         if culprit == self.rank:
@@ -279,16 +271,14 @@ class Relay:
         poll, handlers = select.poll(), dict[int, _Handler]()
         linking: Ready = {}
         while not self.stopping:
-            before, linking = linking, {**self.rows.ready(), **self.calls.ready()}
+            before, linking = linking, self.links.ready()
             if self.changed or linking or before:
                 self.changed = False
                 poll, handlers = self._polled(linking)
             for fd, event in poll.poll():
                 if fd in handlers and not self.stopping:
                     handlers[fd](event)
-            self.remote.report_dropped()
-            while self.wanted:
-                self.calls.need(self.wanted.popleft())
+            self._report_dropped()
 
     def _polled(self, linking: Ready) -> tuple[select.poll, dict[int, _Handler]]:
         """What to poll now, and what to call then."""
@@ -306,17 +296,9 @@ class Relay:
             poll.register(fd, events)
             handlers[fd] = ready
         for host, line in [*self.lines.connections.items()]:
-            self._poll(poll, line)
+            poll.register(line.connection, select.POLLIN | (select.POLLOUT if line.unsent else 0))
             handlers[line.connection.fileno()] = partial(self._from_line, host)
-        for peer, control in self.control.items():
-            if not control.ended.is_set():
-                self._poll(poll, control)
-                handlers[control.connection.fileno()] = partial(self._from_peer, peer)
         return poll, handlers
-
-    def _poll(self, poll: select.poll, control: Control) -> None:
-        events = select.POLLIN | (select.POLLOUT if control.unsent else 0)
-        poll.register(control.connection, events)
 
     def _from_line(self, host: int, event: int) -> None:
         line = self.lines.connections[host]
@@ -327,16 +309,6 @@ class Relay:
         ):
             with self.forwarding:
                 self.lines.end(host, expected=self.closed)
-            self.changed = True
-
-    def _from_peer(self, peer: int, event: int) -> None:
-        control = self.control[peer]
-        if event & select.POLLOUT and control.advance():
-            self.changed = True
-        if event & ~select.POLLOUT and not self._receive(
-            lambda: control.receive(partial(self._process_call, peer)), lambda: peer
-        ):
-            self._end(peer)
             self.changed = True
 
     def _receive(self, receive: Callable[[], bool], culprit: Callable[[], int | None]) -> bool:
@@ -367,41 +339,11 @@ class Relay:
                 self.changed = True
             for origin, target, text in self.mesh.outgoing():
                 self.lines.send(origin, target, text)
-                if origin == self.rank and target == ALL and text[:1] == _ABORT:
-                    for control in [*self.control.values()]:
-                        self._later(control.send(text, urgent=True))
 
     def tell(self, peer: int, message: bytes) -> None:
         """Send a peer a letter."""
         with self.forwarding:
             self.lines.send(self.rank, peer, message)
-
-    def _tell(self, peer: int, message: bytes) -> None:
-        """Send a peer a message that must not overtake earlier requests."""
-        with self.connecting:
-            connected = peer in self.control or peer in self.requests
-        if connected:
-            self._send_request(peer, message, None)
-        else:
-            self.tell(peer, message)
-
-    def _send_request(self, peer: int, message: bytes, payload: memoryview | None) -> None:
-        with self.connecting:
-            control = self.control.get(peer)
-            if control is None:
-                if peer not in self.requests:
-                    self.requests[peer] = []
-                    self.wanted.append(peer)
-                self.requests[peer].append((message, payload))
-        if control is not None:
-            self._later(control.send(message, payload=payload, urgent=False))
-        else:
-            self._wake()
-
-    def _later(self, sent: bool) -> None:
-        """Let the thread that forwards send the rest, if there is any."""
-        if not sent:
-            self._look_again()
 
     def _look_again(self) -> None:
         self.changed = True
@@ -412,27 +354,17 @@ class Relay:
         with contextlib.suppress(OSError):  # it is awake, or the world is closed
             self.wake.send(b"!")
 
-    def _process_call(self, peer: int, message: bytes) -> Landing | None:
-        """Process a message of a connection for control; the place of the bytes that follow it.
-        Raises `WeftError` for a message that is not valid.
-        """
-        if message[:1] in remote.KINDS:
-            return self.remote.process(peer, message)
-        if message == _BYE:
-            self.parting.add(peer)
-        elif message[:1] != _ABORT or not self.mesh.deliver(peer, message):
-            raise WeftError(f"unknown message {message[:20]!r}")
-        return None
-
     def _process(self, peer: int, message: bytes) -> bool:
-        """Process a letter that is not the mesh's; True. Raises `WeftError` as above."""
+        """Process a letter that is not the mesh's; True. Raises `WeftError` for one that is not
+        valid.
+        """
+        assert self.regions is not None
         if message == _FAREWELL:
-            if peer not in self.control:
-                self.remote.forget_peer(peer)
-        elif message[:1] == remote.DROPPED:
-            self.remote.process(peer, message)
-        elif made := next((each for each in (self.rows, self.calls) if each.takes(message)), None):
-            made.process(peer, message)
+            self.regions.release_all(peer)
+        elif message[:1] == b"M" and len(message) == _DROPPED.size:
+            self.regions.release(peer, _DROPPED.unpack(message)[1])
+        elif self.links.takes(message):
+            self.links.process(peer, message)
         else:
             raise WeftError(f"unknown message {message[:20]!r}")
         return True
@@ -446,11 +378,7 @@ class Relay:
         connection.close()
         self.changed = True
 
-    def _end(self, peer: int) -> None:
-        """Note that a peer has ended its connection for control, and close this end."""
-        control = self.control[peer]
-        control.ended.set()
-        self.remote.forget_peer(peer)
-        if not (peer in self.parting or self.closed):  # else it answers
-            self.mesh.disconnected(peer)
-        shutdown(control.connection, socket.SHUT_WR)
+
+def _drop(relay: weakref.ref[Relay], number: int) -> None:
+    if (found := relay()) is not None:
+        found.drop(number)

@@ -45,7 +45,8 @@ class Signals:
         )
         assert isinstance(segment, _native.Segment)
         self.memory = segment.number
-        self.array = _native.SignalArray(world.mesh, segment, world.spins)
+        network = None if world.relay is None else world.relay.network
+        self.array = _native.SignalArray(world.mesh, segment, world.spins, network)
         self._count = count
 
     def __len__(self) -> int:

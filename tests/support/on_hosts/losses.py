@@ -132,7 +132,7 @@ def leaves():
         leaver = world.ranks - 1
         if world.rank == leaver:
             return
-        while not world.relay.gone(leaver):
+        while not world.mesh.left(leaver):
             time.sleep(0.001)
         name, text, _ = error_of(weft.barrier)
         assert name == "PeerLost", text

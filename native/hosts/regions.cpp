@@ -1,0 +1,393 @@
+#include "hosts/regions.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace weft {
+
+size_t Regions::Layout::bytes() const {
+  size_t total = run;
+  for (const Axis& axis : axes) total *= axis.size;
+  return total;
+}
+
+std::string Regions::Layout::fault(size_t size) const {
+  uint64_t total = run, end = 0, last;
+  bool fits = run && !__builtin_add_overflow(offset, run, &end);
+  for (const Axis& axis : axes)
+    fits = fits && axis.size && !__builtin_mul_overflow(total, axis.size, &total) &&
+           !__builtin_mul_overflow(axis.size - 1, axis.stride, &last) &&
+           !__builtin_add_overflow(end, last, &end);
+  if (fits && total <= kPiece && end <= size) return "";
+  return "a one-sided call for " + (fits ? std::to_string(total) : "no or too many") +
+         " bytes, up to byte " + (fits ? std::to_string(end) : "2**64") + " of memory of " +
+         std::to_string(size);
+}
+
+std::optional<Strided> Regions::Layout::rows(char* base) const {
+  Strided found{base + offset, 1, run, run};
+  for (auto axis = axes.rbegin(); axis != axes.rend(); ++axis) {
+    if (found.rows == 1 && axis->stride == found.row_bytes)
+      found.stride = found.row_bytes *= axis->size;
+    else if (found.rows == 1)
+      found.rows = axis->size, found.stride = axis->stride;
+    else if (axis->stride == found.rows * found.stride)
+      found.rows *= axis->size;
+    else
+      return {};
+  }
+  return found;
+}
+
+StridedCopy Regions::Layout::copy(char* base, char* adjacent, bool to_adjacent) const {
+  std::vector<size_t> shape, strides, dense(axes.size() + 1, 1);
+  for (const Axis& axis : axes) {
+    shape.push_back(axis.size);
+    strides.push_back(axis.stride);
+  }
+  shape.push_back(run);
+  strides.push_back(1);
+  for (size_t i = axes.size(); i-- > 0;) dense[i] = dense[i + 1] * shape[i + 1];
+  char* const elements = base + offset;
+  return to_adjacent ? StridedCopy(adjacent, elements, 1, shape, dense, strides)
+                     : StridedCopy(elements, adjacent, 1, shape, strides, dense);
+}
+
+Regions::Regions(std::vector<int> peers, std::shared_ptr<Mesh> mesh,
+                 std::shared_ptr<Network> network, int spins)
+    : others_(std::move(peers)),
+      mesh_(std::move(mesh)),
+      network_(std::move(network)),
+      spins_(spins),
+      peers_(others_.empty() ? 0 : *std::max_element(others_.begin(), others_.end()) + 1) {
+  network_->serve(Kind::region, this);
+}
+
+Regions::~Regions() { network_->serve(Kind::region, nullptr); }
+
+void Regions::hold(uint64_t memory, std::shared_ptr<Mapping> part) {
+  const std::lock_guard lock(holding_);
+  regions_[memory] = {std::move(part), {others_.begin(), others_.end()}};
+}
+
+bool Regions::drop(int peer, uint64_t memory) {
+  if (!network_->needed(peer)) return false;
+  request(peer, drops, memory, {}, {}, nullptr, nullptr);
+  return true;
+}
+
+void Regions::release(int peer, uint64_t memory) {
+  const std::lock_guard lock(holding_);
+  const auto found = regions_.find(memory);
+  if (found == regions_.end()) return;
+  found->second.peers.erase(peer);
+  if (found->second.peers.empty()) regions_.erase(found);
+}
+
+void Regions::release_all(int peer) {
+  std::vector<uint64_t> all;
+  {
+    const std::lock_guard lock(holding_);
+    for (const auto& [memory, region] : regions_) all.push_back(memory);
+  }
+  for (const uint64_t memory : all) release(peer, memory);
+}
+
+void Regions::close() {
+  const std::lock_guard lock(holding_);
+  regions_.clear();
+}
+
+// Pass on the layouts of pieces of two views, none of more than kPiece bytes and kAxes axes.
+template <class Each>
+void Regions::cut(const Runs& runs, size_t from, size_t dst, size_t src, const Each& each) {
+  const auto& axes = runs.dimensions;
+  size_t inner = runs.run;  // bytes of an index of axis `from`
+  for (size_t i = from + 1; i < axes.size(); ++i) inner *= axes[i].size;
+  const auto pass_on = [&](size_t first, size_t count) {
+    Layout to{dst, runs.run, {}}, of{src, runs.run, {}};
+    for (size_t i = from; i < axes.size(); ++i) {
+      to.axes.push_back({i == from ? count : axes[i].size, axes[i].dst});
+      of.axes.push_back({i == from ? count : axes[i].size, axes[i].src});
+    }
+    to.offset += first * axes[from].dst;
+    of.offset += first * axes[from].src;
+    each(to, of);
+  };
+  if (from == axes.size()) {
+    for (size_t at = 0; at < runs.run; at += kPiece) {
+      const size_t part = std::min(kPiece, runs.run - at);
+      each(Layout{dst + at, part, {}}, Layout{src + at, part, {}});
+    }
+    return;
+  }
+  const size_t size = axes[from].size, most = kPiece / inner;
+  if (most && axes.size() - from <= kAxes) {
+    for (size_t at = 0; at < size; at += most) pass_on(at, std::min(most, size - at));
+    return;
+  }
+  for (size_t at = 0; at < size; ++at)
+    cut(runs, from + 1, dst + at * axes[from].dst, src + at * axes[from].src, each);
+}
+
+uint64_t Regions::put(int number, const Copy& copy, const Change& change) {
+  const Runs runs(copy.item, copy.shape, copy.strides, copy.local_strides);
+  Peer& peer = peers_[number];
+  const std::lock_guard lock(peer.requesting);
+  std::optional<std::pair<Layout, Layout>> last;  // which the change follows
+  const auto send = [&](const Change& then) {
+    if (last) request(number, puts, copy.memory, last->first, then, &last->second, copy.local);
+  };
+  if (runs.bytes)
+    cut(runs, 0, copy.offset, 0, [&](const Layout& there, const Layout& here) {
+      send({});
+      last.emplace(there, here);
+    });
+  else if (change.memory)
+    request(number, changes, 0, {}, change, nullptr, nullptr);
+  send(change);
+  return peer.requests.load();
+}
+
+uint64_t Regions::get(int number, const Copy& copy) {
+  const Runs runs(copy.item, copy.shape, copy.local_strides, copy.strides);
+  Peer& peer = peers_[number];
+  const std::lock_guard lock(peer.requesting);
+  if (runs.bytes)
+    cut(runs, 0, 0, copy.offset, [&](const Layout& here, const Layout& there) {
+      {
+        const std::lock_guard getting(getting_);
+        peer.gets.push_back({peer.requests.load() + 1, landing(here, copy.local)});
+      }
+      request(number, gets, copy.memory, there, {}, nullptr, nullptr);
+    });
+  return peer.requests.load();
+}
+
+uint64_t Regions::change(int number, const Change& change) {
+  const std::lock_guard lock(peers_[number].requesting);
+  return request(number, changes, 0, {}, change, nullptr, nullptr);
+}
+
+// Send a request, and the bytes of a put from `local`; for a thread that holds `requesting`, but
+// for a drop, which nobody waits for.
+uint64_t Regions::request(int number, Operation operation, uint64_t memory, const Layout& layout,
+                          const Change& change, const Layout* local, char* base) {
+  Peer& peer = peers_[number];
+  const Request head{layout.offset,
+                     layout.run,
+                     layout.axes.size(),
+                     change.memory,
+                     change.set,
+                     change.selection.start,
+                     change.selection.count,
+                     change.selection.step,
+                     change.value};
+  const size_t axes = layout.axes.size() * sizeof(Axis), begin = sizeof head + axes,
+               bytes = local ? layout.bytes() : 0;
+  const bool within = bytes <= kInline;
+  const auto message = std::make_shared<std::vector<char>>(begin + (within ? bytes : 0));
+  std::memcpy(message->data(), &head, sizeof head);
+  if (axes) std::memcpy(message->data() + sizeof head, layout.axes.data(), axes);
+  std::vector<Strided> parts{{message->data(), 1, message->size(), message->size()}};
+  std::shared_ptr<char[]> adjacent;
+  if (local && within) {
+    local->copy(base, message->data() + begin, true).run();
+  } else if (local) {
+    auto rows = local->rows(base);
+    if (!rows) {
+      adjacent.reset(new char[bytes]);
+      local->copy(base, adjacent.get(), true).run();
+      rows = Strided{adjacent.get(), 1, bytes, bytes};
+    }
+    parts.push_back(*rows);
+  }
+  const uint64_t request = operation == drops ? 0 : peer.requests.fetch_add(1) + 1;
+  network_->need(number);
+  network_->put(number, {Kind::region, operation, request, memory}, parts, 2 * kPiece,
+                [message, adjacent] {});
+  return request;
+}
+
+WaitStatus Regions::wait(int number, uint64_t request, int64_t timeout,
+                         const std::function<bool()>& interrupted) {
+  WaitStatus status;
+  const auto is = [&](bool condition, WaitStatus found) {
+    return condition && (status = found, true);
+  };
+  const auto ended = [&] {
+    return is(interrupted(), WaitStatus::interrupted) || is(mesh_->failed(), WaitStatus::failed);
+  };
+  const auto gone = [&] { return is(network_->silent(number), WaitStatus::left); };
+  while (true) {
+    const uint64_t before = answered(number);
+    Deadline deadline(timeout);
+    status = WaitStatus::timeout;
+    const Network::Patience patience{spins_ ? kPollsAlone : 0, kPolls};
+    if (network_->wait_until(peers_[number].answered, request, true, patience, yields_after(spins_),
+                             deadline, ended, gone))
+      return WaitStatus::none;
+    if (status != WaitStatus::timeout || answered(number) == before) return status;
+  }
+}
+
+// Where the bytes of a layout in memory at `base` arrive.
+Regions::Landing Regions::landing(const Layout& layout, char* base) {
+  Landing made;
+  if (const auto rows = layout.rows(base)) {
+    made.rows = *rows;
+    return made;
+  }
+  const size_t bytes = layout.bytes();
+  made.adjacent.resize(bytes);
+  made.rows = {made.adjacent.data(), 1, bytes, bytes};
+  made.scatter = layout.copy(base, made.adjacent.data(), false);
+  return made;
+}
+
+Transport::Place Regions::place(int number, const Label& label, size_t bytes, std::string& why) {
+  using Place = Transport::Place;
+  Peer& peer = peers_[number];
+  peer.label = label;
+  if (peer.rejected) return {Place::nowhere};
+  if (label.lane == value || label.lane == done) {
+    const std::lock_guard lock(getting_);
+    const bool gets = !peer.gets.empty() && peer.gets.front().number <= label.call;
+    why = "an answer that no one-sided call waits for";
+    peer.latest = Peer::answer;
+    if (label.call <= peer.answered.value.load() || label.call > peer.requests.load() ||
+        gets != (label.lane == value))
+      return {Place::invalid};
+    const Strided rows = gets ? peer.gets.front().landing.rows : Strided{};
+    if (bytes != rows.bytes() || (gets && peer.gets.front().number != label.call))
+      return {Place::invalid};
+    return {Place::here, rows};
+  }
+  why = "a one-sided call of " + std::to_string(bytes) + " bytes";
+  if (peer.landing && label.lane == puts) {  // only a drop is sent without the order of requests
+    peer.latest = Peer::data;
+    return bytes == peer.landing->rows.bytes() ? Place{Place::here, peer.landing->rows}
+                                               : Place{Place::invalid};
+  }
+  peer.latest = Peer::request;
+  if (bytes < sizeof(Request) || bytes > sizeof(Request) + kAxes * sizeof(Axis) + kInline)
+    return {Place::invalid};
+  peer.message.resize(bytes);
+  return {Place::here, {peer.message.data(), 1, bytes, bytes}};
+}
+
+void Regions::raise(int number, size_t bytes) {
+  Peer& peer = peers_[number];
+  if (peer.rejected) return;
+  if (peer.latest == Peer::answer) {
+    if (peer.label.lane == value) {
+      std::unique_lock lock(getting_);
+      const Get get = std::move(peer.gets.front());
+      peer.gets.pop_front();
+      lock.unlock();
+      if (get.landing.scatter) get.landing.scatter->run();
+    }
+    return set(peer.answered, peer.label.call);
+  }
+  std::string why;
+  if (peer.latest == Peer::data) {
+    if (peer.landing->scatter) peer.landing->scatter->run();
+    peer.landing.reset();
+    why = make_change(peer.carried_out);
+    end_request(number);
+  } else {
+    why = carry_out(number, bytes);
+  }
+  if (why.empty()) return;
+  peer.rejected = true;
+  network_->garbled(number, why);
+}
+
+// Carry out a request, as far as its bytes have arrived; why it is not valid, "" if it is.
+std::string Regions::carry_out(int number, size_t bytes) {
+  Peer& peer = peers_[number];
+  Request& request = peer.carried_out;
+  std::memcpy(&request, peer.message.data(), sizeof request);
+  const uint8_t operation = peer.label.lane;
+  if (operation == drops) return release(number, peer.label.digest), "";
+  size_t begin = sizeof request;
+  if (request.axes > kAxes || begin + request.axes * sizeof(Axis) > bytes)
+    return "a one-sided call with " + std::to_string(request.axes) + " dimensions";
+  Layout layout{request.offset, request.run, std::vector<Axis>(request.axes)};
+  if (request.axes)
+    std::memcpy(layout.axes.data(), peer.message.data() + begin, request.axes * sizeof(Axis));
+  begin += request.axes * sizeof(Axis);
+  const size_t within = bytes - begin;
+  if (operation == changes && !layout.run && !within) {
+    const std::string why = make_change(request);
+    end_request(number);
+    return why;
+  }
+  if (operation != puts && operation != gets)
+    return "a one-sided call of kind " + std::to_string(operation);
+  const auto memory = part(peer.label.digest);
+  if (!memory)
+    return "a one-sided call for memory " + std::to_string(peer.label.digest) +
+           ", which there is not";
+  if (std::string why = layout.fault(memory->bytes()); !why.empty()) return why;
+  if (operation == gets) return answer_with_value(number, layout, memory), "";
+  if (!within) {
+    peer.landing = landing(layout, memory->base());
+    peer.landing->part = memory;
+    return "";
+  }
+  if (within != layout.bytes())
+    return std::to_string(within) + " bytes in place of " + std::to_string(layout.bytes());
+  layout.copy(memory->base(), peer.message.data() + begin, false).run();
+  const std::string why = make_change(request);
+  end_request(number);
+  return why;
+}
+
+// Make the change of a request, if it has one; why it is not valid, "" if it is.
+std::string Regions::make_change(const Request& request) {
+  if (!request.counters) return "";
+  const auto memory = part(request.counters);
+  const uint64_t all = memory ? memory->bytes() / sizeof(Counter) : 0;
+  uint64_t last = 0;
+  const bool valid = memory && request.step &&
+                     !__builtin_mul_overflow(request.count - 1, request.step, &last) &&
+                     !__builtin_add_overflow(last, request.start, &last) && last < all;
+  if (!valid && (request.count || !memory))
+    return "a change of " + std::to_string(request.count) + " counters from " +
+           std::to_string(request.start) + " on, step " + std::to_string(request.step) + ", of " +
+           std::to_string(all);
+  auto* const counters = reinterpret_cast<Counter*>(memory->base());
+  for (uint64_t i = 0; i < request.count; ++i)
+    (request.set ? weft::set : weft::add)(counters[request.start + i * request.step],
+                                          request.value);
+  return "";
+}
+
+void Regions::answer_with_value(int number, const Layout& layout, std::shared_ptr<Mapping> part) {
+  std::shared_ptr<char[]> adjacent;
+  auto rows = layout.rows(part->base());
+  if (!rows) {
+    const size_t bytes = layout.bytes();
+    adjacent.reset(new char[bytes]);
+    layout.copy(part->base(), adjacent.get(), true).run();
+    rows = Strided{adjacent.get(), 1, bytes, bytes};
+  }
+  network_->put(number, {Kind::region, value, peers_[number].label.call, 0}, {*rows}, kPiece,
+                [part, adjacent] {});
+}
+
+// Answer the request that was carried out last.
+void Regions::end_request(int number) {
+  network_->put(number, {Kind::region, done, peers_[number].label.call, 0}, {Strided{}}, kPiece,
+                [] {});
+}
+
+std::shared_ptr<Mapping> Regions::part(uint64_t memory) const {
+  const std::lock_guard lock(holding_);
+  const auto found = regions_.find(memory);
+  return found == regions_.end() ? nullptr : found->second.part;
+}
+
+}  // namespace weft

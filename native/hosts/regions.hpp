@@ -1,0 +1,164 @@
+// The symmetric memory of this rank for ranks on other hosts, and theirs for it: put, get, and
+// changes of counters. The driver of the peer carries them out, whatever the peer does meanwhile.
+//
+// W1  A rank carries out the requests of a peer in their order, and answers each once it is done.
+// W2  A request names memory by the number of the call that made it, equal on all ranks, and a
+//     layout in it. The receiver checks both, so no message reads or writes anything but the
+//     symmetric memory of its world.
+// W3  A rank's part of memory is kept until no rank on another host has a tensor in it.
+// W4  The caller's memory of a request is used until it is answered, or the network is aborted.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "hosts/network.hpp"
+#include "kernels/strided.hpp"
+#include "memory/mesh.hpp"
+#include "memory/segment.hpp"
+#include "memory/signal_array.hpp"
+#include "memory/signals.hpp"
+
+namespace weft {
+
+class Regions : public Service {
+ public:
+  // Of counters of a peer: an addition, or that they are set. Memory 0: there is none.
+  struct Change {
+    uint64_t memory = 0;
+    bool set = false;
+    Selection selection{};
+    uint64_t value = 0;
+  };
+  // Elements of one shape in a peer's part of memory and in this process; strides count elements of
+  // `item` bytes, the offset bytes.
+  struct Copy {
+    uint64_t memory, offset;
+    char* local;
+    size_t item;
+    std::vector<size_t> shape, strides, local_strides;
+  };
+
+  // `peers` are the ranks on other hosts.
+  Regions(std::vector<int> peers, std::shared_ptr<Mesh> mesh, std::shared_ptr<Network> network,
+          int spins);
+  ~Regions() override;
+
+  // Let peers use this rank's part of memory (W3).
+  void hold(uint64_t memory, std::shared_ptr<Mapping> part);
+  // Tell a peer, after all that this rank has requested of it, that this rank has no tensor in
+  // memory any more; false if there is no connection to it, and so no request.
+  bool drop(int peer, uint64_t memory);
+  // A peer has no tensor in memory any more, or in none since it has left.
+  void release(int peer, uint64_t memory);
+  void release_all(int peer);
+  // Keep no memory for peers any more.
+  void close();
+
+  // Request that a peer copies, and then makes a change, if there is one. The number of the
+  // request, for `wait`.
+  uint64_t put(int peer, const Copy& copy, const Change& change);
+  uint64_t get(int peer, const Copy& copy);
+  uint64_t change(int peer, const Change& change);
+  // Wait for the answer to a request, and all before it: `timeout` nanoseconds for each. `left`:
+  // the peer answers nothing any more. `interrupted` is called from time to time.
+  WaitStatus wait(int peer, uint64_t request, int64_t timeout,
+                  const std::function<bool()>& interrupted);
+  // The latest request that a peer has answered.
+  uint64_t answered(int peer) const {
+    return peers_[peer].answered.value.load(std::memory_order_acquire);
+  }
+
+ private:
+  static constexpr size_t kPiece = 1 << 20;   // bytes of a request, at most
+  static constexpr size_t kInline = 4 << 10;  // bytes of a put in the message of its request
+  static constexpr size_t kAxes = 8;          // of a request
+  // nanoseconds for which a wait polls before it sleeps, and of these without leaving its core
+  static constexpr int64_t kPolls = 1'000'000, kPollsAlone = 20'000;
+
+  enum Operation : uint8_t { puts = 1, gets, changes, value, done, drops };
+  // The beginning of a request, which axes, and the bytes of a short put, follow.
+  struct Request {
+    uint64_t offset, run, axes;  // a run of 0: there is no layout
+    uint64_t counters, set, start, count, step, value;
+  };
+  struct Axis {
+    uint64_t size, stride;  // in bytes
+  };
+  // Runs of bytes in memory.
+  struct Layout {
+    uint64_t offset = 0, run = 0;
+    std::vector<Axis> axes = {};  // around the runs, outermost first
+
+    size_t bytes() const;
+    // Why it is not valid in memory of `size` bytes, "" if it is.
+    std::string fault(size_t size) const;
+    // All of it, if it is rows.
+    std::optional<Strided> rows(char* base) const;
+    // A copy between it and adjacent bytes.
+    StridedCopy copy(char* base, char* adjacent, bool to_adjacent) const;
+  };
+  struct Region {
+    std::shared_ptr<Mapping> part;
+    std::set<int> peers;  // that have a tensor in it
+  };
+  // Bytes that arrive, and where they go: to `rows`, or from there to elements.
+  struct Landing {
+    std::shared_ptr<Mapping> part;  // of a put
+    Strided rows;
+    std::vector<char> adjacent;
+    std::optional<StridedCopy> scatter;
+  };
+  struct Get {
+    uint64_t number;
+    Landing landing;
+  };
+  struct Peer {
+    Counter answered;
+    std::mutex requesting;  // of the order of requests
+    std::atomic<uint64_t> requests{0};
+    std::deque<Get> gets;  // of `getting_`
+    // of the driver
+    enum Latest { request, data, answer } latest = request;
+    Label label{};
+    std::vector<char> message;
+    Request carried_out{};
+    std::optional<Landing> landing;  // of a put whose bytes are to follow
+    bool rejected = false;
+  };
+
+  Transport::Place place(int peer, const Label& label, size_t bytes, std::string& why) override;
+  void raise(int peer, size_t bytes) override;
+  void ended(int peer) override { release_all(peer); }
+
+  template <class Each>
+  static void cut(const Runs& runs, size_t from, size_t dst, size_t src, const Each& each);
+  uint64_t request(int number, Operation operation, uint64_t memory, const Layout& layout,
+                   const Change& change, const Layout* local, char* base);
+  std::string carry_out(int number, size_t bytes);
+  std::string make_change(const Request& request);
+  void answer_with_value(int number, const Layout& layout, std::shared_ptr<Mapping> part);
+  void end_request(int number);
+  std::shared_ptr<Mapping> part(uint64_t memory) const;
+  static Landing landing(const Layout& layout, char* base);
+
+  const std::vector<int> others_;
+  const std::shared_ptr<Mesh> mesh_;
+  const std::shared_ptr<Network> network_;
+  const int spins_;
+  std::deque<Peer> peers_;
+  mutable std::mutex holding_;  // of the following
+  std::unordered_map<uint64_t, Region> regions_;
+  std::mutex getting_;
+};
+
+}  // namespace weft
