@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import weft._native as _native
 from weft.engines.ranges import in_range
-from weft.errors import PeerTimeout
+from weft.errors import PeerTimeout, WeftError
 from weft.world.peers import Peers
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ _NOTICED = 0.5  # seconds until the world has noticed why a peer hung up
 
 class RemoteChange:
     """A checked change of a peer's counters: an addition, or that they are set."""
+
+    __slots__ = ("_world", "native", "peer")
 
     def __init__(
         self, signals: Signals, op: str, peer: int, selection: tuple[int, int, int], value: int
@@ -35,7 +37,8 @@ class RemoteChange:
         world, peer = self._world, self.peer
         with in_range("notify"):
             status = _regions(world).change(peer, self.native, world.timeout)
-        _check(world, peer, status, f"to notify rank {peer}")
+        if status != _native.WaitStatus.none:
+            raise _error(world, peer, status, f"to notify rank {peer}")
         return True
 
 
@@ -44,23 +47,27 @@ def put(
     peer: int,
     copy: _native.RemoteCopy,
     tensors: object,
-    doing: str,
+    description: object,
     after: RemoteChange | None = None,
 ) -> None:
-    """Make a put of these tensors, and then the change, if there is one. The phrase `doing` is what
-    the call waits for, in errors.
+    """Make a put of these tensors, and then the change, if there is one. `description` is printed
+    in errors.
     """
     change = None if after is None else after.native
     with in_range("put"):
         status = _regions(world).put(peer, copy, change, world.timeout, tensors)
-    _check(world, peer, status, doing)
+    if status != _native.WaitStatus.none:
+        raise _error(world, peer, status, f"to make a {description}")
 
 
-def get(world: Peers, peer: int, copy: _native.RemoteCopy, tensors: object, doing: str) -> None:
+def get(
+    world: Peers, peer: int, copy: _native.RemoteCopy, tensors: object, description: object
+) -> None:
     """Make a get, as `put`."""
     with in_range("get"):
         status = _regions(world).get(peer, copy, world.timeout, tensors)
-    _check(world, peer, status, doing)
+    if status != _native.WaitStatus.none:
+        raise _error(world, peer, status, f"to make a {description}")
 
 
 def _regions(world: Peers) -> _native.Regions:
@@ -69,12 +76,12 @@ def _regions(world: Peers) -> _native.Regions:
     return world.relay.regions
 
 
-def _check(world: Peers, peer: int, status: _native.WaitStatus, doing: str) -> None:
-    """Raise the error for requests that have ended with a status other than `none`."""
-    if status == _native.WaitStatus.none:
-        return
+def _error(world: Peers, peer: int, status: _native.WaitStatus, doing: str) -> WeftError:
+    """The error for requests that have ended with a status other than `none`; the phrase `doing` is
+    what they waited for. Closes the world.
+    """
     if status == _native.WaitStatus.timeout:
-        raise world.fail(
+        return world.fail(
             PeerTimeout(
                 f"rank {world.rank} waited {world.timeout:g} s {doing}: the host of "
                 f"{world.name_of(peer)} does not answer; is that process suspended, or the network "
@@ -85,9 +92,9 @@ def _check(world: Peers, peer: int, status: _native.WaitStatus, doing: str) -> N
     while not (_failed(world) or world.mesh.left(peer)) and time.monotonic() < deadline:
         time.sleep(0.001)
     if _failed(world):
-        raise world.failure(doing)
+        return world.failure(doing)
     world.check()
-    raise world.lost(peer, "closed its world", doing)
+    return world.lost(peer, "closed its world", doing)
 
 
 def _failed(world: Peers) -> bool:

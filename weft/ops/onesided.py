@@ -328,8 +328,7 @@ def put_notify(
     own, copy = _prepared(dst, src, peer, signals.world, True, algorithm, comm_sms)
     description = _Copy(True, peer, src.nbytes)
     if isinstance(copy, _native.RemoteCopy) and isinstance(raising, RemoteChange):
-        doing = f"to make a {description}"
-        between_hosts.put(own, raising.peer, copy, (dst, src), doing, raising)
+        between_hosts.put(own, raising.peer, copy, (dst, src), description, raising)
         return
     _make((dst, src), own, copy, description)
     if not raising():
@@ -360,7 +359,7 @@ def _copy(
 def _make(tensors: object, world: World, copy: Copy, description: _Copy) -> None:
     if isinstance(copy, _native.RemoteCopy):
         make = between_hosts.put if description.put else between_hosts.get
-        make(world, description.peer, copy, tensors, f"to make a {description}")
+        make(world, description.peer, copy, tensors, description)
     elif not isinstance(copy, _native.StridedCopy):
         on_streams(world).run(copy)
     elif not world.transfers.copy(copy):
