@@ -99,75 +99,82 @@ void Regions::close() {
   regions_.clear();
 }
 
-// Pass on the layouts of pieces of two views, none of more than kPiece bytes and kAxes axes.
-template <class Each>
-void Regions::cut(const Runs& runs, size_t from, size_t dst, size_t src, const Each& each) {
+// The layouts of pieces of two views, none of more than kPiece bytes and kAxes axes.
+void Regions::cut(const Runs& runs, size_t from, size_t dst, size_t src,
+                  std::vector<std::pair<Layout, Layout>>& pieces) {
   const auto& axes = runs.dimensions;
-  size_t inner = runs.run;  // bytes of an index of axis `from`
-  for (size_t i = from + 1; i < axes.size(); ++i) inner *= axes[i].size;
-  const auto pass_on = [&](size_t first, size_t count) {
-    Layout to{dst, runs.run, {}}, of{src, runs.run, {}};
-    for (size_t i = from; i < axes.size(); ++i) {
-      to.axes.push_back({i == from ? count : axes[i].size, axes[i].dst});
-      of.axes.push_back({i == from ? count : axes[i].size, axes[i].src});
-    }
-    to.offset += first * axes[from].dst;
-    of.offset += first * axes[from].src;
-    each(to, of);
-  };
   if (from == axes.size()) {
     for (size_t at = 0; at < runs.run; at += kPiece) {
       const size_t part = std::min(kPiece, runs.run - at);
-      each(Layout{dst + at, part, {}}, Layout{src + at, part, {}});
+      pieces.emplace_back(Layout{dst + at, part, {}}, Layout{src + at, part, {}});
     }
     return;
   }
-  const size_t size = axes[from].size, most = kPiece / inner;
-  if (most && axes.size() - from <= kAxes) {
-    for (size_t at = 0; at < size; at += most) pass_on(at, std::min(most, size - at));
-    return;
+  const Dimension& outer = axes[from];
+  size_t inner = runs.run;  // bytes of an index of it
+  for (size_t i = from + 1; i < axes.size(); ++i) inner *= axes[i].size;
+  const size_t most = axes.size() - from <= kAxes ? kPiece / inner : 0;
+  for (size_t at = 0; at < outer.size && most; at += most) {
+    Layout to{dst + at * outer.dst, runs.run, {}}, of{src + at * outer.src, runs.run, {}};
+    for (size_t i = from; i < axes.size(); ++i) {
+      const size_t size = i == from ? std::min(most, outer.size - at) : axes[i].size;
+      to.axes.push_back({size, axes[i].dst});
+      of.axes.push_back({size, axes[i].src});
+    }
+    pieces.emplace_back(std::move(to), std::move(of));
   }
-  for (size_t at = 0; at < size; ++at)
-    cut(runs, from + 1, dst + at * axes[from].dst, src + at * axes[from].src, each);
+  for (size_t at = 0; at < outer.size && !most; ++at)
+    cut(runs, from + 1, dst + at * outer.dst, src + at * outer.src, pieces);
 }
 
-uint64_t Regions::put(int number, const Copy& copy, const Change& change) {
-  const Runs runs(copy.item, copy.shape, copy.strides, copy.local_strides);
-  Peer& peer = peers_[number];
-  const std::lock_guard lock(peer.requesting);
-  std::optional<std::pair<Layout, Layout>> last;  // which the change follows
-  const auto send = [&](const Change& then) {
-    if (last) request(number, puts, copy.memory, last->first, then, &last->second, copy.local);
-  };
-  if (runs.bytes)
-    cut(runs, 0, copy.offset, 0, [&](const Layout& there, const Layout& here) {
-      send({});
-      last.emplace(there, here);
-    });
+WaitStatus Regions::put(int number, const Copy& copy, const Change& change, const Limit& limit,
+                        uint64_t& last) {
+  std::vector<std::pair<Layout, Layout>> pieces;
+  if (const Runs runs(copy.item, copy.shape, copy.strides, copy.local_strides); runs.bytes)
+    cut(runs, 0, copy.offset, 0, pieces);
   else if (change.memory)
-    request(number, changes, 0, {}, change, nullptr, nullptr);
-  send(change);
-  return peer.requests.load();
+    return this->change(number, change, limit, last);
+  WaitStatus status = WaitStatus::none;
+  for (size_t at = 0; at < pieces.size() && status == WaitStatus::none; ++at) {
+    const auto& [there, here] = pieces[at];
+    const bool ends = at + 1 == pieces.size();
+    {
+      const std::lock_guard lock(peers_[number].requesting);
+      last = request(number, puts, copy.memory, there, ends ? change : Change{}, &here, copy.local);
+    }
+    status = wait(number, ends ? last : last - std::min<uint64_t>(last, kUnanswered), limit);
+  }
+  return status;
 }
 
-uint64_t Regions::get(int number, const Copy& copy) {
-  const Runs runs(copy.item, copy.shape, copy.local_strides, copy.strides);
+WaitStatus Regions::get(int number, const Copy& copy, const Limit& limit, uint64_t& last) {
+  std::vector<std::pair<Layout, Layout>> pieces;
+  if (const Runs runs(copy.item, copy.shape, copy.local_strides, copy.strides); runs.bytes)
+    cut(runs, 0, 0, copy.offset, pieces);
   Peer& peer = peers_[number];
-  const std::lock_guard lock(peer.requesting);
-  if (runs.bytes)
-    cut(runs, 0, 0, copy.offset, [&](const Layout& here, const Layout& there) {
+  WaitStatus status = WaitStatus::none;
+  for (size_t at = 0; at < pieces.size() && status == WaitStatus::none; ++at) {
+    const auto& [here, there] = pieces[at];
+    const bool ends = at + 1 == pieces.size();
+    {
+      const std::lock_guard lock(peer.requesting);
       {
         const std::lock_guard getting(getting_);
         peer.gets.push_back({peer.requests.load() + 1, landing(here, copy.local)});
       }
-      request(number, gets, copy.memory, there, {}, nullptr, nullptr);
-    });
-  return peer.requests.load();
+      last = request(number, gets, copy.memory, there, {}, nullptr, nullptr);
+    }
+    status = wait(number, ends ? last : last - std::min<uint64_t>(last, kUnanswered), limit);
+  }
+  return status;
 }
 
-uint64_t Regions::change(int number, const Change& change) {
-  const std::lock_guard lock(peers_[number].requesting);
-  return request(number, changes, 0, {}, change, nullptr, nullptr);
+WaitStatus Regions::change(int number, const Change& change, const Limit& limit, uint64_t& last) {
+  {
+    const std::lock_guard lock(peers_[number].requesting);
+    last = request(number, changes, 0, {}, change, nullptr, nullptr);
+  }
+  return wait(number, last, limit);
 }
 
 // Send a request, and the bytes of a put from `local`; for a thread that holds `requesting`, but
@@ -210,19 +217,20 @@ uint64_t Regions::request(int number, Operation operation, uint64_t memory, cons
   return request;
 }
 
-WaitStatus Regions::wait(int number, uint64_t request, int64_t timeout,
-                         const std::function<bool()>& interrupted) {
+WaitStatus Regions::wait(int number, uint64_t request, const Limit& limit) {
+  if (answered(number) >= request) return WaitStatus::none;
   WaitStatus status;
   const auto is = [&](bool condition, WaitStatus found) {
     return condition && (status = found, true);
   };
   const auto ended = [&] {
-    return is(interrupted(), WaitStatus::interrupted) || is(mesh_->failed(), WaitStatus::failed);
+    return is(limit.interrupted(), WaitStatus::interrupted) ||
+           is(mesh_->failed(), WaitStatus::failed);
   };
   const auto gone = [&] { return is(network_->silent(number), WaitStatus::left); };
   while (true) {
     const uint64_t before = answered(number);
-    Deadline deadline(timeout);
+    Deadline deadline(limit.timeout);
     status = WaitStatus::timeout;
     const Network::Patience patience{spins_ ? kPollsAlone : 0, kPolls};
     if (network_->wait_until(peers_[number].answered, request, true, patience, yields_after(spins_),

@@ -64,15 +64,20 @@ class Regions : public Service {
   // Keep no memory for peers any more.
   void close();
 
-  // Request that a peer copies, and then makes a change, if there is one. The number of the
-  // request, for `wait`.
-  uint64_t put(int peer, const Copy& copy, const Change& change);
-  uint64_t get(int peer, const Copy& copy);
-  uint64_t change(int peer, const Change& change);
-  // Wait for the answer to a request, and all before it: `timeout` nanoseconds for each. `left`:
-  // the peer answers nothing any more. `interrupted` is called from time to time.
-  WaitStatus wait(int peer, uint64_t request, int64_t timeout,
-                  const std::function<bool()>& interrupted);
+  // How requests are waited for: `timeout` nanoseconds for each answer; `interrupted` is called
+  // from time to time.
+  struct Limit {
+    int64_t timeout;
+    std::function<bool()> interrupted;
+  };
+  // Make requests of a peer, and wait for the answers: a copy, and then a change, if there is one.
+  // The number of the last request that was made is `last`. `left`: the peer answers nothing more.
+  WaitStatus put(int peer, const Copy& copy, const Change& change, const Limit& limit,
+                 uint64_t& last);
+  WaitStatus get(int peer, const Copy& copy, const Limit& limit, uint64_t& last);
+  WaitStatus change(int peer, const Change& change, const Limit& limit, uint64_t& last);
+  // Wait for the answer to a request, and all before it.
+  WaitStatus wait(int peer, uint64_t request, const Limit& limit);
   // The latest request that a peer has answered.
   uint64_t answered(int peer) const {
     return peers_[peer].answered.value.load(std::memory_order_acquire);
@@ -82,6 +87,7 @@ class Regions : public Service {
   static constexpr size_t kPiece = 1 << 20;   // bytes of a request, at most
   static constexpr size_t kInline = 4 << 10;  // bytes of a put in the message of its request
   static constexpr size_t kAxes = 8;          // of a request
+  static constexpr size_t kUnanswered = 64;   // requests of a call
   // nanoseconds for which a wait polls before it sleeps, and of these without leaving its core
   static constexpr int64_t kPolls = 1'000'000, kPollsAlone = 20'000;
 
@@ -140,8 +146,8 @@ class Regions : public Service {
   void raise(int peer, size_t bytes) override;
   void ended(int peer) override { release_all(peer); }
 
-  template <class Each>
-  static void cut(const Runs& runs, size_t from, size_t dst, size_t src, const Each& each);
+  static void cut(const Runs& runs, size_t from, size_t dst, size_t src,
+                  std::vector<std::pair<Layout, Layout>>& pieces);
   uint64_t request(int number, Operation operation, uint64_t memory, const Layout& layout,
                    const Change& change, const Layout* local, char* base);
   std::string carry_out(int number, size_t bytes);

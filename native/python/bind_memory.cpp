@@ -193,20 +193,26 @@ void bind_memory(nb::module_& m) {
           "put",
           [](PyRegions& self, int peer, const Regions::Copy& copy,
              std::optional<Regions::Change> change, double timeout, nb::object tensors) {
-            return self.complete(peer, timeout, std::move(tensors), [&] {
-              return self.regions.put(peer, copy, change.value_or(Regions::Change{}));
-            });
+            return self.complete(peer, timeout, std::move(tensors),
+                                 [&](const Regions::Limit& limit, uint64_t& last) {
+                                   const Regions::Change then = change.value_or(Regions::Change{});
+                                   return self.regions.put(peer, copy, then, limit, last);
+                                 });
           },
           "peer"_a, "copy"_a, "change"_a.none(), "timeout"_a, "tensors"_a)
       .def("get",
            [](PyRegions& self, int peer, const Regions::Copy& copy, double timeout,
               nb::object tensors) {
              return self.complete(peer, timeout, std::move(tensors),
-                                  [&] { return self.regions.get(peer, copy); });
+                                  [&](const Regions::Limit& limit, uint64_t& last) {
+                                    return self.regions.get(peer, copy, limit, last);
+                                  });
            })
       .def("change", [](PyRegions& self, int peer, const Regions::Change& change, double timeout) {
         return self.complete(peer, timeout, nb::none(),
-                             [&] { return self.regions.change(peer, change); });
+                             [&](const Regions::Limit& limit, uint64_t& last) {
+                               return self.regions.change(peer, change, limit, last);
+                             });
       });
   m.def(
       "copy_at_once",

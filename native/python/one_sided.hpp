@@ -98,13 +98,12 @@ class PyRegions {
   template <class Request>
   WaitStatus complete(int peer, double timeout, nb::object tensors, Request request) {
     release();
-    uint64_t number;
+    uint64_t number = 0;
     WaitStatus status;
     {
       const nb::gil_scoped_release unlock;
-      number = request();
-      status = regions.wait(peer, number, nanoseconds(timeout), signal_pending);
-      if (status == WaitStatus::interrupted) regions.wait(peer, number, kGrace, never);
+      status = request(Regions::Limit{nanoseconds(timeout), signal_pending}, number);
+      if (status == WaitStatus::interrupted) regions.wait(peer, number, {kGrace, never});
     }
     if (regions.answered(peer) < number) unanswered_.push_back({peer, number, std::move(tensors)});
     if (PyErr_Occurred()) throw nb::python_error();

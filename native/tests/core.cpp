@@ -815,15 +815,13 @@ void test_regions() {
   const auto [here, there] = large_connection();
   networks[0]->connect(1, here);
   networks[1]->connect(0, there);
-  const auto never = [] { return false; };
   std::vector<std::thread> threads;
   for (int r = 0; r < kRanks; ++r)
     for (size_t half = 0; half < 2; ++half)
       threads.emplace_back([&, r, half] {
         const int peer = 1 - r;
-        const auto wait = [&](uint64_t request) {
-          CHECK(regions[r]->wait(peer, request, kTimeout, never) == WaitStatus::none);
-        };
+        const Regions::Limit limit{kTimeout, [] { return false; }};
+        uint64_t last = 0;
         for (int k = 0; k < kTimes; ++k) {
           const std::vector<size_t>& shape = shapes[(k + half) % shapes.size()];
           std::vector<size_t> strides(shape.size(), 1), padded(shape.size(), 1);
@@ -844,11 +842,13 @@ void test_regions() {
                                  sizeof(int), shape,  padded,
                                  strides};
           };
-          wait(regions[r]->put(peer, copy(own), {kCounters, false, {half, 1, 1}, 2}));
-          wait(regions[r]->get(peer, copy(got)));
+          const Regions::Change change{kCounters, false, {half, 1, 1}, 2};
+          CHECK(regions[r]->put(peer, copy(own), change, limit, last) == WaitStatus::none);
+          CHECK(regions[r]->get(peer, copy(got), limit, last) == WaitStatus::none);
           CHECK(own == got);
         }
-        wait(regions[r]->change(peer, {kCounters, false, {0, 2, 1}, 1}));
+        const Regions::Change both{kCounters, false, {0, 2, 1}, 1};
+        CHECK(regions[r]->change(peer, both, limit, last) == WaitStatus::none);
       });
   for (auto& thread : threads) thread.join();
   for (int r = 0; r < kRanks; ++r)
