@@ -17,7 +17,7 @@ from unittest import mock
 from greenlet import getcurrent, greenlet
 
 from weft.errors import PeerLost, PeerTimeout, WeftError
-from weft.world import agreement, renewal, talk
+from weft.world import agreement, renewal, requests
 from weft.world.door import Handle
 from weft.world.listener import Address
 from weft.world.membership import Membership
@@ -40,7 +40,7 @@ class Door:
         self.course.doors[self.number] = self
         self.open = True
         self.waiting: list[Connection] = []
-        self.kept: Visitors | None = None
+        self.kept: Requesters | None = None
         self.decision: object = None
         secret = self.number.to_bytes(16, "little")
         here, outside = (Address(f"door {self.number}", port, secret) for port in (0, 1))
@@ -60,8 +60,8 @@ class Door:
     def serve(self) -> None:
         """Answer those who come to a kept door."""
         if self.kept is not None and self.open and self.process.awake:
-            for visitor in self.kept.hear():
-                visitor.send(talk.Answer(self.decision))
+            for requester in self.kept.requested():
+                requester.send(requests.Answer(self.decision))
 
 
 class Kept:
@@ -69,7 +69,7 @@ class Kept:
 
     def __init__(self, door: Door, decision: object) -> None:
         self.door = door
-        door.kept, door.decision = Visitors([door]), decision
+        door.kept, door.decision = Requesters([door]), decision
 
     def close(self) -> None:
         self.door.close()
@@ -93,8 +93,8 @@ class Connection:
         return found
 
 
-class Call:
-    """As `weft.world.talk.Call`."""
+class Client:
+    """As `weft.world.requests.Client`."""
 
     def __init__(self, address: Address, user: int) -> None:
         self.process = getcurrent()
@@ -147,15 +147,15 @@ class Call:
             self.link.ended = True
 
 
-class Visitor:
-    """As `weft.world.talk.Visitor`."""
+class Requester:
+    """As `weft.world.requests.Requester`."""
 
     def __init__(self, link: Connection) -> None:
         self.link = link
         self.ended = False
         self.request = None
 
-    def hear(self) -> bool:
+    def update(self) -> bool:
         found = self.link.arrived(0)
         if found:
             self.request = found[-1]
@@ -169,19 +169,19 @@ class Visitor:
         self.link.ended = True
 
 
-class Visitors:
-    """As `weft.world.talk.Visitors`."""
+class Requesters:
+    """As `weft.world.requests.Requesters`."""
 
     def __init__(self, listeners: list[Door], ranks: int = 0) -> None:
         [self.door] = listeners
-        self.all: list[Visitor] = []
+        self.all: list[Requester] = []
 
-    def hear(self) -> list[Visitor]:
+    def requested(self) -> list[Requester]:
         for link in self.door.waiting:
             link.accepted = True
-            self.all.append(Visitor(link))
+            self.all.append(Requester(link))
         self.door.waiting.clear()
-        found = [each for each in self.all if each.hear()]
+        found = [each for each in self.all if each.update()]
         self.all = [each for each in self.all if not each.ended]
         return found
 
@@ -337,8 +337,8 @@ class Course:
         with (
             mock.patch.multiple(
                 agreement,
-                Call=Call,
-                Visitors=Visitors,
+                Client=Client,
+                Requesters=Requesters,
                 poll=lambda polled, seconds: getcurrent().parent.switch(),
                 time=SimpleNamespace(monotonic=lambda: self.now),
             ),

@@ -18,7 +18,7 @@ import pytest
 
 import weft
 from weft.world import listener as listening
-from weft.world import talk
+from weft.world import requests
 from weft.world.handshake import Accepted, Caller, NotProved, Peer
 from weft.world.listener import UNPROVED, Address, Listener, Outbound, Unproved
 from weft.world.view import Ended, is_gone
@@ -275,7 +275,7 @@ def test_another_user_who_has_taken_a_name_is_told_nothing():
         outbound.close()
         assert heard() == 0
     with listened_by(54322) as (name, heard):
-        call = talk.Call(Address(name, 0, KEY))
+        call = requests.Client(Address(name, 0, KEY))
         assert not call.advance()
         assert call.refused  # the name was free
         call.close()
@@ -285,7 +285,7 @@ def test_another_user_who_has_taken_a_name_is_told_nothing():
 @AS_ROOT
 def test_the_user_who_has_opened_a_door_may_be_another_one_since():
     with listened_by(54323) as (name, heard):
-        call = talk.Call(Address(name, 0, KEY), 54323)
+        call = requests.Client(Address(name, 0, KEY), 54323)
         call.advance()
         assert not call.refused
         call.close()
@@ -295,23 +295,23 @@ def test_the_user_who_has_opened_a_door_may_be_another_one_since():
 @AS_ROOT
 def test_another_user_is_not_let_in_with_the_key_either():
     with contextlib.closing(Listener()) as listener:
-        visitors = talk.Visitors([listener])
+        requesters = requests.Requesters([listener])
         child = os.fork()
         if not child:
             try:
                 os.setuid(54321)
                 with connected(listener) as connection:
-                    caller = Caller(connection, talk.key(listener.address))
+                    caller = Caller(connection, requests.key(listener.address))
                     while not caller.advance():
                         pass
                     connection.recv(1)
             finally:
                 os._exit(0)
-        with contextlib.closing(visitors):
+        with contextlib.closing(requesters):
             ended = 0
             while not ended:
-                assert visitors.hear() == []
-                assert visitors.all == []
+                assert requesters.requested() == []
+                assert requesters.all == []
                 ended, _ = os.waitpid(child, os.WNOHANG)
 
 
@@ -329,7 +329,7 @@ def test_the_end_of_a_process_is_known_although_its_child_has_its_socket():
             signal.pause()
     child = int.from_bytes(os.read(read, 4), "little")
     try:
-        with contextlib.closing(talk.Call(Address(name, 0, KEY))) as call:
+        with contextlib.closing(requests.Client(Address(name, 0, KEY))) as call:
             call.advance()
             call.answers()
             assert not call.refused
@@ -337,7 +337,7 @@ def test_the_end_of_a_process_is_known_although_its_child_has_its_socket():
             os.waitpid(process, 0)
             call.answers()
             assert call.refused
-        with contextlib.closing(talk.Call(Address(name, 0, KEY))) as call:  # after the end
+        with contextlib.closing(requests.Client(Address(name, 0, KEY))) as call:  # after the end
             call.advance()
             call.answers()
             assert call.refused
@@ -362,7 +362,7 @@ def test_a_refusal_from_another_host_says_nothing_of_the_rank():
     for host in TCP, "":
         with contextlib.closing(Listener(host)) as listener:
             address = listener.address
-        with contextlib.closing(talk.Call(address)) as call:
+        with contextlib.closing(requests.Client(address)) as call:
             while not call.ended:
                 call.advance()
             assert call.refused

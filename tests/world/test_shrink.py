@@ -220,7 +220,7 @@ STEPS = [
     "weft.world.door.Door.__init__",
     "weft.world.agreement.Agreement._wait",
     "weft.world.agreement.Agreement._tell",
-    "weft.world.talk.Line.send",
+    "weft.world.requests.Connection.send",
     "weft.world.agreement.Kept.__init__",
     "weft.world.listener.Listener.connect",
     "weft.world.listener.Outbound.advance",

@@ -17,7 +17,7 @@ from weft.world.door import Door, Handle
 from weft.world.lanes import started
 from weft.world.listener import PROVING, poll
 from weft.world.membership import Decision
-from weft.world.talk import Call, Visitor, Visitors
+from weft.world.requests import Client, Requester, Requesters
 from weft.world.view import Answer, Ended, Request, View, is_gone, joining
 
 _LOOK = 0.05  # seconds between looks at time limits
@@ -34,7 +34,7 @@ class _Calls:
         self.handles, self.own = handles, own
         self.addresses = [each.address_from(own.info.host) for each in handles]
         self.users = [each.info.user for each in handles]
-        self.open: dict[int, Call] = {}
+        self.open: dict[int, Client] = {}
         self._again: dict[int, float] = {}  # when a rank whose call has ended may be called again
 
     def call(self, ranks: Iterable[int], request: Request) -> None:
@@ -50,7 +50,7 @@ class _Calls:
                 continue
             if rank not in self.open:
                 # this process may have given up that user since
-                self.open[rank] = Call(address, self.users[rank])
+                self.open[rank] = Client(address, self.users[rank])
             call = self.open[rank]
             if call.advance():
                 call.send(request)
@@ -96,7 +96,7 @@ class Agreement:
     def __init__(self, view: View) -> None:
         self.view = view
         self.calls = _Calls(view.membership.handles, view.own)
-        self.visitors = Visitors(view.membership.door.listeners, len(view.membership.handles))
+        self.requesters = Requesters(view.membership.door.listeners, len(view.membership.handles))
         self.joining: tuple[Handle, ...] = ()
         self.patience = _native.Deadline(view.timeout)
         self.unanswered = _native.Deadline(_UNKNOWN)
@@ -123,10 +123,10 @@ class Agreement:
             raise
         finally:
             self.calls.close()
-            self.visitors.close()
+            self.requesters.close()
 
     def _requests(self) -> list[Request]:
-        return [visitor.request for visitor in self.visitors.all if visitor.request]
+        return [requester.request for requester in self.requesters.all if requester.request]
 
     def _step(self) -> Decision | None:
         """Call whom there is to call; the decision, if this rank leads and can make it."""
@@ -157,16 +157,16 @@ class Agreement:
         return None
 
     def _wait(self) -> None:
-        """Wait until something arrives, for a moment, and hear visitors."""
-        poll([*self.visitors.polled(), *self.calls.polled()], self.calls.patience)
-        for visitor in self.visitors.hear():
-            assert visitor.request is not None
-            self._heard(visitor, visitor.request)
+        """Wait until something arrives, for a moment, and process requests."""
+        poll([*self.requesters.polled(), *self.calls.polled()], self.calls.patience)
+        for requester in self.requesters.requested():
+            assert requester.request is not None
+            self._process(requester, requester.request)
         self._share()
 
-    def _heard(self, visitor: Visitor, request: Request) -> None:
+    def _process(self, requester: Requester, request: Request) -> None:
         if request.version != __version__:
-            visitor.send(
+            requester.send(
                 Answer(
                     None,
                     "WeftError",
@@ -174,13 +174,13 @@ class Agreement:
                     f"{request.version}: install one version for all ranks",
                 )
             )
-            visitor.ended = True
+            requester.ended = True
             return
         if not self.view.hears(request):
-            visitor.request = None
+            requester.request = None
             return
         self.view = self.view.after_request(request)
-        visitor.send(self.view.answer())
+        requester.send(self.view.answer())
 
     def _share(self) -> None:
         """Tell those with whom this rank is connected what it has learned."""
@@ -193,9 +193,9 @@ class Agreement:
 
     def _tell(self, answer: Answer) -> None:
         """Answer all who have asked this rank."""
-        for visitor in self.visitors.all:
-            if visitor.request and not visitor.ended:
-                visitor.send(answer)
+        for requester in self.requesters.all:
+            if requester.request and not requester.ended:
+                requester.send(answer)
 
 
 def outcome(answer: Answer) -> Decision | None:
@@ -284,11 +284,11 @@ class Kept:
         self.door.close()
 
     def _serve(self) -> None:
-        visitors = Visitors(self.door.listeners)
-        with contextlib.closing(visitors):
+        requesters = Requesters(self.door.listeners)
+        with contextlib.closing(requesters):
             over = self._over, select.POLLIN
-            while self._over not in poll([over, *visitors.polled()], PROVING):
+            while self._over not in poll([over, *requesters.polled()], PROVING):
                 with contextlib.suppress(WeftError):  # no free file: the caller calls again
-                    for visitor in visitors.hear():
-                        visitor.send(Answer(self.decision))
-                        visitor.ended = True
+                    for requester in requesters.requested():
+                        requester.send(Answer(self.decision))
+                        requester.ended = True

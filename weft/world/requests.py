@@ -1,4 +1,5 @@
-"""Messages at doors: a caller sends requests, those who are called answer.
+"""Requests to ranks while they agree on who goes on, and the answers: a client sends requests to
+a door, whose rank answers.
 
 Both ends first prove that they have the key of the door (`weft.world.handshake`). A message is its
 length and JSON.
@@ -29,7 +30,7 @@ _AGAIN = 0.005  # seconds until a rank whose connection has ended is called agai
 _AGAIN_REFUSED = 0.1  # … if it was refused
 
 
-class Line:
+class Connection:
     """A connection with a process at the other end, from which messages are read as they arrive.
 
     `ended` once the other end is closed, or has sent what cannot be read.
@@ -83,7 +84,7 @@ class Line:
         self.connection.close()
 
 
-class Call(Line):
+class Client(Connection):
     """A connection that this process opens to a rank's door, which on this host `user` has opened:
     `connected` once both are proved, `refused` if nothing listens there, or the process has ended.
     """
@@ -165,7 +166,7 @@ class Call(Line):
             self._process.close()
 
 
-class Visitor(Line):
+class Requester(Connection):
     """A connection of a process that has the key of a door, which it has proved: its latest
     `request`, None before the first.
     """
@@ -175,7 +176,7 @@ class Visitor(Line):
         self.request: Request | None = None
         self._process = Peer(connection)
 
-    def hear(self) -> bool:
+    def update(self) -> bool:
         """Read what has arrived; whether there is a new request."""
         messages = self.receive()
         for message in messages:
@@ -195,17 +196,17 @@ class Visitor(Line):
         self._process.close()
 
 
-class Visitors:
-    """The processes of this user that have come to a door's `listeners`: `all` that are there."""
+class Requesters:
+    """The processes of this user that are connected to a door's `listeners`: `all` of them."""
 
     def __init__(self, listeners: Sequence[Listener], ranks: int = 0) -> None:
-        self.all = list[Visitor]()
+        self.all = list[Requester]()
         self._unproved = [Unproved(each, _key_of(each), 0) for each in listeners]
         for each in self._unproved:
             each.most = UNPROVED + ranks
 
-    def hear(self) -> list[Visitor]:
-        """Let in those that wait, and drop those that have left; those with a new request. Raises
+    def requested(self) -> list[Requester]:
+        """Accept those that wait, and drop those that have left; those with a new request. Raises
         `WeftError` if this process lacks files to let one in.
         """
         for unproved in self._unproved:
@@ -215,10 +216,10 @@ class Visitors:
                 raise WeftError(f"this process can accept no connection: {error}") from error
             for accepted in proved:
                 try:
-                    self.all.append(Visitor(accepted.connection))
+                    self.all.append(Requester(accepted.connection))
                 except OtherUser:
                     accepted.connection.close()
-        found = [each for each in self.all if each.hear()]
+        found = [each for each in self.all if each.update()]
         for each in [each for each in self.all if each.ended]:
             self.all.remove(each)
             each.close()
@@ -227,13 +228,13 @@ class Visitors:
     def polled(self) -> list[tuple[int, int]]:
         """The descriptors and events to poll."""
         unproved = [each for one in self._unproved for each in one.polled()]
-        return [*unproved, *(each for visitor in self.all for each in visitor.polled())]
+        return [*unproved, *(each for requester in self.all for each in requester.polled())]
 
     def close(self) -> None:
         for each in self._unproved:
             each.drop()
-        for visitor in self.all:
-            visitor.close()
+        for requester in self.all:
+            requester.close()
         self.all.clear()
 
 
