@@ -315,10 +315,10 @@ void Regions::raise(int number, size_t bytes) {
 // Carry out a request, as far as its bytes have arrived; why it is not valid, "" if it is.
 std::string Regions::carry_out(int number, size_t bytes) {
   Peer& peer = peers_[number];
-  Request& request = peer.carried_out;
-  std::memcpy(&request, peer.message.data(), sizeof request);
   const uint8_t operation = peer.label.lane;
   if (operation == drops) return release(number, peer.label.digest), "";
+  Request& request = peer.carried_out;
+  std::memcpy(&request, peer.message.data(), sizeof request);
   size_t begin = sizeof request;
   if (request.axes > kAxes || begin + request.axes * sizeof(Axis) > bytes)
     return "a one-sided call with " + std::to_string(request.axes) + " dimensions";
