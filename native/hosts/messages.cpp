@@ -347,7 +347,7 @@ bool Messages::put(int number, Peer& peer) {
 }
 
 bool Messages::put_here(Peer& peer, Message& message) {
-  if (!message.moved && peer.pid && message.bytes > kShort) {
+  if (!message.moved && peer.pid && message.bytes > kShort && message.bytes < kLarge) {
     if (peer.unread_count == kLong) return false;
     Record* const record = room(peer, sizeof(uint64_t));
     if (!record) return false;
@@ -366,7 +366,7 @@ bool Messages::put_here(Peer& peer, Message& message) {
     publish(peer, record, sizeof address);
     return true;
   }
-  const size_t part = std::min(message.bytes - message.moved, ring_ / 4 - sizeof(Record));
+  const size_t part = std::min({message.bytes - message.moved, ring_ / 4 - sizeof(Record), kPart});
   Record* const record = room(peer, part);
   if (!record) return false;
   record->size = message.bytes;
@@ -472,7 +472,8 @@ bool Messages::take(int number) {
       incoming.number = record->number + 1;
       incoming.arrived = incoming.size;
     } else {
-      if (payload) std::memcpy(incoming.place() + incoming.arrived, record->payload, payload);
+      const Target place{incoming.place() + incoming.arrived, payload, incoming.size};
+      if (payload) copy_rows(&place, 1, record->payload, payload, 1, payload);
       incoming.arrived += payload;
     }
   }
