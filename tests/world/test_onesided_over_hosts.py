@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from support import host_ranks
 from support.hosts import hosts, needs_hosts
+from support.ucx import by_ucx, needs_ucx
 
 pytestmark = needs_hosts
 
@@ -45,3 +46,14 @@ def test_two_hosts_of_two_ranks(tmp_path):
     assert (tmp_path / "dies_while_called0").exists(), ended
     assert found(tmp_path, "one_sided", 4) == [None] * 4
     assert_all_lost(tmp_path, 3)
+
+
+@needs_ucx
+@pytest.mark.slow
+def test_two_hosts_by_ucx_and_a_peer_that_dies_while_called(tmp_path):
+    with hosts(2, gbps=10, environment=by_ucx("eth0")) as net:
+        net.start_forked("one_sided,dies_while_called", tmp_path)
+        ended = net.finish()
+    assert (tmp_path / "dies_while_called0").exists(), ended
+    assert found(tmp_path, "one_sided", 2) == [None] * 2
+    assert_all_lost(tmp_path, 1)
