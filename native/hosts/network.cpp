@@ -364,7 +364,7 @@ void Network::ended(int number, const std::string& broken) {
   } else {
     peers_[number].over.store(true, std::memory_order_release);
     transport_->end(number);  // acknowledges all rows
-    if (regions_) regions_->ended(number);
+    if (regions_) regions_->silent(number);
   }
 }
 

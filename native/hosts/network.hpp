@@ -59,7 +59,7 @@ struct Service {
   // This rank may send a peer so many bytes more.
   virtual void credit(int, uint64_t) {}
   // A peer sends nothing more.
-  virtual void ended(int) {}
+  virtual void silent(int) {}
 };
 
 class Network : public Driver, private Transport::Receiver {

@@ -144,7 +144,7 @@ class Regions : public Service {
 
   Transport::Place place(int peer, const Label& label, size_t bytes, std::string& why) override;
   void raise(int peer, size_t bytes) override;
-  void ended(int peer) override { release_all(peer); }
+  void silent(int peer) override { release_all(peer); }
 
   static void cut(const Runs& runs, size_t from, size_t dst, size_t src,
                   std::vector<std::pair<Layout, Layout>>& pieces);
