@@ -223,6 +223,15 @@ def test_closing_completes_transfers(worlds):
     assert bool((memory[1] == 8).all())
 
 
+@pytest.fixture
+def ctrl_c():
+    """Ctrl-C raises `KeyboardInterrupt`, whatever a library has made of it in this process."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_leaves_the_world_open_and_keeps_the_memory(worlds):
     """The peer answers late: what it sends arrives in memory that is still there."""
     memory = both(worlds, lambda w: w.empty(8))
