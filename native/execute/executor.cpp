@@ -287,13 +287,11 @@ bool Executor::wait(Execution& execution, size_t lane, int at, const Instruction
 }
 
 // How long a wait of this thread polls the network.
-// Measured on two namespaces of a 2-core machine: see docs/performance.md.
 Network::Patience Executor::patience(const Execution& execution) const {
-  constexpr int64_t kAlone = 20'000, kPatient = 1'000'000;
   // the products of this rank use the core that its other lanes need
   if (LaneThread::current()) return {0, 0};
   const bool several = execution.spins == spins_ && spins_;
-  return {spins_ ? kAlone : 0, several ? kAlone : kPatient};
+  return {spins_ ? kPollsAlone : 0, several ? kPollsAlone : kPolls};
 }
 
 std::shared_ptr<Network> Executor::connect(size_t ranks, const Network::Connect& connect) {

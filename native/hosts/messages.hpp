@@ -7,10 +7,9 @@
 //     there, each behind a word that tells of it, which is written last; the word of the record to
 //     come is cleared before. `taken`, in the sender's memory, counts what the receiver has read.
 // P3  A long message, but not a large one, is left where it is, if the receiver may read the
-// sender's memory through the
-//     kernel: its record has its address. The receiver reads it once it has a receive for it, and
-//     then writes the number of the message into a word of the sender. It reads nothing after a
-//     failure, from which on the memory may be in other use.
+//     sender's memory through the kernel: its record has its address. The receiver reads it once it
+//     has a receive for it, and then writes the number of the message into a word of the sender. It
+//     reads nothing after a failure, from which on the memory may be in other use.
 // P4  Nobody's messages stop anybody else's: a receiver takes a message that it has no receive for
 //     out of its ring only while it waits for another one of that sender, and then keeps a copy. A
 //     sender to another host has at most kWindow bytes under way that the receiver has not

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <utility>
 
 namespace weft {
@@ -38,6 +39,14 @@ std::optional<Strided> Regions::Layout::rows(char* base) const {
       return {};
   }
   return found;
+}
+
+Strided Regions::Layout::gathered(char* base, std::shared_ptr<char[]>& adjacent) const {
+  if (const auto found = rows(base)) return *found;
+  const size_t size = bytes();
+  adjacent.reset(new char[size]);
+  copy(base, adjacent.get(), true).run();
+  return {adjacent.get(), 1, size, size};
 }
 
 StridedCopy Regions::Layout::copy(char* base, char* adjacent, bool to_adjacent) const {
@@ -86,12 +95,11 @@ void Regions::release(int peer, uint64_t memory) {
 }
 
 void Regions::release_all(int peer) {
-  std::vector<uint64_t> all;
-  {
-    const std::lock_guard lock(holding_);
-    for (const auto& [memory, region] : regions_) all.push_back(memory);
+  const std::lock_guard lock(holding_);
+  for (auto each = regions_.begin(); each != regions_.end();) {
+    each->second.peers.erase(peer);
+    each = each->second.peers.empty() ? regions_.erase(each) : std::next(each);
   }
-  for (const uint64_t memory : all) release(peer, memory);
 }
 
 void Regions::close() {
@@ -127,6 +135,22 @@ void Regions::cut(const Runs& runs, size_t from, size_t dst, size_t src,
     cut(runs, from + 1, dst + at * outer.dst, src + at * outer.src, pieces);
 }
 
+// Send the requests of all pieces, each by its number, and wait for the answers.
+template <class Send>
+WaitStatus Regions::send_all(int number, size_t pieces, const Limit& limit, uint64_t& last,
+                             Send send) {
+  WaitStatus status = WaitStatus::none;
+  for (size_t at = 0; at < pieces && status == WaitStatus::none; ++at) {
+    {
+      const std::lock_guard lock(peers_[number].requesting);
+      last = send(at);
+    }
+    const uint64_t allowed = at + 1 == pieces ? 0 : std::min<uint64_t>(last, kUnanswered);
+    status = wait(number, last - allowed, limit);
+  }
+  return status;
+}
+
 WaitStatus Regions::put(int number, const Copy& copy, const Change& change, const Limit& limit,
                         uint64_t& last) {
   std::vector<std::pair<Layout, Layout>> pieces;
@@ -134,17 +158,11 @@ WaitStatus Regions::put(int number, const Copy& copy, const Change& change, cons
     cut(runs, 0, copy.offset, 0, pieces);
   else if (change.memory)
     return this->change(number, change, limit, last);
-  WaitStatus status = WaitStatus::none;
-  for (size_t at = 0; at < pieces.size() && status == WaitStatus::none; ++at) {
+  return send_all(number, pieces.size(), limit, last, [&](size_t at) {
     const auto& [there, here] = pieces[at];
-    const bool ends = at + 1 == pieces.size();
-    {
-      const std::lock_guard lock(peers_[number].requesting);
-      last = request(number, puts, copy.memory, there, ends ? change : Change{}, &here, copy.local);
-    }
-    status = wait(number, ends ? last : last - std::min<uint64_t>(last, kUnanswered), limit);
-  }
-  return status;
+    const Change then = at + 1 == pieces.size() ? change : Change{};
+    return request(number, puts, copy.memory, there, then, &here, copy.local);
+  });
 }
 
 WaitStatus Regions::get(int number, const Copy& copy, const Limit& limit, uint64_t& last) {
@@ -152,29 +170,20 @@ WaitStatus Regions::get(int number, const Copy& copy, const Limit& limit, uint64
   if (const Runs runs(copy.item, copy.shape, copy.local_strides, copy.strides); runs.bytes)
     cut(runs, 0, 0, copy.offset, pieces);
   Peer& peer = peers_[number];
-  WaitStatus status = WaitStatus::none;
-  for (size_t at = 0; at < pieces.size() && status == WaitStatus::none; ++at) {
+  return send_all(number, pieces.size(), limit, last, [&](size_t at) {
     const auto& [here, there] = pieces[at];
-    const bool ends = at + 1 == pieces.size();
     {
-      const std::lock_guard lock(peer.requesting);
-      {
-        const std::lock_guard getting(getting_);
-        peer.gets.push_back({peer.requests.load() + 1, landing(here, copy.local)});
-      }
-      last = request(number, gets, copy.memory, there, {}, nullptr, nullptr);
+      const std::lock_guard getting(getting_);
+      peer.gets.push_back({peer.requests.load() + 1, landing(here, copy.local)});
     }
-    status = wait(number, ends ? last : last - std::min<uint64_t>(last, kUnanswered), limit);
-  }
-  return status;
+    return request(number, gets, copy.memory, there, {}, nullptr, nullptr);
+  });
 }
 
 WaitStatus Regions::change(int number, const Change& change, const Limit& limit, uint64_t& last) {
-  {
-    const std::lock_guard lock(peers_[number].requesting);
-    last = request(number, changes, 0, {}, change, nullptr, nullptr);
-  }
-  return wait(number, last, limit);
+  return send_all(number, 1, limit, last, [&](size_t) {
+    return request(number, changes, 0, {}, change, nullptr, nullptr);
+  });
 }
 
 // Send a request, and the bytes of a put from `local`; for a thread that holds `requesting`, but
@@ -202,13 +211,7 @@ uint64_t Regions::request(int number, Operation operation, uint64_t memory, cons
   if (local && within) {
     local->copy(base, message->data() + begin, true).run();
   } else if (local) {
-    auto rows = local->rows(base);
-    if (!rows) {
-      adjacent.reset(new char[bytes]);
-      local->copy(base, adjacent.get(), true).run();
-      rows = Strided{adjacent.get(), 1, bytes, bytes};
-    }
-    parts.push_back(*rows);
+    parts.push_back(local->gathered(base, adjacent));
   }
   const uint64_t request = operation == drops ? 0 : peer.requests.fetch_add(1) + 1;
   network_->need(number);
@@ -302,8 +305,7 @@ void Regions::raise(int number, size_t bytes) {
   if (peer.latest == Peer::data) {
     if (peer.landing->scatter) peer.landing->scatter->run();
     peer.landing.reset();
-    why = make_change(peer.carried_out);
-    end_request(number);
+    why = complete(number);
   } else {
     why = carry_out(number, bytes);
   }
@@ -327,11 +329,7 @@ std::string Regions::carry_out(int number, size_t bytes) {
     std::memcpy(layout.axes.data(), peer.message.data() + begin, request.axes * sizeof(Axis));
   begin += request.axes * sizeof(Axis);
   const size_t within = bytes - begin;
-  if (operation == changes && !layout.run && !within) {
-    const std::string why = make_change(request);
-    end_request(number);
-    return why;
-  }
+  if (operation == changes && !layout.run && !within) return complete(number);
   if (operation != puts && operation != gets)
     return "a one-sided call of kind " + std::to_string(operation);
   const auto memory = part(peer.label.digest);
@@ -348,9 +346,7 @@ std::string Regions::carry_out(int number, size_t bytes) {
   if (within != layout.bytes())
     return std::to_string(within) + " bytes in place of " + std::to_string(layout.bytes());
   layout.copy(memory->base(), peer.message.data() + begin, false).run();
-  const std::string why = make_change(request);
-  end_request(number);
-  return why;
+  return complete(number);
 }
 
 // Make the change of a request, if it has one; why it is not valid, "" if it is.
@@ -375,21 +371,18 @@ std::string Regions::make_change(const Request& request) {
 
 void Regions::answer_with_value(int number, const Layout& layout, std::shared_ptr<Mapping> part) {
   std::shared_ptr<char[]> adjacent;
-  auto rows = layout.rows(part->base());
-  if (!rows) {
-    const size_t bytes = layout.bytes();
-    adjacent.reset(new char[bytes]);
-    layout.copy(part->base(), adjacent.get(), true).run();
-    rows = Strided{adjacent.get(), 1, bytes, bytes};
-  }
-  network_->put(number, {Kind::region, value, peers_[number].label.call, 0}, {*rows}, kPiece,
+  const Strided rows = layout.gathered(part->base(), adjacent);
+  network_->put(number, {Kind::region, value, peers_[number].label.call, 0}, {rows}, kPiece,
                 [part, adjacent] {});
 }
 
-// Answer the request that was carried out last.
-void Regions::end_request(int number) {
-  network_->put(number, {Kind::region, done, peers_[number].label.call, 0}, {Strided{}}, kPiece,
-                [] {});
+// Make the change of the request that is carried out, and answer it; why it is not valid, "" if it
+// is.
+std::string Regions::complete(int number) {
+  Peer& peer = peers_[number];
+  std::string why = make_change(peer.carried_out);
+  network_->put(number, {Kind::region, done, peer.label.call, 0}, {Strided{}}, kPiece, [] {});
+  return why;
 }
 
 std::shared_ptr<Mapping> Regions::part(uint64_t memory) const {

@@ -88,8 +88,6 @@ class Regions : public Service {
   static constexpr size_t kInline = 4 << 10;  // bytes of a put in the message of its request
   static constexpr size_t kAxes = 8;          // of a request
   static constexpr size_t kUnanswered = 64;   // requests of a call
-  // nanoseconds for which a wait polls before it sleeps, and of these without leaving its core
-  static constexpr int64_t kPolls = 1'000'000, kPollsAlone = 20'000;
 
   enum Operation : uint8_t { puts = 1, gets, changes, value, done, drops };
   // The beginning of a request, which axes, and the bytes of a short put, follow.
@@ -110,6 +108,8 @@ class Regions : public Service {
     std::string fault(size_t size) const;
     // All of it, if it is rows.
     std::optional<Strided> rows(char* base) const;
+    // The same, or its elements, copied to `adjacent`.
+    Strided gathered(char* base, std::shared_ptr<char[]>& adjacent) const;
     // A copy between it and adjacent bytes.
     StridedCopy copy(char* base, char* adjacent, bool to_adjacent) const;
   };
@@ -146,6 +146,8 @@ class Regions : public Service {
   void raise(int peer, size_t bytes) override;
   void silent(int peer) override { release_all(peer); }
 
+  template <class Send>
+  WaitStatus send_all(int number, size_t pieces, const Limit& limit, uint64_t& last, Send send);
   static void cut(const Runs& runs, size_t from, size_t dst, size_t src,
                   std::vector<std::pair<Layout, Layout>>& pieces);
   uint64_t request(int number, Operation operation, uint64_t memory, const Layout& layout,
@@ -153,7 +155,7 @@ class Regions : public Service {
   std::string carry_out(int number, size_t bytes);
   std::string make_change(const Request& request);
   void answer_with_value(int number, const Layout& layout, std::shared_ptr<Mapping> part);
-  void end_request(int number);
+  std::string complete(int number);
   std::shared_ptr<Mapping> part(uint64_t memory) const;
   static Landing landing(const Layout& layout, char* base);
 

@@ -99,14 +99,14 @@ class SignalArray {
 
   // Receive from other hosts for a while; whether all counters satisfy the comparison meanwhile.
   bool drive_until(Selection selection, Compare compare, uint64_t expected) const {
-    constexpr int64_t kAlone = 20'000, kPatient = 1'000'000;  // nanoseconds, as those of calls
     const Yields yields = yields_after(spins_);
     const int64_t start = now();
     do {
       driver_->poll();
       if (test(selection, compare, expected)) return true;
       pause();
-    } while (now() - start < (spins_ ? kAlone : 0) || (now() - start < kPatient && yield(yields)));
+    } while (now() - start < (spins_ ? kPollsAlone : 0) ||
+             (now() - start < kPolls && yield(yields)));
     driver_->nudge();
     return false;
   }

@@ -142,6 +142,11 @@ inline bool yield(Yields yields) {
 
 inline bool never() { return false; }
 
+// Nanoseconds for which a wait polls connections to other hosts before it sleeps: with a core of
+// its own first without leaving it to others, and in all. Measured on two namespaces of a 2-core
+// machine: see docs/performance.md.
+constexpr int64_t kPollsAlone = 20'000, kPolls = 1'000'000;
+
 // What moves bytes between this host and others, for threads that wait.
 struct Driver {
   virtual ~Driver() = default;
