@@ -34,6 +34,9 @@ void clear(int descriptor) {
   [[maybe_unused]] const ssize_t n = read(descriptor, &times, sizeof times);
 }
 
+// Of an event of a rank.
+Label label_of(int rank) { return {Kind::control, 0, static_cast<uint64_t>(rank), 0}; }
+
 std::string bytes_of(uint64_t number) {
   return {reinterpret_cast<const char*>(&number), sizeof number};
 }
@@ -54,8 +57,8 @@ Network::Network(int rank, size_t ranks, Calls calls, std::shared_ptr<Mesh> mesh
     transport_ = connect(*this);
     thread_ = std::thread(&Network::work, this);
   } catch (...) {
-    if (bell_ >= 0) close(bell_);
-    if (trouble_ >= 0) close(trouble_);
+    if (bell_ >= 0) ::close(bell_);
+    if (trouble_ >= 0) ::close(trouble_);
     throw;
   }
 }
@@ -73,8 +76,8 @@ void Network::stop() {
 
 void Network::disown() {
   transport_->disown();
-  if (bell_ >= 0) close(std::exchange(bell_, -1));
-  if (trouble_ >= 0) close(std::exchange(trouble_, -1));
+  if (bell_ >= 0) ::close(std::exchange(bell_, -1));
+  if (trouble_ >= 0) ::close(std::exchange(trouble_, -1));
 }
 
 void Network::need(int peer) {
@@ -87,13 +90,16 @@ void Network::connect(int peer, int fd) {
   const std::lock_guard order(announcing_);
   std::unique_lock lock(announcements_mutex_);
   std::vector<Announcement> made = unannounced();
-  told_.clear();  // this peer will know the texts of the latest calls only
+  sent_texts_.clear();  // this peer will know the texts of the latest calls only
   forget_ = true;
   lock.unlock();
-  tell(std::move(made));
+  send(std::move(made));
   std::string messages;
   for (const Announcement& one : history_) messages += message(one, false);
-  peers_[peer].needed.store(true, std::memory_order_release);
+  if (finishing_.load(std::memory_order_seq_cst)) messages += end_message();
+  if (aborted_.load(std::memory_order_acquire) && mesh_->failed())
+    messages += transport_->message(label_of(rank_), mesh_->failure_event());
+  peers_[peer].needed.store(true, std::memory_order_seq_cst);
   peers_[peer].connected.store(true, std::memory_order_release);
   transport_->connect(peer, fd, std::make_shared<const std::string>(std::move(messages)));
   nudge();
@@ -123,15 +129,16 @@ void Network::begin(uint64_t call, const CallText& text, std::list<Expected> exp
     begun_ = call;
   }
   std::unique_lock lock(announcements_mutex_);
-  if (told_.size() == kTexts && !told_.count(text.identity)) {
-    told_.clear();
+  if (sent_texts_.size() == kTexts && !sent_texts_.count(text.identity)) {
+    sent_texts_.clear();
     forget_ = true;
   }
-  std::shared_ptr<const std::string>& told = told_[text.identity];
-  const bool known = told != nullptr;
-  if (!known) told = std::make_shared<const std::string>(text.text);
+  std::shared_ptr<const std::string>& text_sent = sent_texts_[text.identity];
+  const bool known = text_sent != nullptr;
+  if (!known) text_sent = std::make_shared<const std::string>(text.text);
   const uint8_t lane = std::exchange(forget_, false) ? kForget : 0;
-  announcements_.push_back({{Kind::call, lane, call, text.digest}, text.identity, told, known});
+  announcements_.push_back(
+      {{Kind::call, lane, call, text.digest}, text.identity, text_sent, known});
   announces_.store(true, std::memory_order_seq_cst);
   lock.unlock();
   if (!known)
@@ -160,7 +167,7 @@ bool Network::announce() {
   std::vector<Announcement> made = unannounced();
   lock.unlock();
   const bool any = !made.empty();
-  tell(std::move(made));
+  send(std::move(made));
   return any;
 }
 
@@ -170,8 +177,8 @@ std::vector<Network::Announcement> Network::unannounced() {
   return std::exchange(announcements_, {});
 }
 
-// Tell connected peers of calls; for a thread that holds `announcing_`.
-void Network::tell(std::vector<Announcement> made) {
+// Announce calls to connected peers; for a thread that holds `announcing_`.
+void Network::send(std::vector<Announcement> made) {
   if (made.empty()) return;
   std::string messages;
   for (Announcement& one : made) {
@@ -193,6 +200,21 @@ std::string Network::message(const Announcement& one, bool known) const {
 void Network::serve(Kind kind, Service* service) {
   const std::lock_guard driving(driving_);
   (kind == Kind::tagged ? tagged_ : regions_) = service;
+}
+
+void Network::serve_control(ControlReceiver* receiver) {
+  const std::lock_guard driving(driving_);
+  control_ = receiver;
+}
+
+void Network::send_control(int peer, int rank, const std::string& event) {
+  const std::string made = transport_->message(label_of(rank), event);
+  transport_->announce(peer, std::make_shared<const std::string>(made));
+}
+
+void Network::send_control_to_connected(int rank, const std::string& event) {
+  for (size_t peer = 0; peer < peers_.size(); ++peer)
+    if (peers_[peer].connected) send_control(static_cast<int>(peer), rank, event);
 }
 
 void Network::credit(int peer, uint64_t bytes) {
@@ -334,8 +356,26 @@ void Network::raise_rows(int number) {
   incomplete_.fetch_sub(1, std::memory_order_acq_rel);
 }
 
-void Network::told(int number, const Label& label, std::string_view text) {
-  if (label.kind == Kind::credit) return tagged_ ? tagged_->credit(number, label.call) : void();
+void Network::announced(int number, const Label& label, std::string_view text) {
+  switch (label.kind) {
+    case Kind::credit:
+      if (tagged_) tagged_->credit(number, label.call);
+      return;
+    case Kind::control:
+      if (control_ && !control_->receive(number, static_cast<int>(label.call), std::string(text)))
+        garbled(number, "an event of rank " + std::to_string(label.call));
+      return;
+    case Kind::end:
+      peers_[number].over.store(true, std::memory_order_release);
+      if (regions_) regions_->silent(number);
+      return end(number);  // acknowledges all rows
+    default:
+      note_call(number, label, text);
+  }
+}
+
+// Note a call that a peer makes, or refuses.
+void Network::note_call(int number, const Label& label, std::string_view text) {
   if (text.size() < sizeof(uint64_t)) return garbled(number, "a call without its text");
   uint64_t identity;
   std::copy_n(text.data(), sizeof identity, reinterpret_cast<char*>(&identity));
@@ -358,13 +398,16 @@ void Network::told(int number, const Label& label, std::string_view text) {
 }
 
 void Network::ended(int number, const std::string& broken) {
-  if (!broken.empty()) {
+  if (aborted_.load(std::memory_order_acquire)) return;
+  if (broken.empty()) {
+    const bool expected = gone(number);
+    peers_[number].over.store(true, std::memory_order_release);
+    transport_->end(number);
+    if (regions_) regions_->silent(number);
+    if (!expected) mesh_->disconnected(number);  // R7
+  } else {
     const std::lock_guard lock(mutex_);
     report({Trouble::broken, number, 0, broken});
-  } else {
-    peers_[number].over.store(true, std::memory_order_release);
-    transport_->end(number);  // acknowledges all rows
-    if (regions_) regions_->silent(number);
   }
 }
 
@@ -397,26 +440,40 @@ bool Network::expects_more() {
   return false;
 }
 
+// Drive, unless another thread does, until `over`, an abort, or the time limit.
+template <class Over>
+void Network::drive_until(double seconds, Over over) {
+  Deadline deadline(nanoseconds(seconds));
+  while (!over() && !deadline.passed()) {
+    const Inside inside(*this);
+    const std::unique_lock driving(driving_, std::try_to_lock);
+    if (driving)
+      receive(kTick);
+    else
+      std::this_thread::sleep_for(std::chrono::milliseconds(kTick));
+  }
+}
+
+// Say, once, that this rank sends a peer nothing more but control messages (R7).
+void Network::end(int number) {
+  if (peers_[number].ended_here.exchange(true, std::memory_order_acq_rel)) return;
+  transport_->announce(number, std::make_shared<const std::string>(end_message()));
+}
+
+std::string Network::end_message() const { return transport_->message({Kind::end, 0, 0, 0}, ""); }
+
 void Network::finish(double seconds, double linger) {
-  const auto drive_until = [&](double limit, auto over) {
-    Deadline deadline(nanoseconds(limit));
-    while (!aborted_.load(std::memory_order_acquire) && !over() && !deadline.passed()) {
-      const Inside inside(*this);
-      const std::unique_lock driving(driving_, std::try_to_lock);
-      if (driving)
-        receive(kTick);
-      else
-        std::this_thread::sleep_for(std::chrono::milliseconds(kTick));
-    }
-  };
-  drive_until(seconds, [&] { return !expects_more(); });
+  const auto aborted = [&] { return aborted_.load(std::memory_order_acquire); };
+  drive_until(seconds, [&] { return aborted() || !expects_more(); });
   announce();
+  finishing_.store(true, std::memory_order_seq_cst);
   {
     const std::lock_guard driving(driving_);  // what has arrived has been answered
-    for (size_t peer = 0; peer < peers_.size(); ++peer) transport_->end(static_cast<int>(peer));
+    for (size_t peer = 0; peer < peers_.size(); ++peer)
+      if (peers_[peer].needed.load(std::memory_order_seq_cst)) end(static_cast<int>(peer));
   }
   drive_until(linger, [&] {
-    for (size_t peer = 0; peer < peers_.size(); ++peer)
+    for (size_t peer = 0; peer < peers_.size() && !aborted(); ++peer)
       if (peers_[peer].needed.load(std::memory_order_acquire) && !gone(peer)) return false;
     return true;
   });
@@ -427,6 +484,21 @@ void Network::abort() {
   aborted_.store(true, std::memory_order_release);
   transport_->abort();
   const std::lock_guard last(driving_);  // R4
+}
+
+void Network::close(double seconds) {
+  for (size_t peer = 0; peer < peers_.size(); ++peer) transport_->end(static_cast<int>(peer));
+  std::vector<bool> open(peers_.size(), true);
+  drive_until(seconds, [&] {
+    const std::unique_lock driving(driving_, std::try_to_lock);
+    for (size_t peer = 0; peer < peers_.size() && driving; ++peer) {
+      const int number = static_cast<int>(peer);
+      const bool connecting = peers_[peer].needed.load() && !peers_[peer].connected.load();
+      open[peer] = transport_->open(number) || (connecting && !mesh_->left(number));
+    }
+    return std::none_of(open.begin(), open.end(), [](bool each) { return each; });
+  });
+  abort();
 }
 
 void Network::ring() { signal(bell_); }

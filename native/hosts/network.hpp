@@ -9,15 +9,19 @@
 //     polls pass no other thread.
 // R3  A thread that stops to drive while rows or puts are outstanding nudges the thread of this
 //     network. Without a nudge it takes over after kTick.
-// R4  After `abort` nothing is received any more: no row may arrive in memory that is the caller's
-//     again.
-// R5  Peers are connected on demand: `need` reports that a call has messages between a peer and
-//     this rank, the relay makes the connection, and `connect` takes it; rows wait for it
-//     meanwhile. A peer is first told of this rank's latest calls.
+// R4  After `abort` nothing is received any more, and no rows are sent: the memory may be the
+//     caller's again. What was announced is still sent, until `close` returns.
+// R5  Peers are connected on demand: `need` reports that there are messages between a peer and this
+//     rank, Python makes the connection, and `connect` takes it; what is sent waits for it
+//     meanwhile. A connection begins with this rank's latest calls.
 // R6  Rows that have been too early (R1) for kPatience are kept in memory, until they are not; more
 //     than kKept bytes of a peer after kLongPatience. So a call that this rank has yet to make
 //     keeps nothing else for ever that follows in the connection, such as a message that it
 //     receives before. Rows of a peer are placed in their order.
+// R7  A rank that leaves says first that it sends nothing more but control messages, and waits
+// until
+//     its peers have said the same. Then its farewell can overtake no rows. It hangs up last. A
+//     peer that hangs up without having said so, or having left, has died.
 #pragma once
 
 #include <atomic>
@@ -62,6 +66,13 @@ struct Service {
   virtual void silent(int) {}
 };
 
+// The receiver of control messages; called by the driver.
+struct ControlReceiver {
+  virtual ~ControlReceiver() = default;
+  // An event of a rank, which a peer has sent; false if it is not valid.
+  virtual bool receive(int peer, int rank, const std::string& event) = 0;
+};
+
 class Network : public Driver, private Transport::Receiver {
  public:
   // The messages of a peer's lane in one call of a plan.
@@ -99,9 +110,15 @@ class Network : public Driver, private Transport::Receiver {
   // As `Transport::put`.
   bool put(int peer, const Label& label, const std::vector<Strided>& rows, size_t at_once,
            std::function<void()> done) {
+    if (ended(peer)) return true;
     return transport_->put(peer, label, rows, at_once, std::move(done));
   }
 
+  // Send a peer, or all that are connected, an event of a rank (`control.hpp`).
+  void send_control(int peer, int rank, const std::string& event);
+  void send_control_to_connected(int rank, const std::string& event);
+  // Pass control messages on, null to nobody any more.
+  void serve_control(ControlReceiver* receiver);
   // Pass messages of a kind on to a service, null for nobody any more.
   void serve(Kind kind, Service* service);
   // Let a peer send so many bytes more from rank to rank.
@@ -141,10 +158,10 @@ class Network : public Driver, private Transport::Receiver {
   // The same, for messages that arrive unannounced.
   void nudge() override;
 
-  // Return when this rank has received all rows that its calls expect, or after `seconds`; then end
-  // what it sends, and wait up to `linger` seconds for all peers to do so.
+  // Return when this rank has received all rows that its calls expect, or after `seconds`; then say
+  // that it sends nothing more, and wait up to `linger` seconds for all peers to do so (R7).
   void finish(double seconds, double linger);
-  // Whether a peer has ended what it sends.
+  // Whether a peer sends nothing more.
   bool ended(int peer) const { return peers_[peer].over.load(std::memory_order_acquire); }
   // Whether nothing more arrives from a peer: it has ended what it sends, or has left without a
   // connection to this rank, by which what it sent before might still arrive.
@@ -152,6 +169,8 @@ class Network : public Driver, private Transport::Receiver {
     return ended(peer) || (mesh_->left(peer) && !peers_[peer].connected.load());
   }
   void abort();
+  // Hang up, once peers have what was sent to them and have hung up, or after so many seconds.
+  void close(double seconds);
   // End the thread; after `abort`.
   void stop();
   // In a forked child: close its copies of what is open. There is no other use there.
@@ -182,7 +201,7 @@ class Network : public Driver, private Transport::Receiver {
     bool whole = false;
   };
   struct Peer {
-    std::atomic<bool> needed{false}, over{false};
+    std::atomic<bool> needed{false}, over{false}, ended_here{false};
     std::atomic<bool> connected{false};  // set by a thread that holds `announcing_`
     bool troubled = false;               // of `mutex_`
     std::list<Expected> expected;
@@ -225,13 +244,18 @@ class Network : public Driver, private Transport::Receiver {
   void raise_rows(int peer);
   bool place_kept(int peer);
   void raise(int peer) override;
-  void told(int peer, const Label& label, std::string_view text) override;
+  void announced(int peer, const Label& label, std::string_view text) override;
+  void note_call(int peer, const Label& label, std::string_view text);
+  void end(int peer);
+  std::string end_message() const;
+  template <class Over>
+  void drive_until(double seconds, Over over);
   void ended(int peer, const std::string& broken) override;
 
   // As `Transport::poll` or, with a time, `progress`, and place rows that were kept.
   bool receive(int milliseconds = -1) {
     bool any = milliseconds < 0 ? transport_->poll() : transport_->progress(milliseconds);
-    if (kept_.load(std::memory_order_acquire))
+    if (kept_.load(std::memory_order_acquire) && !aborted_.load(std::memory_order_acquire))
       for (size_t peer = 0; peer < peers_.size(); ++peer) any |= place_kept(static_cast<int>(peer));
     return any;
   }
@@ -243,7 +267,7 @@ class Network : public Driver, private Transport::Receiver {
   void report(Trouble trouble);
   bool announce();
   std::vector<Announcement> unannounced();
-  void tell(std::vector<Announcement> made);
+  void send(std::vector<Announcement> made);
   std::string message(const Announcement& one, bool known) const;
   void ring();
   void work();
@@ -259,6 +283,7 @@ class Network : public Driver, private Transport::Receiver {
   std::unique_ptr<Transport> transport_;
 
   Service *tagged_ = nullptr, *regions_ = nullptr;  // of `driving_`
+  ControlReceiver* control_ = nullptr;              // the same
 
   std::mutex mutex_;  // of calls and troubles
   uint64_t begun_ = 0;
@@ -273,14 +298,14 @@ class Network : public Driver, private Transport::Receiver {
   std::vector<Announcement> announcements_;
   std::atomic<bool> announces_{false};
   // the texts that peers know, by identity, and whether they are to forget others
-  std::unordered_map<uint64_t, std::shared_ptr<const std::string>> told_;
+  std::unordered_map<uint64_t, std::shared_ptr<const std::string>> sent_texts_;
   bool forget_ = false;
 
   std::mutex driving_;  // R2
   Gate gate_{-1, 0};    // of the driver: one that is closed
   std::atomic<int> inside_{0};
   std::atomic<uint64_t> turns_{0};  // of callers that have driven
-  std::atomic<bool> nudged_{false}, aborted_{false}, stopping_{false};
+  std::atomic<bool> nudged_{false}, finishing_{false}, aborted_{false}, stopping_{false};
   enum State : int { awake, parked, watching };
   std::atomic<int> state_{awake};    // of the thread
   std::atomic<bool> dozing_{false};  // whether it sleeps for longer than kTick

@@ -80,12 +80,6 @@ void Regions::hold(uint64_t memory, std::shared_ptr<Mapping> part) {
   regions_[memory] = {std::move(part), {others_.begin(), others_.end()}};
 }
 
-bool Regions::drop(int peer, uint64_t memory) {
-  if (!network_->needed(peer)) return false;
-  request(peer, drops, memory, {}, {}, nullptr, nullptr);
-  return true;
-}
-
 void Regions::release(int peer, uint64_t memory) {
   const std::lock_guard lock(holding_);
   const auto found = regions_.find(memory);
@@ -186,8 +180,7 @@ WaitStatus Regions::change(int number, const Change& change, const Limit& limit,
   });
 }
 
-// Send a request, and the bytes of a put from `local`; for a thread that holds `requesting`, but
-// for a drop, which nobody waits for.
+// Send a request, and the bytes of a put from `local`; for a thread that holds `requesting`.
 uint64_t Regions::request(int number, Operation operation, uint64_t memory, const Layout& layout,
                           const Change& change, const Layout* local, char* base) {
   Peer& peer = peers_[number];
@@ -213,7 +206,7 @@ uint64_t Regions::request(int number, Operation operation, uint64_t memory, cons
   } else if (local) {
     parts.push_back(local->gathered(base, adjacent));
   }
-  const uint64_t request = operation == drops ? 0 : peer.requests.fetch_add(1) + 1;
+  const uint64_t request = peer.requests.fetch_add(1) + 1;
   network_->need(number);
   network_->put(number, {Kind::region, operation, request, memory}, parts, 2 * kPiece,
                 [message, adjacent] {});
@@ -276,7 +269,7 @@ Transport::Place Regions::place(int number, const Label& label, size_t bytes, st
     return {Place::here, rows};
   }
   why = "a one-sided call of " + std::to_string(bytes) + " bytes";
-  if (peer.landing && label.lane == puts) {  // only a drop is sent without the order of requests
+  if (peer.landing && label.lane == puts) {
     peer.latest = Peer::data;
     return bytes == peer.landing->rows.bytes() ? Place{Place::here, peer.landing->rows}
                                                : Place{Place::invalid};
@@ -318,7 +311,6 @@ void Regions::raise(int number, size_t bytes) {
 std::string Regions::carry_out(int number, size_t bytes) {
   Peer& peer = peers_[number];
   const uint8_t operation = peer.label.lane;
-  if (operation == drops) return release(number, peer.label.digest), "";
   Request& request = peer.carried_out;
   std::memcpy(&request, peer.message.data(), sizeof request);
   size_t begin = sizeof request;

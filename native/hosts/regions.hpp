@@ -55,9 +55,6 @@ class Regions : public Service {
 
   // Let peers use this rank's part of memory (W3).
   void hold(uint64_t memory, std::shared_ptr<Mapping> part);
-  // Tell a peer, after all that this rank has requested of it, that this rank has no tensor in
-  // memory any more; false if there is no connection to it, and so no request.
-  bool drop(int peer, uint64_t memory);
   // A peer has no tensor in memory any more, or in none since it has left.
   void release(int peer, uint64_t memory);
   void release_all(int peer);
@@ -89,7 +86,7 @@ class Regions : public Service {
   static constexpr size_t kAxes = 8;          // of a request
   static constexpr size_t kUnanswered = 64;   // requests of a call
 
-  enum Operation : uint8_t { puts = 1, gets, changes, value, done, drops };
+  enum Operation : uint8_t { puts = 1, gets, changes, value, done };
   // The beginning of a request, which axes, and the bytes of a short put, follow.
   struct Request {
     uint64_t offset, run, axes;  // a run of 0: there is no layout

@@ -18,9 +18,8 @@ namespace weft {
 namespace {
 
 constexpr size_t kAhead = 16 << 10;  // bytes that are read ahead, and copied
-constexpr size_t kLongestText = 512;
-constexpr size_t kTurn = 1 << 20;  // bytes of one peer after which others have their turn
-constexpr size_t kParts = 64;      // pieces of memory of one system call
+constexpr size_t kTurn = 1 << 20;    // bytes of one peer after which others have their turn
+constexpr size_t kParts = 64;        // pieces of memory of one system call
 // rows shorter than this are gathered and scattered by the processor, not by the kernel
 constexpr size_t kShort = 512;
 constexpr int kFew = 2;  // connections that are polled one by one, without asking which is ready
@@ -54,6 +53,11 @@ void each_row(const Strided& rows, size_t position, size_t size, Copy copy) {
     done += part;
   }
 }
+
+char zeros[4 << 10];  // nobody writes them
+
+// Whether an error tells no more than that the peer has hung up.
+bool hung_up(int error) { return error == EPIPE || error == ECONNRESET; }
 
 bool by_kernel(const Strided& rows) { return rows.contiguous() || rows.row_bytes >= kShort; }
 
@@ -116,7 +120,6 @@ void TcpTransport::take_connections() {
     {
       const std::lock_guard lock(peer->sending);
       peer->fd = fd;
-      if (aborted_.load(std::memory_order_relaxed)) shutdown(fd, SHUT_RDWR);
       if (epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event)) drop(*peer, errno);
     }
     connected_.push_back(peer);
@@ -169,7 +172,7 @@ TcpTransport::Outgoing TcpTransport::outgoing(std::shared_ptr<const std::string>
 }
 
 std::string TcpTransport::message(const Label& label, std::string_view text) const {
-  size_t length = std::min(text.size(), kLongestText);
+  size_t length = std::min(text.size(), longest_text(label.kind));
   // no part of a UTF-8 character
   while (length < text.size() && length && (text[length] & 0xc0) == 0x80) --length;
   const Header header{label.kind, label.lane, {}, label.call, label.digest, length};
@@ -232,20 +235,25 @@ TcpTransport::Sent TcpTransport::send(Peer& peer, Outgoing& out, size_t most) {
   return Sent::all;
 }
 
-// Drop what was to be sent to a peer whose connection is broken.
+// Drop what was to be sent to a peer whose connection is broken, of which the driver reports the
+// end after what has arrived before.
 void TcpTransport::drop(Peer& peer, int error) {
   peer.broken = true;
+  if (!hung_up(error)) peer.error.store(error, std::memory_order_release);
   for (Outgoing& out : peer.queue) {
     if (out.done) out.done();
     unsent_.fetch_sub(1, std::memory_order_acq_rel);
   }
   peer.queue.clear();
-  if (!aborted_.load(std::memory_order_relaxed)) receiver_.ended(peer.number, std::strerror(error));
 }
 
 void TcpTransport::flush(Peer& peer) {
   const std::lock_guard lock(peer.sending);
-  if (peer.fd < 0) return;
+  if (peer.fd >= 0) send_queue(peer);
+}
+
+// Send what is queued for a peer as far as that does not block; for a thread that holds `sending`.
+void TcpTransport::send_queue(Peer& peer) {
   while (!peer.queue.empty()) {
     const Sent sent = send(peer, peer.queue.front(), kTurn);
     if (sent == Sent::broken) return;  // and all of it is dropped
@@ -271,11 +279,34 @@ void TcpTransport::abort() {
   aborted_.store(true, std::memory_order_release);
   for (Peer& peer : peers_) {
     const std::lock_guard lock(peer.sending);
-    if (peer.fd >= 0) shutdown(peer.fd, SHUT_RDWR);
-    unsent_.fetch_sub(static_cast<int>(peer.queue.size()), std::memory_order_acq_rel);
-    peer.queue.clear();
+    keep_announcements(peer);
+    peer.ending = true;
+    if (peer.fd >= 0) send_queue(peer);
   }
   wake();
+}
+
+// Drop the rows that are queued for a peer. Of a message of which a part is sent the peer expects
+// the rest, to which something may follow: zeros.
+void TcpTransport::keep_announcements(Peer& peer) {
+  std::deque<Outgoing> kept;
+  for (Outgoing& out : peer.queue) {
+    if (out.text) {
+      kept.push_back(std::move(out));
+    } else if (out.position) {
+      const Part& part = out.parts[out.at];
+      const size_t head = part.headed * sizeof(Header);
+      const auto* const header = reinterpret_cast<const char*>(&part.header);
+      const std::string of_header(header + std::min(out.position, head), header + head);
+      Outgoing rest = outgoing(std::make_shared<const std::string>(of_header));
+      const size_t bytes = part.bytes() - std::max(out.position, head), row = sizeof zeros;
+      if (bytes >= row) rest.parts.push_back({{}, false, {zeros, bytes / row, row, 0}});
+      if (bytes % row) rest.parts.push_back({{}, false, {zeros, 1, bytes % row, row}});
+      kept.push_back(std::move(rest));
+    }
+  }
+  unsent_.fetch_sub(static_cast<int>(peer.queue.size() - kept.size()), std::memory_order_acq_rel);
+  peer.queue = std::move(kept);
 }
 
 void TcpTransport::wake() {
@@ -341,7 +372,8 @@ bool TcpTransport::progress(int milliseconds) {
 
 // Receive what has arrived from a peer, as far as its messages have places.
 void TcpTransport::receive(Peer& peer) {
-  if (aborted_.load(std::memory_order_acquire) || (peer.later && !consume(peer))) return;
+  if (aborted_.load(std::memory_order_acquire)) return discard(peer);
+  if (peer.later && !consume(peer)) return;
   for (size_t taken = 0; !peer.over && !peer.later && !aborted_.load(std::memory_order_relaxed);) {
     iovec pieces[kParts + 1];
     size_t count = 0, direct = 0;
@@ -363,11 +395,7 @@ void TcpTransport::receive(Peer& peer) {
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
     any_ = true;
-    if (n < 0) return stop(peer, std::strerror(errno));
-    if (!n)
-      return stop(peer, peer.in_message || peer.begin < peer.end
-                            ? "it closed the connection in the middle of a message"
-                            : "");
+    if (n <= 0) return stop(peer, n ? errno : 0);
     const size_t got = static_cast<size_t>(n), placed = std::min(got, direct);
     peer.position += placed;
     peer.end += got - placed;
@@ -378,9 +406,23 @@ void TcpTransport::receive(Peer& peer) {
   }
 }
 
-void TcpTransport::stop(Peer& peer, const std::string& broken) {
+// After an abort: read what has arrived, so that what this rank sends is not lost with it.
+void TcpTransport::discard(Peer& peer) {
+  thread_local char nowhere[64 << 10];
+  while (!peer.over) {
+    const ssize_t n = recv(peer.fd, nowhere, sizeof nowhere, MSG_DONTWAIT);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
+    any_ = true;
+    peer.over = n <= 0;
+  }
+}
+
+void TcpTransport::stop(Peer& peer, int error) {
   peer.over = true;
-  if (!aborted_.load(std::memory_order_relaxed)) receiver_.ended(peer.number, broken);
+  if (const int sending = peer.error.load(std::memory_order_acquire)) error = sending;
+  if (!aborted_.load(std::memory_order_relaxed))
+    receiver_.ended(peer.number, !error || hung_up(error) ? "" : std::strerror(error));
 }
 
 // Pass on what was read of a peer; false if its next message has no place yet.
@@ -392,9 +434,9 @@ bool TcpTransport::consume(Peer& peer) {
       if (peer.end - peer.begin < sizeof header) return true;
       std::memcpy(&header, peer.ahead.get() + peer.begin, sizeof header);
       const Label label{header.kind, header.lane, header.call, header.digest};
-      if (!placed(header.kind)) {
-        const bool known = told(header.kind);
-        if (!known || header.bytes > kLongestText) {
+      if (!has_place(header.kind)) {
+        const bool known = has_text(header.kind);
+        if (!known || header.bytes > longest_text(header.kind)) {
           peer.over = true;
           receiver_.garbled(
               peer.number,
@@ -404,8 +446,8 @@ bool TcpTransport::consume(Peer& peer) {
         }
         const size_t size = sizeof header + header.bytes;
         if (peer.end - peer.begin < size) return true;
-        receiver_.told(peer.number, label,
-                       {peer.ahead.get() + peer.begin + sizeof header, header.bytes});
+        receiver_.announced(peer.number, label,
+                            {peer.ahead.get() + peer.begin + sizeof header, header.bytes});
         peer.begin += size;
         any_ = true;
         continue;

@@ -36,6 +36,7 @@ class TcpTransport : public Transport {
   void wake() override;
   void end(int peer) override;
   void abort() override;
+  bool open(int peer) const override { return peers_[peer].fd >= 0 && !peers_[peer].over; }
   void disown() override;
 
  private:
@@ -79,14 +80,18 @@ class TcpTransport : public Transport {
     std::mutex sending;
     std::deque<Outgoing> queue;
     bool ending = false, broken = false;
+    std::atomic<int> error{0};  // for which it cannot be reached any more
   };
 
   Outgoing outgoing(std::shared_ptr<const std::string> messages) const;
   void take_connections();
   void receive(Peer& peer);
   bool consume(Peer& peer);
-  void stop(Peer& peer, const std::string& broken);
+  void discard(Peer& peer);
+  void stop(Peer& peer, int error);
   void flush(Peer& peer);
+  void send_queue(Peer& peer);
+  void keep_announcements(Peer& peer);
   Sent send(Peer& peer, Outgoing& out, size_t most);
   void drop(Peer& peer, int error);
   void again(Peer& peer);

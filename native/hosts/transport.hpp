@@ -43,20 +43,32 @@ inline void scatter(const char* from, const Strided& rows) {
 
 // What a message is: rows of a lane in a call, a call that a rank makes, or one that it refuses; a
 // part of a message from rank to rank, or leave to send more of them (`messages.hpp`); a part of a
-// one-sided call (`regions.hpp`).
-enum class Kind : uint8_t { rows = 1, call = 2, refusal = 3, tagged = 4, credit = 5, region = 6 };
+// one-sided call (`regions.hpp`); an event of a rank (`control.hpp`); the last of all but events.
+enum class Kind : uint8_t {
+  rows = 1,
+  call = 2,
+  refusal = 3,
+  tagged = 4,
+  credit = 5,
+  region = 6,
+  control = 7,
+  end = 8
+};
 
-// Whether a message of this kind has a place; any other has a text.
-inline bool placed(Kind kind) {
+// Whether a message of this kind has a place, or a text.
+inline bool has_place(Kind kind) {
   return kind == Kind::rows || kind == Kind::tagged || kind == Kind::region;
 }
-inline bool told(Kind kind) {
-  return kind == Kind::call || kind == Kind::refusal || kind == Kind::credit;
+inline bool has_text(Kind kind) {
+  return kind >= Kind::rows && kind <= Kind::end && !has_place(kind);
 }
+// Bytes of a text, at most.
+inline size_t longest_text(Kind kind) { return kind == Kind::control ? 15 << 10 : 512; }
 
 // Of a refusal the digest is how often it was refused. Of a tagged message `lane` is 1 in its first
 // part, `call` its tag and `digest` its bytes in all; of a credit `call` is the bytes. Of a
-// one-sided call `lane` is what it does, `call` its number and `digest` that of the memory.
+// one-sided call `lane` is what it does, `call` its number and `digest` that of the memory. Of a
+// control message `call` is the rank.
 struct Label {
   Kind kind;
   uint8_t lane;
@@ -82,9 +94,9 @@ class Transport {
     virtual Place place(int peer, const Label& label, size_t bytes) = 0;
     // The rows of the latest `place` of this peer are there.
     virtual void raise(int peer) = 0;
-    // A call or a refusal of a peer, and its text.
-    virtual void told(int peer, const Label& label, std::string_view text) = 0;
-    // A peer sends nothing more; `broken`: it has not ended, for this reason.
+    // A message of a peer with this text.
+    virtual void announced(int peer, const Label& label, std::string_view text) = 0;
+    // A peer has hung up, or has ended; `broken`: it cannot be reached any more, for this reason.
     virtual void ended(int peer, const std::string& broken) = 0;
     // A peer has sent a message that is not valid.
     virtual void garbled(int peer, const std::string& why) = 0;
@@ -124,8 +136,12 @@ class Transport {
 
   // Send a peer nothing more, after what is under way.
   virtual void end(int peer) = 0;
-  // End everything at once, for peers too; puts that are not done never are.
+  // Receive nothing more, and send peers nothing more but what was announced: puts that are not
+  // done never are, and their rows are not read any more.
   virtual void abort() = 0;
+  // Whether a connection to a peer is open that this rank, or the peer, has not ended. For the
+  // driver.
+  virtual bool open(int peer) const = 0;
   // In a forked child: close its copies of what is open.
   virtual void disown() = 0;
 };

@@ -21,7 +21,7 @@ namespace weft {
 namespace {
 
 constexpr unsigned kMessage = 0;  // UCX's number of weft's active messages
-constexpr size_t kTextLimit = 512, kMostTexts = 16 << 20;
+constexpr size_t kMostTexts = 16 << 20;
 constexpr size_t kLongestAddress = 1 << 20;
 constexpr uint64_t kOvertaking = 1 << 16;  // messages that may overtake one
 constexpr unsigned kLooks = 16;            // polls of which one looks for all events
@@ -30,7 +30,7 @@ constexpr uint64_t kWoken = ~uint64_t{0}, kArrived = kWoken - 1;
 // what an abort may take to send the ends of what was sent
 constexpr std::chrono::milliseconds kFlushing{100};
 
-// A call or a refusal, in front of its text.
+// A message without rows, in front of its text.
 struct TextHeader {
   Kind kind;
   uint8_t lane;
@@ -132,15 +132,15 @@ void UcxTransport::connect(int number, int fd, std::shared_ptr<const std::string
     }
     unsent_.fetch_add(1, std::memory_order_acq_rel);
     strangers_.fetch_add(1, std::memory_order_acq_rel);
-    tell_address(peer);
+    send_address(peer);
     watch(fd, static_cast<uint64_t>(number));
   }
   if (ended) send_end(peer);
   wake();
 }
 
-// Tell a peer the address of this rank, and the key with which to send to it.
-void UcxTransport::tell_address(const Peer& peer) {
+// Send a peer the address of this rank, and the key with which to send to it.
+void UcxTransport::send_address(const Peer& peer) {
   ucp::WorkerAttributes found{};
   found.mask = ucp::WorkerAttributes::kAddress | ucp::WorkerAttributes::kAddressFlags;
   found.address_flags = ucp::WorkerAttributes::kNetworkOnly;  // never by shared memory
@@ -164,18 +164,18 @@ void UcxTransport::learn_address(Peer& peer) {
   std::string broken;
   while (true) {
     size_t missing = sizeof introduction;
-    if (peer.told.size() >= sizeof introduction) {
-      std::memcpy(&introduction, peer.told.data(), sizeof introduction);
+    if (peer.address.size() >= sizeof introduction) {
+      std::memcpy(&introduction, peer.address.data(), sizeof introduction);
       missing += introduction.size;
     }
     if (introduction.size > kLongestAddress) broken = "an address of UCX that is too long";
-    if (!broken.empty() || missing == peer.told.size()) break;
+    if (!broken.empty() || missing == peer.address.size()) break;
     const ssize_t n =
-        recv(peer.fd, part, std::min(sizeof part, missing - peer.told.size()), MSG_DONTWAIT);
+        recv(peer.fd, part, std::min(sizeof part, missing - peer.address.size()), MSG_DONTWAIT);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
-    if (n <= 0) broken = n ? std::strerror(errno) : "it has told no address of UCX";
-    if (n > 0) peer.told.append(part, static_cast<size_t>(n));
+    if (n <= 0) broken = n ? std::strerror(errno) : "it has sent no address of UCX";
+    if (n > 0) peer.address.append(part, static_cast<size_t>(n));
   }
   ::close(std::exchange(peer.fd, -1));
   strangers_.fetch_sub(1, std::memory_order_acq_rel);
@@ -191,7 +191,8 @@ void UcxTransport::open(Peer& peer) {
   ucp::EndpointParams params{};
   params.mask = ucp::EndpointParams::kAddress | ucp::EndpointParams::kErrorMode |
                 ucp::EndpointParams::kErrorHandler;
-  params.address = reinterpret_cast<const ucp::Address*>(peer.told.data() + sizeof(Introduction));
+  params.address =
+      reinterpret_cast<const ucp::Address*>(peer.address.data() + sizeof(Introduction));
   params.error_mode = ucp::EndpointParams::kPeerErrors;
   params.error_handler = {on_failure, &peer};
   const ucp::Status status = ucp_.ep_create(worker_, &params, &peer.endpoint);
@@ -199,7 +200,7 @@ void UcxTransport::open(Peer& peer) {
     peer.endpoint = nullptr;
     fail(peer, status);
   }
-  peer.told.clear();
+  peer.address.clear();
   armed_.store(false, std::memory_order_release);
   queues_.store(true, std::memory_order_release);
 }
@@ -242,7 +243,7 @@ void UcxTransport::send_end(Peer& peer) {
 }
 
 std::string UcxTransport::message(const Label& label, std::string_view text) const {
-  size_t length = std::min(text.size(), kTextLimit);
+  size_t length = std::min(text.size(), longest_text(label.kind));
   // no part of a UTF-8 character
   while (length < text.size() && length && (text[length] & 0xc0) == 0x80) --length;
   const TextHeader header{label.kind, label.lane, {}, label.call, label.digest, length};
@@ -535,7 +536,7 @@ bool UcxTransport::receive(Peer& peer, Arrival& arrival) {
     if (!was_fetched || !arrival.place.rows.contiguous()) scatter(from, arrival.place.rows);
     receiver_.raise(peer.number);
   } else if (header.content == Content::texts) {
-    told(peer, from, arrival.length);
+    receive_texts(peer, from, arrival.length);
   } else {
     peer.over = peer.ended = true;
     ended_.emplace_back(peer.number, "");
@@ -574,21 +575,21 @@ void UcxTransport::on_fetched(void* request, ucp::Status status, size_t, void* u
   self.list(peer);
 }
 
-// Pass on calls and refusals of a peer.
-void UcxTransport::told(Peer& peer, const char* texts, size_t size) {
+// Pass on the messages without rows of a peer.
+void UcxTransport::receive_texts(Peer& peer, const char* texts, size_t size) {
   for (const char* const end = texts + size; texts < end;) {
     TextHeader header{};
     if (static_cast<size_t>(end - texts) < sizeof header)
       return garbled(peer, "a part of the header of a text");
     std::memcpy(&header, texts, sizeof header);
     texts += sizeof header;
-    if (!weft::told(header.kind))
+    if (!has_text(header.kind))
       return garbled(peer,
                      "a message of unknown kind " + std::to_string(static_cast<int>(header.kind)));
-    if (header.size > kTextLimit || header.size > static_cast<size_t>(end - texts))
+    if (header.size > longest_text(header.kind) || header.size > static_cast<size_t>(end - texts))
       return garbled(peer, "a text of " + std::to_string(header.size) + " bytes");
     const Label label{header.kind, header.lane, header.call, header.digest};
-    receiver_.told(peer.number, label, {texts, header.size});
+    receiver_.announced(peer.number, label, {texts, header.size});
     texts += header.size;
   }
 }
@@ -652,6 +653,7 @@ void UcxTransport::close_all() {
 }
 
 void UcxTransport::abort() {
+  for (const Peer& peer : peers_) end(peer.number);
   aborted_.store(true, std::memory_order_release);
   wake();
   close_all();

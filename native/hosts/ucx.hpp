@@ -42,6 +42,10 @@ class UcxTransport : public Transport {
   void wake() override;
   void end(int peer) override;
   void abort() override;
+  bool open(int peer) const override {
+    return !aborted_.load(std::memory_order_acquire) &&
+           peers_[peer].linked.load(std::memory_order_acquire) && !peers_[peer].over;
+  }
   void disown() override;
 
  private:
@@ -81,14 +85,15 @@ class UcxTransport : public Transport {
   struct Peer {
     int number = -1, fd = -1;
     UcxTransport* transport = nullptr;
-    std::string told;  // what it has told of its address
+    std::string address;  // what has arrived of its address
     ucp::Endpoint endpoint = nullptr;
     ucp::Status failure = ucp::kOk;
     bool failed = false, over = false, later = false, listed = false;
     bool ended = false;  // or has sent something invalid: its failure is no news
     // of messages to it
     uint64_t sent = 0, key_there = 0;
-    bool linked = false;          // of `queueing_`: whether it has been given a connection
+    std::atomic<bool> linked{
+        false};                   // whether it has been given a connection; set with `queueing_`
     std::deque<Outgoing*> queue;  // of `queueing_`
     std::atomic<bool> ending{false};
     // of messages from it
@@ -107,7 +112,7 @@ class UcxTransport : public Transport {
   void begin();
   void watch(int fd, uint64_t which);
   void send_end(Peer& peer);
-  void tell_address(const Peer& peer);
+  void send_address(const Peer& peer);
   void learn_address(Peer& peer);
   void open(Peer& peer);
   Outgoing& blank(Peer& peer, const Label& label, Content content, size_t messages);
@@ -122,7 +127,7 @@ class UcxTransport : public Transport {
   bool deliver(Peer& peer);
   bool receive(Peer& peer, Arrival& arrival);
   void fetch(Peer& peer, Arrival& arrival);
-  void told(Peer& peer, const char* texts, size_t size);
+  void receive_texts(Peer& peer, const char* texts, size_t size);
   void garbled(Peer& peer, const std::string& why);
   void drop(Arrival& arrival);
   void fail(Peer& peer, ucp::Status status);

@@ -28,20 +28,26 @@ namespace {
 
 enum Type : char {
   kNote = 'n',
-  kAbort = 'a',
-  // between ranks of one host only
-  kLetter = 'l',
   kAcknowledged = 'k',
-  kConnection = 'c'
+  kElsewhereEvent = 'e',  // an event of a rank on another host: its number follows
+  // events
+  kPublicNote = 'p',  // for all ranks on other hosts
+  kAbort = 'a',
+  kFarewell = 'f',  // for good if a byte follows
+  kDropped = 'd'    // the number of memory follows
 };
 const std::string kFarewellForNow = "f", kFarewellForGood = "fg";
-constexpr size_t kLongest = 16384;
-// of a letter, with the ranks, or of a connection, with what was read of its next message
-constexpr size_t kLongestBetweenRanks = 3 * kLongest;
+constexpr size_t kLongestEvent = 15 << 10, kLongest = 16 << 10;
 
-std::string abort_message(const Failure& failure) {
-  return std::string(1, kAbort) + failure.kind + "\n" + std::to_string(failure.culprit) + "\n" +
-         failure.text;
+std::string abort_event(const Failure& failure) {
+  const std::string event = std::string(1, kAbort) + failure.kind + "\n" +
+                            std::to_string(failure.culprit) + "\n" + failure.text;
+  return event.substr(0, kLongestEvent);
+}
+
+template <class Number>
+std::string bytes_of(Number number) {
+  return {reinterpret_cast<const char*>(&number), sizeof number};
 }
 
 bool transmit(int socket, const std::string& message, int fd, int flags) {
@@ -84,16 +90,12 @@ Mesh::Mesh(std::vector<int> fds)
     : rank_(static_cast<int>(std::find(fds.begin(), fds.end(), -1) - fds.begin())),
       wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       peers_(fds.begin(), fds.end()) {
-  const bool elsewhere = std::find(fds.begin(), fds.end(), kElsewhere) != fds.end();
-  if (wake_ >= 0 && elsewhere) relay_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   try {
-    if (wake_ < 0 || (elsewhere && relay_ < 0))
-      throw std::system_error(errno, std::generic_category(), "eventfd");
+    if (wake_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
     for (auto& peer : peers_) peer.process = open_process(peer.fd);
     thread_ = std::thread(&Mesh::watch, this);
   } catch (...) {
     close_if_open(wake_);
-    close_if_open(relay_);
     for (auto& peer : peers_) close_if_open(peer.process);
     throw;
   }
@@ -105,7 +107,7 @@ void Mesh::close() {
   if (!thread_.joinable()) return;
   fail({"WeftError", rank_, "rank " + std::to_string(rank_) + " closed this world"});
   stopping_.store(true, std::memory_order_release);
-  wake(wake_);
+  wake();
   thread_.join();
   const std::lock_guard lock(pushing_);
   disown();
@@ -117,7 +119,6 @@ void Mesh::disown() {
     close_if_open(peer.process);
   }
   close_if_open(wake_);
-  close_if_open(relay_);
 }
 
 void Mesh::watch() {
@@ -179,7 +180,7 @@ void Mesh::ended(int peer) {
 
 // Read one message of a peer; false if the connection has ended.
 bool Mesh::read(int peer) {
-  char text[kLongestBetweenRanks];
+  char text[2 * kLongest];
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))];
   iovec data{text, sizeof text};
   msghdr header{};
@@ -200,7 +201,7 @@ bool Mesh::read(int peer) {
     std::memcpy(&fd, CMSG_DATA(c), sizeof fd);
     file = std::make_shared<File>(fd);
   }
-  if (!handle(peer, {text, static_cast<size_t>(n)}, std::move(file), true))
+  if (!handle(peer, {text, static_cast<size_t>(n)}, std::move(file)))
     fail({"WeftError", peer, "it sent a message that cannot be read"});
   return true;
 }
@@ -212,149 +213,114 @@ void Mesh::acknowledge(int peer) {
   changed_.notify_all();
 }
 
-// Handle a message of a peer, which came from it directly if it is `here`, on this host, and the
-// file that came with it; false if it is not valid.
-bool Mesh::handle(int peer, const std::string& message, std::shared_ptr<File> file, bool here) {
+// Handle a message of a peer of this host, and the file that came with it; false if it is not
+// valid.
+bool Mesh::handle(int peer, const std::string& message, std::shared_ptr<File> file) {
   if (message.empty()) return false;
-  std::string body = message.substr(1);
-  if (message[0] == kNote) {
-    const std::lock_guard lock(mutex_);
-    peers_[peer].notes.push_back({std::move(body), std::move(file)});
-    changed_.notify_all();
-  } else if (message[0] == kAbort) {
-    const size_t first = body.find('\n'), second = body.find('\n', first + 1);
+  if (message[0] == kNote) return add_note(peer, {message.substr(1), std::move(file)}), true;
+  if (message[0] == kAcknowledged) return acknowledge(peer), true;
+  if (message[0] != kElsewhereEvent) return handle_event(peer, message);
+  int rank;
+  if (message.size() < 1 + sizeof rank) return false;
+  std::memcpy(&rank, message.data() + 1, sizeof rank);
+  const bool valid = rank >= 0 && rank < static_cast<int>(peers_.size()) && !here(rank);
+  return valid && handle_event(rank, message.substr(1 + sizeof rank));
+}
+
+void Mesh::add_note(int rank, Note note) {
+  const std::lock_guard lock(mutex_);
+  peers_[rank].notes.push_back(std::move(note));
+  changed_.notify_all();
+}
+
+// Handle an event of a rank; false if it is not valid.
+bool Mesh::handle_event(int rank, const std::string& event) {
+  if (event.empty()) return false;
+  if (event[0] == kPublicNote) {
+    post(rank, event);
+    if (!here(rank)) add_note(rank, {event.substr(1), nullptr});
+  } else if (event[0] == kAbort) {
+    const size_t first = event.find('\n'), second = event.find('\n', first + 1);
     int culprit = -1;
     if (second == std::string::npos) return false;
-    const char* const end = body.data() + second;
-    const auto [rest, error] = std::from_chars(body.data() + first + 1, end, culprit);
+    const char* const end = event.data() + second;
+    const auto [rest, error] = std::from_chars(event.data() + first + 1, end, culprit);
     if (error != std::errc() || rest != end || culprit < 0 ||
         culprit >= static_cast<int>(peers_.size()))
       return false;
-    // later ones are consequences, which their own hosts know of (M1)
-    if (here && !failed()) post({peer, kAll, message});
-    fail({body.substr(0, first), culprit, body.substr(second + 1)});
-  } else if (message == kFarewellForNow || message == kFarewellForGood) {
-    leaves(peer, message, here);
-  } else if (!here) {
+    if (!failed()) post(rank, event);  // later ones are consequences, which other hosts have (M1)
+    fail({event.substr(1, first - 1), culprit, event.substr(second + 1)});
+  } else if (event == kFarewellForNow || event == kFarewellForGood) {
+    post(rank, event);
+    leaves(rank, event == kFarewellForGood);
+  } else if (uint64_t memory; event[0] == kDropped && event.size() == 1 + sizeof memory) {
+    std::memcpy(&memory, event.data() + 1, sizeof memory);
+    post(rank, event);
     const std::lock_guard lock(posting_);
-    arrived_.emplace_back(peer, message);
-    wake_relay();
-  } else if (message[0] == kLetter) {
-    return handle_letter(body);
-  } else if (message[0] == kAcknowledged) {
-    acknowledge(peer);
-  } else if (message[0] == kConnection && file) {
-    const std::lock_guard lock(posting_);
-    handed_over_.emplace_back(std::move(body), std::move(file));
-    wake_relay();
+    if (outside_ && !here(rank)) outside_->dropped(rank, memory);
   } else {
     return false;
   }
   return true;
 }
 
-// Handle a letter that a peer of this host passes on: for this rank, or for another host.
-bool Mesh::handle_letter(const std::string& body) {
-  Letter letter;
-  constexpr size_t size = sizeof letter.origin + sizeof letter.target;
-  if (body.size() < size) return false;
-  std::memcpy(&letter.origin, body.data(), sizeof letter.origin);
-  std::memcpy(&letter.target, body.data() + sizeof letter.origin, sizeof letter.target);
-  letter.text = body.substr(size);
-  const int ranks = static_cast<int>(peers_.size());
-  if (letter.origin < 0 || letter.origin >= ranks || letter.target < kAll || letter.target >= ranks)
-    return false;
-  if (letter.target == kAll || letter.target == rank_)
-    return handle(letter.origin, letter.text, nullptr, false);
-  post(std::move(letter));
-  return true;
-}
-
-// Note that a peer has left.
-void Mesh::leaves(int peer, const std::string& farewell, bool here) {
-  if (here) post({peer, kAll, farewell});
-  if (farewell == kFarewellForGood) peers_[peer].gone.store(true, std::memory_order_release);
+// Note that a rank has left.
+void Mesh::leaves(int rank, bool for_good) {
+  if (for_good) peers_[rank].gone.store(true, std::memory_order_release);
   {
     const std::lock_guard lock(mutex_);
-    peers_[peer].left.store(true, std::memory_order_release);  // M4
+    peers_[rank].left.store(true, std::memory_order_release);  // M4
     changed_.notify_all();
     Sleeper::wake_all();
   }
-  if (relay_ < 0) return;
-  if (here) return push(peer, std::string(1, kAcknowledged));
   const std::lock_guard lock(posting_);
-  arrived_.emplace_back(peer, kFarewellForNow);
-  wake_relay();
+  if (!outside_) return;
+  outside_->left(rank);
+  if (here(rank)) push(rank, std::string(1, kAcknowledged));
 }
 
-bool Mesh::deliver(int peer, const std::string& message) {
-  return handle(peer, message, nullptr, false);
+bool Mesh::deliver(int rank, const std::string& event) {
+  if (here(rank)) return false;
+  const bool farewell = event == kFarewellForNow || event == kFarewellForGood;
+  if (farewell && left(rank)) return true;  // sent again
+  if (!handle_event(rank, event)) return false;
+  send_to_all(std::string(1, kElsewhereEvent) + bytes_of(rank) + event);
+  return true;
 }
 
 void Mesh::disconnected(int peer) {
   if (left(peer)) return;  // M3
   const Failure failure{"PeerLost", peer, ""};
-  const Letter letter{peer, kAll, abort_message(failure)};
-  if (failed())
-    return;
-  else if (peers_[peer].fd == kElsewhere)
-    pass_on(kAll, letter);
-  else
-    post(letter);
-  fail(failure);
+  if (failed()) return;
+  if (here(peer)) {
+    post(peer, abort_event(failure));
+    fail(failure);
+  } else {
+    deliver(peer, abort_event(failure));
+  }
 }
 
-void Mesh::wake(int descriptor) {
+void Mesh::attach(Outside* outside) {
+  const std::lock_guard lock(posting_);
+  outside_ = outside;
+  posts_ = outside != nullptr;
+  for (const auto& [rank, event] : std::exchange(unposted_, {}))
+    if (outside) outside->post(rank, event);
+}
+
+// Pass an event of a rank of this host on to others.
+void Mesh::post(int rank, const std::string& event) {
+  if (!here(rank)) return;
+  const std::lock_guard lock(posting_);
+  if (outside_)
+    outside_->post(rank, event);
+  else if (posts_)
+    unposted_.emplace_back(rank, event);
+}
+
+void Mesh::wake() {
   const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = ::write(descriptor, &one, sizeof one);
-}
-
-void Mesh::wake_relay() { wake(relay_); }
-
-void Mesh::post(Letter letter) {
-  if (relay_ < 0) return;
-  const std::lock_guard lock(posting_);
-  outgoing_.push_back(std::move(letter));
-  wake_relay();
-}
-
-std::vector<Letter> Mesh::outgoing() {
-  const std::lock_guard lock(posting_);
-  uint64_t times;
-  [[maybe_unused]] const ssize_t n = ::read(relay_, &times, sizeof times);
-  return std::exchange(outgoing_, {});
-}
-
-std::vector<std::pair<int, std::string>> Mesh::arrived() {
-  const std::lock_guard lock(posting_);
-  return std::exchange(arrived_, {});
-}
-
-std::vector<Note> Mesh::handed_over() {
-  const std::lock_guard lock(posting_);
-  return std::exchange(handed_over_, {});
-}
-
-void Mesh::pass_on(int to, const Letter& letter) {
-  std::string message(1, kLetter);
-  message.append(reinterpret_cast<const char*>(&letter.origin), sizeof letter.origin);
-  message.append(reinterpret_cast<const char*>(&letter.target), sizeof letter.target);
-  message += letter.text;
-  if (to != kAll) return push(to, std::move(message));
-  send_to_all(message);
-}
-
-bool Mesh::hand_over(const std::vector<int>& heirs, const std::string& text, int fd) {
-  const int copy = fcntl(fd, F_DUPFD_CLOEXEC, 0);
-  if (copy < 0) return false;
-  const auto file = std::make_shared<File>(copy);
-  // a peer that leaves has its farewell acknowledged after all connections that it is sent (M6)
-  const std::lock_guard lock(mutex_);
-  const auto heir = std::find_if(heirs.begin(), heirs.end(),
-                                 [&](int each) { return !left(each) && peers_[each].fd >= 0; });
-  if (heir == heirs.end()) return false;
-  push(*heir, std::string(1, kConnection) + text, file);
-  return true;
+  [[maybe_unused]] const ssize_t written = ::write(wake_, &one, sizeof one);
 }
 
 bool Mesh::acknowledged(double seconds) {
@@ -383,20 +349,28 @@ Failure Mesh::failure() const {
   return failure_;
 }
 
+std::string Mesh::failure_event() const { return abort_event(failure()); }
+
 void Mesh::abort(const Failure& failure) {
   closing();
   fail(failure);
-  const std::string message = abort_message(failure).substr(0, kLongest);
-  send_to_all(message);
-  post({rank_, kAll, message});
+  inform(abort_event(failure));
 }
 
 void Mesh::abort(const std::exception& error) { abort(Failure{"WeftError", rank_, error.what()}); }
 
-void Mesh::leave(bool for_good) {
-  const std::string message = for_good ? kFarewellForGood : kFarewellForNow;
-  send_to_all(message);
-  post({rank_, kAll, message});
+void Mesh::leave(bool for_good) { inform(for_good ? kFarewellForGood : kFarewellForNow); }
+
+void Mesh::drop(uint64_t memory) { inform(std::string(1, kDropped) + bytes_of(memory)); }
+
+void Mesh::publish(const std::string& text) {
+  inform((std::string(1, kPublicNote) + text).substr(0, kLongestEvent));
+}
+
+// Inform all ranks of an event of this one.
+void Mesh::inform(const std::string& event) {
+  send_to_all(event);
+  post(rank_, event);
 }
 
 void Mesh::send_to_all(const std::string& message) {
@@ -410,7 +384,7 @@ void Mesh::push(int peer, std::string message, std::shared_ptr<File> file) {
     const std::lock_guard lock(pushing_);
     peers_[peer].unsent.emplace_back(std::move(message), std::move(file));
   }
-  if (!push_rest(peer)) wake(wake_);
+  if (!push_rest(peer)) wake();
 }
 
 // Send what is unsent as far as that does not wait; whether that is all.
@@ -429,7 +403,6 @@ bool Mesh::push_rest(int peer) {
 
 void Mesh::send(int peer, const std::string& text, const File* file) {
   const std::string message = (std::string(1, kNote) + text).substr(0, kLongest);
-  if (peers_[peer].fd == kElsewhere) return post({rank_, peer, message});
   if (peers_[peer].fd < 0) return;  // the mesh is closed
   if (transmit(peers_[peer].fd, message, file ? file->fd : -1, 0) || errno == EPIPE ||
       errno == ECONNRESET)

@@ -333,7 +333,9 @@ void bind_execute(nb::module_& m) {
       .def("finish", &Network::finish, "seconds"_a, "linger"_a, Unlocked())
       .def(
           "ended", [](Network& self, int peer) { return self.ended(peer); }, "peer"_a)
+      .def("need", &Network::need, "peer"_a, Unlocked())
       .def("abort", &Network::abort, Unlocked())
+      .def("close", &Network::close, "seconds"_a, Unlocked())
       .def("stop", &Network::stop, Unlocked())
       .def("disown", &Network::disown)
       .def_prop_ro("trouble_descriptor", &Network::trouble_descriptor)

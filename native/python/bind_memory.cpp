@@ -7,6 +7,7 @@
 #include "memory/signals.hpp"
 #include "python/bind.hpp"
 #include "python/gil.hpp"
+#include "hosts/control.hpp"
 #include "python/one_sided.hpp"
 #include "python/range.hpp"
 
@@ -50,8 +51,8 @@ void bind_memory(nb::module_& m) {
   nb::class_<Mesh>(m, "Mesh")
       .def(nb::init<std::vector<int>>())
       .def_prop_ro_static("elsewhere", [](nb::handle) { return Mesh::kElsewhere; })
-      .def_prop_ro_static("all", [](nb::handle) { return Mesh::kAll; })
       .def("send", &Mesh::send, "peer"_a, "text"_a, "file"_a.none(), Unlocked())
+      .def("publish", &Mesh::publish, "text"_a, Unlocked())
       .def("receive", &Mesh::receive, Unlocked())
       .def("abort", [](Mesh& self, std::string kind, int culprit,
                        std::string text) { self.abort({kind, culprit, text}); })
@@ -60,48 +61,8 @@ void bind_memory(nb::module_& m) {
       .def("disown", &Mesh::disown)
       .def("left", &Mesh::left)
       .def("gone", &Mesh::gone)
-      .def("outgoing",
-           [](Mesh& self) {
-             std::vector<std::tuple<int, int, nb::bytes>> found;
-             for (const auto& [origin, target, text] : self.outgoing())
-               found.emplace_back(origin, target, nb::bytes(text.data(), text.size()));
-             return found;
-           })
-      .def("arrived",
-           [](Mesh& self) {
-             std::vector<std::pair<int, nb::bytes>> found;
-             for (const auto& [peer, message] : self.arrived())
-               found.emplace_back(peer, nb::bytes(message.data(), message.size()));
-             return found;
-           })
-      .def("handed_over",
-           [](Mesh& self) {
-             std::vector<std::pair<nb::bytes, int>> found;
-             for (const auto& [text, file] : self.handed_over())
-               found.emplace_back(nb::bytes(text.data(), text.size()), file->release());
-             return found;
-           })
-      .def_prop_ro("relay_descriptor", &Mesh::relay_descriptor)
-      .def(
-          "pass_on",
-          [](Mesh& self, int to, int origin, int target, nb::bytes text) {
-            self.pass_on(to, {origin, target, {text.c_str(), text.size()}});
-          },
-          "to"_a, "origin"_a, "target"_a, "text"_a)
-      .def(
-          "hand_over",
-          [](Mesh& self, const std::vector<int>& heirs, nb::bytes text, int fd) {
-            return self.hand_over(heirs, {text.c_str(), text.size()}, fd);
-          },
-          "heirs"_a, "text"_a, "fd"_a)
+      .def("drop", &Mesh::drop, "memory"_a, Unlocked())
       .def("acknowledged", &Mesh::acknowledged, "seconds"_a, Unlocked())
-      .def(
-          "deliver",
-          [](Mesh& self, int peer, nb::bytes message) {
-            return self.deliver(peer, {message.c_str(), message.size()});
-          },
-          "peer"_a, "message"_a)
-      .def("disconnected", &Mesh::disconnected, "peer"_a)
       .def("failure", [](Mesh& self) {
         const auto [kind, culprit, text] = self.failure();
         return std::make_tuple(kind, culprit, text);
@@ -166,6 +127,16 @@ void bind_memory(nb::module_& m) {
                           size_t count, size_t step, uint64_t value) {
         new (self) Regions::Change{memory, set, {start, count, step}, value};
       });
+  m.def("link_ranks", &link_ranks, "hosts"_a, "here"_a, "there"_a);
+  nb::class_<Control>(m, "Control")
+      .def(
+          "__init__",
+          [](Control* self, int rank, std::vector<int> hosts, std::shared_ptr<Mesh> mesh,
+             std::shared_ptr<Network> network, PyRegions& regions) {
+            new (self) Control(rank, std::move(hosts), std::move(mesh), std::move(network),
+                               regions.regions);
+          },
+          nb::keep_alive<1, 6>());
   nb::class_<PyRegions>(m, "Regions")
       .def(nb::init<std::vector<int>, std::shared_ptr<Mesh>, std::shared_ptr<Network>, int>())
       .def(
@@ -173,19 +144,6 @@ void bind_memory(nb::module_& m) {
           [](PyRegions& self, uint64_t memory, std::shared_ptr<Mapping> part) {
             self.regions.hold(memory, std::move(part));
           },
-          Unlocked())
-      .def(
-          "drop",
-          [](PyRegions& self, int peer, uint64_t memory) {
-            return self.regions.drop(peer, memory);
-          },
-          Unlocked())
-      .def(
-          "release",
-          [](PyRegions& self, int peer, uint64_t memory) { self.regions.release(peer, memory); },
-          Unlocked())
-      .def(
-          "release_all", [](PyRegions& self, int peer) { self.regions.release_all(peer); },
           Unlocked())
       .def(
           "close", [](PyRegions& self) { self.regions.close(); }, Unlocked())

@@ -893,6 +893,7 @@ class Wire : public Transport {
   void wake() override {}
   void end(int) override {}
   void abort() override {}
+  bool open(int) const override { return false; }
   void disown() override {
     if (bell_ >= 0) close(std::exchange(bell_, -1));
   }
@@ -947,7 +948,7 @@ struct Receiving : Transport::Receiver {
     return rows.base ? Transport::Place{Transport::Place::here, rows} : Transport::Place{};
   }
   void raise(int) override { ++raised; }
-  void told(int, const Label&, std::string_view) override { ++calls; }
+  void announced(int, const Label&, std::string_view) override { ++calls; }
   void ended(int, const std::string& broken) override { ends += broken.empty(); }
   void garbled(int, const std::string&) override { CHECK(false); }
 
@@ -1052,10 +1053,53 @@ void test_a_wait_ends_early() {
   killer.join();
 }
 
-// Of two hosts, with ranks 0 to 2 and rank 3: letters for other hosts reach relays in the order in
-// which they were sent, and a rank that leaves gets all of them before it is told that its farewell
-// is known.
-void test_letters() {
+// An abort with a part of a message sent: the rest arrives as zeros, then what was announced, and
+// the end; the rows that follow never do, and what the peer sends is not received.
+void test_an_abort_in_the_middle_of_a_message() {
+  Connected ranks(large_connection());
+  const size_t size = 32 << 20;  // more than the connection takes
+  std::vector<char> sent(size, 7), received(size, 1);
+  const auto never = [] { CHECK(false); };
+  for (int i = 0; i < 2; ++i)
+    CHECK(
+        !ranks.here.put(1, {Kind::rows, 0, 1, 2}, {{sent.data(), 1, size, size}}, SIZE_MAX, never));
+  const Label event{Kind::control, 0, 0, 0};
+  ranks.here.announce(
+      1, std::make_shared<const std::string>(ranks.here.message(event, std::string(9000, 'x'))));
+  CHECK(ranks.there.put(0, {Kind::rows, 0, 1, 2}, {{sent.data(), 1, 99, 99}}, SIZE_MAX, [] {}));
+  ranks.here.abort();
+  std::fill(sent.begin(), sent.end(), 5);  // the caller's again
+  ranks.at_there.rows = {received.data(), 1, size, size};
+  Deadline deadline(kTimeout);
+  while (!ranks.at_there.ends && !deadline.passed()) {
+    ranks.here.progress(0);
+    ranks.there.progress(1);
+  }
+  CHECK(ranks.at_there.raised == 1 && ranks.at_there.calls == 1 && ranks.at_there.ends == 1);
+  const auto rest = std::find(received.begin(), received.end(), 0);
+  CHECK(rest != received.begin() && rest != received.end());
+  CHECK(std::count(received.begin(), rest, 7) == rest - received.begin());
+  CHECK(std::count(rest, received.end(), 0) == received.end() - rest);
+  CHECK(ranks.here.open(1) && !ranks.there.open(0));
+  ranks.there.end(0);
+  while (ranks.here.open(1) && !deadline.passed()) ranks.here.progress(1);
+  CHECK(!ranks.here.open(1) && ranks.at_here.raised == 0);
+}
+
+// What a mesh passes on.
+struct Told : Outside {
+  void post(int rank, const std::string& event) override { posted.emplace_back(rank, event); }
+  void left(int rank) override { leavers.push_back(rank); }
+  void dropped(int rank, uint64_t memory) override { drops.emplace_back(rank, memory); }
+
+  std::vector<std::pair<int, std::string>> posted;
+  std::vector<int> leavers;
+  std::vector<std::pair<int, uint64_t>> drops;
+};
+
+// Of two hosts, with ranks 0 to 2 and rank 3: each rank passes on the events of all of its host,
+// also those before it was asked to, and none of elsewhere, of which it informs its host.
+void test_events() {
   constexpr int kHere = 3;
   std::vector<std::vector<int>> fds(kHere, std::vector<int>(kHere + 1, -1));
   for (int i = 0; i < kHere; ++i) {
@@ -1066,38 +1110,44 @@ void test_letters() {
       fds[i][j] = pair[0], fds[j][i] = pair[1];
     }
   }
+  std::array<Told, kHere> told;
   std::deque<Mesh> meshes;
   for (const auto& each : fds) meshes.emplace_back(each);
-  // far more than a socket holds, by two threads
-  constexpr int kLetters = 3000;
-  std::thread sender([&] {
-    for (int i = 0; i < kLetters; ++i) meshes[1].pass_on(0, {1, kHere, std::to_string(i)});
-  });
-  for (int i = 0; i < kLetters; ++i) meshes[2].pass_on(0, {2, kHere, std::to_string(i)});
-  sender.join();
-  meshes[1].pass_on(0, {3, 0, "w"});  // for the relay of rank 0
-  int pipe[2];
-  CHECK(!::pipe(pipe));
-  CHECK(meshes[1].hand_over({0, 2}, "line", pipe[0]));
-  meshes[0].leave(false);
+  constexpr uint64_t kMany = 3000;  // far more than a socket holds, some of them unposted
+  meshes[0].attach(&told[0]);
+  for (uint64_t i = 0; i < kMany; ++i) meshes[1].drop(i);
+  meshes[0].leave(true);
+  meshes[1].attach(&told[1]);
+  meshes[2].attach(&told[2]);
+  for (int rank : {1, 2})
+    while (!meshes[rank].left(0)) weft::pause();
   CHECK(meshes[0].acknowledged(20));
-  int next[kHere] = {};
-  for (const Letter& letter : meshes[0].outgoing())
-    if (letter.target == kHere) CHECK(letter.text == std::to_string(next[letter.origin]++));
-  CHECK(next[1] == kLetters && next[2] == kLetters);
-  const auto arrived = meshes[0].arrived();
-  CHECK(arrived.size() == 1 && arrived[0].first == 3 && arrived[0].second == "w");
-  const auto handed = meshes[0].handed_over();
-  CHECK(handed.size() == 1 && handed[0].first == "line" && handed[0].second);
-  // nothing is handed to a rank that has left
-  CHECK(meshes[1].hand_over({0, 2}, "line", pipe[0]) && !meshes[1].hand_over({0}, "", pipe[0]));
-  CHECK(meshes[0].handed_over().empty());
-  // what one rank learns of another host all learn, and of its own host other hosts
-  meshes[2].disconnected(kHere);
-  while (!meshes[1].failed()) weft::pause();
-  CHECK(meshes[1].failure().kind == "PeerLost" && meshes[1].failure().culprit == kHere);
-  CHECK(!meshes[2].acknowledged(0));
-  for (int fd : pipe) close(fd);
+  uint64_t memory = kMany;
+  std::string event = "d" + std::string(reinterpret_cast<char*>(&memory), sizeof memory);
+  CHECK(meshes[1].deliver(3, event) && meshes[1].deliver(3, "f"));
+  CHECK(meshes[1].deliver(3, "f"));  // once more, as a link rank that takes over sends it
+  CHECK(!meshes[1].deliver(3, "d") && !meshes[1].deliver(3, "") && !meshes[1].deliver(2, "f"));
+  for (auto& mesh : meshes)
+    while (!mesh.left(3)) weft::pause();
+  CHECK(meshes[1].gone(0) && !meshes[1].gone(3));
+  meshes[1].leave(false);
+  for (int rank : {0, 2})
+    while (!meshes[rank].left(1)) weft::pause();
+  meshes[2].abort({"KeyError", 2, "gone"});
+  for (auto& mesh : meshes)
+    while (!mesh.failed()) weft::pause();
+  for (auto& mesh : meshes) mesh.close();
+  for (int rank = 0; rank < kHere; ++rank) {
+    std::vector<std::string> of[kHere + 1];
+    for (const auto& [from, what] : told[rank].posted) of[from].push_back(what);
+    CHECK(of[0] == std::vector<std::string>{"fg"} && of[3].empty());
+    CHECK(of[2] == std::vector<std::string>{"aKeyError\n2\ngone"});
+    CHECK(of[1].size() == kMany + 1 && of[1].back() == "f");
+    for (memory = 0; memory < kMany; ++memory)
+      CHECK(!std::memcmp(of[1][memory].data() + 1, &memory, sizeof memory));
+    CHECK(std::count(told[rank].leavers.begin(), told[rank].leavers.end(), 3) == 1);
+    CHECK((told[rank].drops == std::vector<std::pair<int, uint64_t>>{{3, kMany}}));
+  }
 }
 
 // A lane that ends early ends all waits of its rank's other lanes.
@@ -1395,9 +1445,10 @@ int main() {
   test_an_end_behind_a_message();
   test_a_long_announcement();
   test_an_end_behind_rows_that_wait();
+  test_an_abort_in_the_middle_of_a_message();
   test_rows_that_wait_when_a_world_is_aborted();
   test_a_wait_ends_early();
-  test_letters();
+  test_events();
   test_lanes_end_together();
   test_increments_before_leaving_count();
   test_strided_copies();

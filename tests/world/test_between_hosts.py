@@ -26,10 +26,9 @@ from support.checks.onesided import (
     examples,
     unaligned,
 )
-from support.loopback import LIMIT, connected, each_rank, two_worlds
+from support.loopback import LIMIT, each_rank, two_worlds
 
 import weft
-from weft.world.control import shutdown
 from weft.world.registry import default_here
 
 HEADER = struct.Struct("<BB6xQQQ")  # of a message: kind, operation, request, memory and bytes
@@ -37,7 +36,7 @@ REQUEST = struct.Struct(
     "<9Q"
 )  # offset, run and axes; memory of counters, whether to set, selection
 REGION = 6
-PUT, GET, CHANGE, VALUE, DONE, DROP = range(1, 7)
+PUT, GET, CHANGE, VALUE, DONE = range(1, 6)
 PIECE = 1 << 20  # bytes of a request, at most
 
 
@@ -47,9 +46,17 @@ def worlds():
         yield made
 
 
-def both(worlds, make):
+@pytest.fixture
+def unconnected():
+    """The worlds of four ranks, of which the first two have no connection."""
+    with weft.local_world(4, hosts=(0, 1, 0, 1), timeout=LIMIT) as local:
+        yield local.worlds
+
+
+def each(worlds, make):
     """A symmetric object of each rank."""
-    return each_rank(lambda rank: make(worlds[rank]))
+    with ThreadPoolExecutor(len(worlds)) as pool:
+        return [*pool.map(make, worlds, timeout=LIMIT)]
 
 
 def closed(world):
@@ -77,7 +84,7 @@ def test_calls_reach_a_peer_on_another_host(worlds, check):
 
 def test_more_than_is_under_way_at_once(worlds):
     """Contiguous at both ends, at one, and at none, in both directions at the same time."""
-    memory = both(worlds, lambda w: w.empty(1500, 1500, dtype=torch.float64))
+    memory = each(worlds, lambda w: w.empty(1500, 1500, dtype=torch.float64))
     numbers = torch.arange(1500.0 * 1500, dtype=torch.float64).view(1500, 1500)
     for view in (lambda t: t, lambda t: t.t(), lambda t: t[:, 1:], lambda t: t.view(-1, 2)[:, 0]):
         for part in memory:
@@ -110,9 +117,9 @@ CALLS = {
 
 @contextlib.contextmanager
 def in_place_of_peer(world):
-    """The end of the other rank's connection to this one, from which nothing is answered."""
-    ours, theirs = connected()
-    world.relay.network.connect(1 - world.rank, ours.detach())
+    """The end of a connection to rank 0 or 1, in place of the other of these."""
+    ours, theirs = socket.socketpair()
+    world.network.native.connect(1 - world.rank, ours.detach())
     with theirs:
         yield theirs
 
@@ -143,15 +150,16 @@ def request(operation, memory, layout=(0, 0), axes=(), change=(0,) * 6, data=b""
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_peer_that_dies_during_a_call_is_named(worlds, name):
+def test_a_peer_that_dies_during_a_call_is_named(unconnected, name):
     """Its requests have arrived, and no answer leaves before its connections end."""
-    memory, flags = both(worlds, lambda w: w.empty(1 << 20)), both(worlds, lambda w: w.signals(4))
-    with ThreadPoolExecutor(1) as pool, in_place_of_peer(worlds[0]) as peer:
+    memory, flags = (
+        each(unconnected, lambda w: w.empty(1 << 20)),
+        each(unconnected, lambda w: w.signals(4)),
+    )
+    with ThreadPoolExecutor(1) as pool, in_place_of_peer(unconnected[0]) as peer:
         call = pool.submit(CALLS[name], memory[0], flags[0])
         if name != "wait":
             next_of(peer)
-        for line in worlds[1].relay.lines.connections.values():
-            shutdown(line.connection, socket.SHUT_RDWR)
         peer.close()
         with pytest.raises(weft.PeerLost, match=r"rank 1 \(pid \d+\) died while rank 0 waited"):
             call.result(LIMIT)
@@ -161,7 +169,7 @@ def test_a_peer_that_dies_during_a_call_is_named(worlds, name):
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "wait"])
 def test_a_peer_that_has_closed_its_world_is_named(worlds, name):
-    memory, flags = both(worlds, lambda w: w.empty(1 << 20)), both(worlds, lambda w: w.signals(4))
+    memory, flags = each(worlds, lambda w: w.empty(1 << 20)), each(worlds, lambda w: w.signals(4))
     with ThreadPoolExecutor(1) as pool:
         leaving = pool.submit(worlds[1].close)
         while not worlds[0].mesh.left(1):
@@ -171,11 +179,11 @@ def test_a_peer_that_has_closed_its_world_is_named(worlds, name):
         leaving.result(LIMIT)
 
 
-def test_a_peer_that_does_not_answer_has_a_time_limit(worlds):
-    memory = both(worlds, lambda w: w.empty(1 << 20))
-    worlds[0].timeout = 0.2
+def test_a_peer_that_does_not_answer_has_a_time_limit(unconnected):
+    memory = each(unconnected, lambda w: w.empty(1 << 20))
+    unconnected[0].timeout = 0.2
     with (
-        in_place_of_peer(worlds[0]),
+        in_place_of_peer(unconnected[0]),
         pytest.raises(
             weft.PeerTimeout,
             match=r"rank 0 waited 0.2 s to make a get of 4,194,304 bytes from rank 1: the host of "
@@ -183,14 +191,14 @@ def test_a_peer_that_does_not_answer_has_a_time_limit(worlds):
         ),
     ):
         weft.get(torch.empty(1 << 20), memory[0], 1)
-    assert "PeerTimeout" in worlds[0].closed
+    assert "PeerTimeout" in unconnected[0].closed
 
 
-def test_each_answer_renews_the_time_limit(worlds):
+def test_each_answer_renews_the_time_limit(unconnected):
     """A silent peer is not a slow one."""
-    memory = both(worlds, lambda w: w.empty(PIECE // 4 * 5))
-    worlds[0].timeout = 1.0
-    with ThreadPoolExecutor(1) as pool, in_place_of_peer(worlds[0]) as peer:
+    memory = each(unconnected, lambda w: w.empty(PIECE // 4 * 5))
+    unconnected[0].timeout = 1.0
+    with ThreadPoolExecutor(1) as pool, in_place_of_peer(unconnected[0]) as peer:
         call = pool.submit(weft.put, memory[0], torch.ones(PIECE // 4 * 5), 1)
         for number in range(1, 6):
             assert not call.done()
@@ -200,9 +208,9 @@ def test_each_answer_renews_the_time_limit(worlds):
         call.result(LIMIT)
 
 
-def test_a_transfer_has_a_time_limit_of_its_own(worlds):
-    memory = both(worlds, lambda w: w.empty(8))
-    with in_place_of_peer(worlds[0]) as peer:
+def test_a_transfer_has_a_time_limit_of_its_own(unconnected):
+    memory = each(unconnected, lambda w: w.empty(8))
+    with in_place_of_peer(unconnected[0]) as peer:
         transfer = weft.put_async(memory[0], torch.ones(8), 1)
         with pytest.raises(weft.PeerTimeout, match=r"0.05 s for its put of 32 bytes to rank 1"):
             transfer.wait(0.05)
@@ -216,7 +224,7 @@ def test_a_transfer_has_a_time_limit_of_its_own(worlds):
 
 
 def test_closing_completes_transfers(worlds):
-    memory = both(worlds, lambda w: w.empty(1 << 20))
+    memory = each(worlds, lambda w: w.empty(1 << 20))
     handles = [weft.put_async(memory[0], torch.full((1 << 20,), float(n)), 1) for n in range(1, 9)]
     each_rank(lambda rank: worlds[rank].close() if rank == 0 else None)
     assert all(handle.done() for handle in handles)
@@ -232,12 +240,12 @@ def ctrl_c():
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_leaves_the_world_open_and_keeps_the_memory(worlds):
+def test_ctrl_c_leaves_the_world_open_and_keeps_the_memory(unconnected):
     """The peer answers late: what it sends arrives in memory that is still there."""
-    memory = both(worlds, lambda w: w.empty(8))
+    memory = each(unconnected, lambda w: w.empty(8))
     got = torch.zeros(8)
     kept = weakref.ref(got)
-    with in_place_of_peer(worlds[0]) as peer, ThreadPoolExecutor(1) as pool:
+    with in_place_of_peer(unconnected[0]) as peer, ThreadPoolExecutor(1) as pool:
 
         def interrupt():
             number = next_of(peer)[1]
@@ -271,7 +279,7 @@ def mapped():
 
 def test_memory_lives_until_no_rank_of_any_host_has_a_tensor_in_it(worlds):
     before = mapped()
-    memory, flags = both(worlds, lambda w: w.empty(8)), both(worlds, lambda w: w.signals(4))
+    memory, flags = each(worlds, lambda w: w.empty(8)), each(worlds, lambda w: w.signals(4))
     memory[1] = flags[1] = None
     weft.put_notify(memory[0], torch.ones(8), flags[0], 0, 1)
     weft.put_async(memory[0][:4], torch.zeros(4), 1).wait()
@@ -300,14 +308,14 @@ INVALID = {
 
 @pytest.mark.parametrize("operation", [PUT, GET])
 @pytest.mark.parametrize("name", INVALID)
-def test_no_message_reads_or_writes_outside_symmetric_memory(worlds, operation, name):
-    both_parts = both(worlds, lambda w: w.empty(BYTES, dtype=torch.uint8))
+def test_no_message_reads_or_writes_outside_symmetric_memory(unconnected, operation, name):
+    both_parts = each(unconnected, lambda w: w.empty(BYTES, dtype=torch.uint8))
     for part in both_parts:
         part.fill_(9)
     layout, axes = INVALID[name]
-    with in_place_of_peer(worlds[1]) as peer:
-        peer.sendall(request(operation, worlds[1].executor.calls, layout, axes))
-        reason = closed(worlds[1])
+    with in_place_of_peer(unconnected[1]) as peer:
+        peer.sendall(request(operation, unconnected[1].executor.calls, layout, axes))
+        reason = closed(unconnected[1])
     assert reason.startswith("PeerLost: rank 0 sent an invalid message to rank 1"), reason
     assert "a one-sided call for " in reason
     assert all(bool((part == 9).all()) for part in both_parts)
@@ -328,13 +336,13 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_malformed_one_sided_call_names_its_sender(worlds, name):
-    part = both(worlds, lambda w: w.empty(8, dtype=torch.uint8))[1].fill_(9)
-    assert worlds[1].executor.calls == 1
-    with in_place_of_peer(worlds[1]) as peer:
+def test_a_malformed_one_sided_call_names_its_sender(unconnected, name):
+    part = each(unconnected, lambda w: w.empty(8, dtype=torch.uint8))[1].fill_(9)
+    assert unconnected[1].executor.calls == 1
+    with in_place_of_peer(unconnected[1]) as peer:
         for at in range(0, len(WRONG[name]), 5):  # messages arrive in any pieces
             peer.sendall(WRONG[name][at : at + 5])
-        reason = closed(worlds[1])
+        reason = closed(unconnected[1])
     assert reason.startswith("PeerLost: rank 0 sent an invalid message to rank 1"), reason
     assert part.tolist() == [9] * 8
 
@@ -344,19 +352,19 @@ def test_a_malformed_one_sided_call_names_its_sender(worlds, name):
     [(64, 1, 1), (0, 2, 64), (0, 65, 1), (1, 2, 2**64 - 1), (0, 2, 0), (2**64 - 1, 2, 1)],
 )
 @pytest.mark.parametrize("sets", [0, 1])
-def test_no_message_changes_other_counters(worlds, selection, sets):
-    flags = both(worlds, lambda w: w.signals(64))
-    with in_place_of_peer(worlds[1]) as peer:
+def test_no_message_changes_other_counters(unconnected, selection, sets):
+    flags = each(unconnected, lambda w: w.signals(64))
+    with in_place_of_peer(unconnected[1]) as peer:
         peer.sendall(request(CHANGE, 0, change=(flags[1].memory, sets, *selection, 1)))
-        assert f"a change of {selection[1]} counters" in closed(worlds[1])
+        assert f"a change of {selection[1]} counters" in closed(unconnected[1])
     assert flags[1][:] == [0] * 64
 
 
 @pytest.mark.parametrize("size", [0, 12, 17])
-def test_answers_of_another_size_than_asked_for(worlds, size):
-    memory = both(worlds, lambda w: w.empty(4))
+def test_answers_of_another_size_than_asked_for(unconnected, size):
+    memory = each(unconnected, lambda w: w.empty(4))
     got = torch.zeros(4)
-    with in_place_of_peer(worlds[0]) as peer, ThreadPoolExecutor(1) as pool:
+    with in_place_of_peer(unconnected[0]) as peer, ThreadPoolExecutor(1) as pool:
         call = pool.submit(weft.get, got, memory[0], 1)
         peer.sendall(answer(VALUE, next_of(peer)[1], bytes(size)))
         with pytest.raises(weft.PeerLost, match="an answer that no one-sided call waits for"):
@@ -366,7 +374,7 @@ def test_answers_of_another_size_than_asked_for(worlds, size):
 
 def test_one_sided_calls_pass_rows_for_a_call_that_the_peer_has_yet_to_make(worlds):
     """More of them than a connection holds: a rank may need what follows to make its call."""
-    memory, flags = both(worlds, lambda w: w.empty(8)), both(worlds, lambda w: w.signals(1))
+    memory, flags = each(worlds, lambda w: w.empty(8)), each(worlds, lambda w: w.signals(1))
     many = torch.ones(1, 24 << 20)
     handle = weft.all_gather_async(many, world=worlds[0])
     weft.put_notify(memory[0], torch.full((8,), 7.0), flags[0], 0, 1)

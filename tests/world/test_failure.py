@@ -443,7 +443,7 @@ def raised_later(world):
 
 
 def test_errors_of_background_threads_are_raised_by_the_next_call():
-    """A relay's thread may find a mismatch of calls while no call waits."""
+    """The network's thread may find a mismatch of calls while no call waits."""
     on_ranks(raised_later, 2)
 
 

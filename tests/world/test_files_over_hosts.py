@@ -15,7 +15,7 @@ from support.ranks import group, on_ranks
 
 import weft
 from weft.process_group import worlds
-from weft.world.lines import first_carried
+from weft.world.network import first_links
 
 HOSTS = 2
 FEW = 40  # files of a rank that depend on nothing: of Python, torch, a test, a world
@@ -26,7 +26,7 @@ ENOUGH = 160  # files of a rank, of 1,024 on 64 hosts
 def files_of(hosts, rank, rows):
     """The most files of a rank that exchanges rows with so many ranks elsewhere."""
     of_its_host = sum(host == hosts[rank] for host in hosts) - 1
-    return FEW + 2 * of_its_host + len(first_carried(hosts, rank)) + rows
+    return FEW + 2 * of_its_host + len(first_links(hosts, rank)) + rows
 
 
 def kept():

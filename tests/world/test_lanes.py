@@ -14,7 +14,7 @@ import torch
 
 import weft
 from weft.world import lanes
-from weft.world.relay import Relay
+from weft.world.network import Network
 
 
 def refused(*_):
@@ -40,12 +40,12 @@ def test_an_error_that_ends_a_thread_is_reported():
     assert isinstance(errors[0], ZeroDivisionError)
 
 
-def test_an_error_of_a_relays_thread_closes_the_world():
+def test_an_error_of_the_networks_thread_closes_the_world():
     """Both ranks raise an error that names it, long before their time limit."""
 
     def call():
         world, start = weft.init(), time.monotonic()
-        world.relay.drop(0)  # wakes the thread
+        world.network.drop(0)  # wakes the thread
         with pytest.raises(weft.WeftError, match=r"ZeroDivisionError: nothing dropped"):
             for _ in range(1000):
                 weft.all_reduce(torch.ones(2))
@@ -54,6 +54,6 @@ def test_an_error_of_a_relays_thread_closes_the_world():
         return time.monotonic() - start
 
     once = chain([ZeroDivisionError("nothing dropped")], repeat(None))
-    failing = mock.patch.object(Relay, "_report_dropped", side_effect=once)
+    failing = mock.patch.object(Network, "_report_dropped", side_effect=once)
     with weft.local_world(2, hosts=(0, 1), timeout=60) as local, failing:
         assert max(local.run(call)) < 30

@@ -55,8 +55,8 @@ def grows(world, how, step, calls):
 @pytest.mark.parametrize(
     ("how", "step", "calls", "words"),
     [
-        ("dies", "weft.world.memory.send", 2, "died while rank"),
-        ("leaves", "weft.world.memory.send", 2, "closed its world while rank"),
+        ("dies", "weft.world.peers.send", 2, "died while rank"),
+        ("leaves", "weft.world.peers.send", 2, "closed its world while rank"),
         ("dies", "weft.world.memory.receive", 1, "died while rank"),
         ("leaves", "weft._native.attach_mapping", 1, "closed its world while rank"),
         ("lacks", "weft._native.attach_mapping", 2, "failed with SymmetricMemoryError: empty("),
@@ -117,9 +117,9 @@ def joins(world, how, step):
     ("how", "step"),
     [
         ("dies", "weft.world.rendezvous.GroupRendezvous.exchange"),
-        ("dies", "weft.world.listener.Listener.connect"),
+        ("dies", "weft.world.connect.connect"),
         ("dies", "weft.world.listener.Outbound.advance"),
-        ("dies", "weft.world.listener.Inbound._identify"),
+        ("dies", "weft.world.listener.Connector._identify"),
         ("dies", "weft.world.connect.Connections"),
         ("dies", "weft._native.create_mapping"),
         ("dies", "weft.world.peers.send"),

@@ -421,24 +421,22 @@ def connect_all(listeners, timeout=SOON):
             for own in listeners
         ]
         found = [
-            pool.submit(own.connect, rank, peers[rank], timeout)
+            pool.submit(listening.connect, rank, own, peers[rank], timeout)
             for rank, own in enumerate(listeners)
         ]
         return [each.result(2 * SOON) for each in found]
 
 
 def check_joined(connected):
-    """Both ends of the connections of every two ranks belong to the same purpose."""
+    """Every two ranks have the two ends of one connection."""
     for rank, theirs in enumerate(connected):
-        for peer, both in theirs.items():
-            for number, connection in enumerate(both):
-                assert connection.getblocking()
-                connection.send(bytes([rank, peer, number]))
+        for peer, connection in theirs.items():
+            assert connection.getblocking()
+            connection.send(bytes([rank, peer]))
     for rank, theirs in enumerate(connected):
-        for peer, both in theirs.items():
-            for number, connection in enumerate(both):
-                assert connection.recv(3) == bytes([peer, rank, number])
-                connection.close()
+        for peer, connection in theirs.items():
+            assert connection.recv(2) == bytes([peer, rank])
+            connection.close()
 
 
 @contextlib.contextmanager
@@ -486,7 +484,7 @@ def test_strangers_do_not_prolong_the_limit(host):
     ):
         stranger.connect(own.address.at)
         with ThreadPoolExecutor() as pool:
-            waiting = pool.submit(own.connect, 0, {1: (7, absent.address)}, 0.5)
+            waiting = pool.submit(listening.connect, 0, own, {1: (7, absent.address)}, 0.5)
             while not waiting.done():
                 with contextlib.suppress(OSError):
                     stranger.send(b"x")
@@ -504,19 +502,20 @@ def test_time_in_which_ranks_are_suspended_counts_in_no_limit_to_connect(monkeyp
             looks.append(seconds)
             if len(looks) == 1:
                 time.sleep(1.2)
-                late.append(pool.submit(ranks[1].connect, 1, {0: (7, ranks[0].address)}, SOON))
+                peers = {0: (7, ranks[0].address)}
+                late.append(pool.submit(listening.connect, 1, ranks[1], peers, SOON))
             return poll(events, seconds)
 
         poll = listening.poll
         monkeypatch.setattr(listening, "poll", suspended)
-        first = ranks[0].connect(0, {1: (7, ranks[1].address)}, 1.0)
+        first = listening.connect(0, ranks[0], {1: (7, ranks[1].address)}, 1.0)
         check_joined([first, late[0].result(SOON)])
 
 
 @pytest.mark.parametrize("host", ["", "127.0.0.1"], ids=["unix", "tcp"])
 def test_a_peer_may_prove_itself_slowly(host):
     with listeners(2, host) as (own, theirs), ThreadPoolExecutor() as pool:
-        waiting = pool.submit(own.connect, 0, {1: (7, theirs.address)}, SOON)
+        waiting = pool.submit(listening.connect, 0, own, {1: (7, theirs.address)}, SOON)
         with socket.socket(own.address.family, own.socket.type) as slow:
             slow.connect(own.address.at)
             time.sleep(1.2)
@@ -528,7 +527,8 @@ def test_a_peer_may_prove_itself_slowly(host):
             accepted = Accepted(theirs.socket.accept()[0], listening._RANK.size)
             while not accepted.advance(theirs.address.secret):
                 pass
-            for connection in (*waiting.result(SOON)[1], accepted.connection):
+            accepted.connection.send(listening._CONFIRMED)
+            for connection in (waiting.result(SOON)[1], accepted.connection):
                 connection.close()
 
 
@@ -547,12 +547,12 @@ def test_an_unreachable_peer():
             match=r"rank 1 \(pid 7\) died or gave up, or a firewall refuses connections to it, while "
             "rank 0 waited to connect to it",
         ):
-            own.connect(0, {1: (7, Address("127.0.0.1", port, b""))}, SOON)
+            listening.connect(0, own, {1: (7, Address("127.0.0.1", port, b""))}, SOON)
         with pytest.raises(
             PeerTimeout,
             match=r"rank 0 cannot reach rank 1 \(pid 7\) at no address, port 9: .*; is there a firewall",
         ):
-            own.connect(0, {1: (7, Address("no address", 9, b""))}, SOON)
+            listening.connect(0, own, {1: (7, Address("no address", 9, b""))}, SOON)
 
 
 @contextlib.contextmanager

@@ -134,8 +134,8 @@ def diagnose(console: Console, verbose: bool = False) -> bool:
         if world.rank == 0:
             _print_verdict(everyone, problems, console)
             texts = [*_summary(everyone, links)]
-            if world.relay is not None:
-                texts.append(transports.description(world.relay.transport))
+            if world.network is not None:
+                texts.append(transports.description(world.network.transport))
             if world.ranks > 1 and not world.hosts.several:
                 why = next(filter(None, staged), "")
                 how = f"are staged, since {why}" if why else "can be read in place"

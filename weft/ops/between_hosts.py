@@ -71,9 +71,9 @@ def get(
 
 
 def _regions(world: Peers) -> _native.Regions:
-    assert world.relay is not None
-    assert world.relay.regions is not None
-    return world.relay.regions
+    assert world.network is not None
+    assert world.network.regions is not None
+    return world.network.regions
 
 
 def _error(world: Peers, peer: int, status: _native.WaitStatus, doing: str) -> WeftError:

@@ -118,7 +118,7 @@ class Transfer:
 
 
 class QueuedTransfer(Transfer):
-    """A transfer of a world on several hosts: the relay's thread for transfers makes it."""
+    """A transfer of a world on several hosts: the network's thread for transfers makes it."""
 
     def __init__(self, world: World, made: Future[None], copy: object) -> None:
         self._world, self._made, self._copy = world, made, copy
@@ -387,13 +387,13 @@ def _begin(
 ) -> Transfer:
     own, copy = _prepared(remote, local, peer, world, put, algorithm, comm_sms)
     description = _Copy(put, peer, local.nbytes)
-    if own.relay is not None:  # one queue, also for the peers of this host
+    if own.network is not None:  # one queue, also for the peers of this host
         tensors = remote, local
-        made = own.relay.lanes.transfer(lambda: _make_later(tensors, own, copy, description))
+        made = own.network.lanes.transfer(lambda: _make_later(tensors, own, copy, description))
         return QueuedTransfer(own, made, description)
     if isinstance(copy, _native.StridedCopy):
         return Transfer(own, own.transfers.submit((remote, local), copy), description)
-    assert not isinstance(copy, _native.RemoteCopy)  # a world on several hosts has a relay
+    assert not isinstance(copy, _native.RemoteCopy)  # a world on several hosts has a network
     return StreamTransfer(own, on_streams(own).start(copy, local), description)
 
 

@@ -15,7 +15,7 @@ import weft._native as _native
 from weft.errors import PeerLost, PeerTimeout, SymmetricMemoryError, WeftError
 from weft.outside import printable_lines
 from weft.world import World
-from weft.world.peers import receive, send
+from weft.world.peers import receive, send_to_all
 from weft.world.stores import arrived, leave_together
 
 Made = TypeVar("Made")
@@ -66,8 +66,7 @@ def confirm(world: World) -> None:
     if one fails instead, and closes its world.
     """
     doing = "to make the group"
-    for peer in world.others:
-        send(world, peer, "made", None, doing)
+    send_to_all(world, "made", None, doing)
     for peer in world.others:
         receive(world, peer, doing, f"for rank {peer} {doing}")
 

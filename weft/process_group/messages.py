@@ -75,7 +75,7 @@ class Messages(Progress):
             ring,
             world.pids if world.reads_memory else [0] * world.ranks,
             world.spins,
-            None if world.relay is None else world.relay.network,
+            None if world.network is None else world.network.native,
             self.deferred,
         )
         self.watched: list[tuple[_native.Message, Message]] = []

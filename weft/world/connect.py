@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,9 +12,8 @@ from weft.errors import WeftError
 from weft.schedules.levels import numbered
 from weft.world.backend import Backend
 from weft.world.door import Door, Handle
-from weft.world.lines import first_carried
-from weft.world.listener import INTERFACE, Address, another_user
-from weft.world.relay import Relay
+from weft.world.listener import INTERFACE, Address, another_user, connect
+from weft.world.network import Network
 from weft.world.rendezvous import GroupRendezvous, RankInfo, StoreRendezvous
 from weft.world.transports import agreed
 
@@ -42,13 +40,13 @@ Rendezvous = GroupRendezvous | StoreRendezvous | Known
 
 class Connections(NamedTuple):
     """What a world consists of when it is made: this rank, all records, the sockets to peers, and
-    the relay to those on other hosts. `handles` are by what each rank is found again.
+    the network to those on other hosts. `handles` are by what each rank is found again.
     """
 
     rank: int
     infos: Sequence[RankInfo]
     mesh: _native.Mesh
-    relay: Relay | None
+    network: Network | None
     handles: Sequence[Handle]
 
 
@@ -76,18 +74,22 @@ def connections(
         if remote and backend.stream_ordered:
             raise WeftError("ranks with GPUs must be on one host in this version of weft")
         try:
-            connected = door.here.connect(rank, local, timeout)
+            ends = connect(rank, door.here, local, timeout)
+            for end in ends.values():
+                stack.enter_context(end)
             outside = door.open_to_hosts(rank) if remote else None
         except BaseException as error:
             if remote:
                 rendezvous.give_up(error)
             raise
-        ends = {}
-        for peer, (unused, connection) in connected.items():
-            unused.close()
-            ends[peer] = stack.enter_context(connection)
-        hosts = numbered(info.host for info in infos)
-        lines, surplus = dict[int, socket.socket](), list[socket.socket]()
+        fds = dict.fromkeys(remote, _native.Mesh.elsewhere) | {
+            peer: end.fileno() for peer, end in ends.items()
+        }
+        mesh = _native.Mesh([fds.get(peer, -1) for peer in range(len(infos))])
+        unless_made.callback(mesh.close)
+        for end in ends.values():
+            end.detach()
+        network = None
         handles = [Handle(info) for info in infos]
         if outside is not None:
             addresses = stack.enter_context(rendezvous.exchange(outside.address, timeout))
@@ -96,27 +98,17 @@ def connections(
                 raise WeftError(
                     f"ranks {unreachable} have no address for other hosts: set {INTERFACE} there"
                 )
-            transport = agreed({peer: each.offer for peer, each in enumerate(addresses)})
-            located = {
-                peer: (infos[peer].pid, addresses[peer])
-                for peer in first_carried(hosts, rank).values()
-            }
-            for peer, (unused, connection) in outside.connect(rank, located, timeout).items():
-                lines[hosts[peer]] = unless_made.enter_context(connection)
-                if rank < peer:  # it has opened it, and the peer need not have noticed
-                    unused.close()
-                else:
-                    surplus.append(unless_made.enter_context(unused))
-        fds = dict.fromkeys(remote, _native.Mesh.elsewhere) | {
-            peer: end.fileno() for peer, end in ends.items()
-        }
-        mesh = _native.Mesh([fds.get(peer, -1) for peer in range(len(infos))])
-        for end in ends.values():
-            end.detach()
-        relay = None
-        if outside is not None:
-            at = [each.host for each in addresses]
-            relay = Relay(rank, hosts, mesh, lines, at, timeout, surplus, transport)
-            unless_made.callback(relay.close)
-        yield Connections(rank, infos, mesh, relay, handles)
+            assert door.of_world is not None
+            network = Network(
+                rank,
+                numbered(info.host for info in infos),
+                mesh,
+                door.of_world,
+                {peer: (infos[peer].pid, addresses[peer].of_world) for peer in remote},
+                timeout,
+                agreed({peer: each.offer for peer, each in enumerate(addresses)}),
+            )
+            unless_made.callback(network.close)
+            network.connect(timeout)
+        yield Connections(rank, infos, mesh, network, handles)
         unless_made.pop_all()

@@ -51,12 +51,13 @@ class Door:
     """The listening sockets of this process in one world, closed with it.
 
     Attributes: `here` (the listener on this host), `outside` (that for other hosts, None before
-    `open_to_hosts`).
+    `open_to_hosts`), `of_world` (that for connections of the world with other hosts).
     """
 
     def __init__(self, backend: Backend) -> None:
         self.here = Listener()
         self.outside: Listener | None = None
+        self.of_world: Listener | None = None
         cores = frozenset(os.sched_getaffinity(0))
         self._info = RankInfo(
             os.getpid(),
@@ -85,7 +86,7 @@ class Door:
         """Accept connections of the world `name` alone from now on; if the block fails, those of
         the door's handle again.
         """
-        before = [(each, each.address) for each in self.listeners]
+        before = [(each, each.address) for each in self._open]
         for listener, address in before:
             listener.address = _named(address, name)
             listener.keep_early()
@@ -98,14 +99,24 @@ class Door:
 
     @property
     def listeners(self) -> list[Listener]:
+        """Those that take requests of ranks that agree on the next world."""
         return [self.here, *([self.outside] if self.outside else [])]
+
+    @property
+    def _open(self) -> list[Listener]:
+        return [*self.listeners, *([self.of_world] if self.of_world else [])]
 
     def open_to_hosts(self, rank: int) -> Listener:
         """Listen to other hosts, too. Raises as `listen_to_hosts`."""
         if self.outside is None:
             self.outside = listen_to_hosts(rank)
             address = self.outside.address
-            self.outside.address = dataclasses.replace(address, offer=transports.offered())
+            self.of_world = Listener(address.host)
+            self.outside.address = self.of_world.address = dataclasses.replace(
+                address,
+                offer=transports.offered(),
+                port_of_world=self.of_world.address.port,
+            )
         return self.outside
 
     def open_if_possible(self, rank: int) -> None:
@@ -119,7 +130,7 @@ class Door:
 
     def close(self) -> None:
         """Refuse all connections from now on: to others this process is gone."""
-        for listener in self.listeners:
+        for listener in self._open:
             listener.close()
 
     def __del__(self) -> None:

@@ -20,7 +20,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import weft._native as _native
@@ -30,6 +30,7 @@ from weft.world.topology import read_text
 
 INTERFACE = "GLOO_SOCKET_IFNAME"  # the variable that names the interface to use, to gloo too
 _RANK = struct.Struct("<i")  # that connects
+_CONFIRMED = b"\1"  # sent by the rank that accepts a connection
 _LISTEN_BACKLOG = 1024  # connections that the kernel keeps until they are accepted
 UNPROVED = 64  # accepted connections that are not proved, in addition to one for each peer
 PROVING = 10.0  # seconds that they have
@@ -44,22 +45,29 @@ _SIOCGIFADDR = 0x8915
 @dataclass(frozen=True)
 class Address:
     """The address at which a rank listens, and its secret: a host and a port, or the name of a Unix
-    socket and no port. For other hosts it has what the rank offers for rows
-    (`weft.world.transports.offered`).
+    socket and no port. For other hosts it has the port at which the rank accepts connections of its
+    world, and what it offers for rows (`weft.world.transports.offered`).
     """
 
     host: str
     port: int
     secret: bytes
     offer: str = ""
+    port_of_world: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port < 1 << 16:
-            raise ValueError(f"a port is from 0 to 65535; got {self.port}")
+        for port in (self.port, self.port_of_world):
+            if not 0 <= port < 1 << 16:
+                raise ValueError(f"a port is from 0 to 65535; got {port}")
 
     @property
     def family(self) -> socket.AddressFamily:
         return family_of(self.host) if self.port else socket.AF_UNIX
+
+    @property
+    def of_world(self) -> Address:
+        """The address for connections of the world."""
+        return replace(self, port=self.port_of_world)
 
     @property
     def at(self) -> str | tuple[str, int]:
@@ -100,63 +108,10 @@ class Listener:
         self.early = None
         self.socket.close()
 
-    def connect(
-        self, rank: int, peers: Mapping[int, tuple[int, Address]], timeout: float
-    ) -> dict[int, tuple[socket.socket, socket.socket]]:
-        """Connect to all `peers`, given by pid and address, and accept their connections: for each
-        peer the connection that the lower rank opened, then the one that the higher opened.
-
-        Connections of other processes delay no peer. Raises `PeerTimeout` naming ranks that did not
-        connect, `PeerLost` one that is gone, `WeftError` one that another user runs.
-        """
-        deadline = _native.Deadline(timeout)
-        with contextlib.ExitStack() as opened:
-            inbound = opened.enter_context(Inbound(rank, self, {*peers}))
-            outbound = [Outbound(rank, peer, *about) for peer, about in peers.items()]
-            for each in outbound:
-                opened.callback(each.close)
-            for each in outbound:
-                each.advance()
-            while missing := [
-                each
-                for each in outbound
-                if not (each.connected and each.peer in inbound.identified)
-            ]:
-                if deadline.passed:
-                    raise next(
-                        (each.unreachable("no answer") for each in missing if not each.reached),
-                        None,
-                    ) or PeerTimeout(
-                        f"rank {rank} waited {timeout:g} s for ranks "
-                        f"{[each.peer for each in missing]} to connect"
-                    )
-                ready = poll(
-                    [*inbound.polled(), *(each for one in missing for each in one.polled())],
-                    min(deadline.left, _LOOK if all(e.started for e in missing) else _RETRY),
-                )
-                inbound.accept()  # first: a peer may close once it is connected
-                for each in missing:
-                    is_ready = any(fd in ready for fd, _ in each.polled())
-                    if not each.connected and (is_ready or not each.started):
-                        each.advance()
-                    elif each.connected and each.peer not in inbound.identified and is_ready:
-                        raise each.lost()
-            for connection in (*(each.socket for each in outbound), *inbound.identified.values()):
-                connection.setblocking(True)
-            for each in outbound:
-                each.end_proof()
-            opened.pop_all()
-            inbound.drop_unidentified()
-        return {
-            each.peer: (each.socket, accepted) if rank < each.peer else (accepted, each.socket)
-            for each in outbound
-            for accepted in [inbound.identified[each.peer]]
-        }
-
 
 class Outbound:
     """A connection that this rank opens to a peer: `started` unless the peer's backlog is full,
-    `connected` once both have proved themselves.
+    `connected` once both have proved themselves, and the peer has confirmed it.
     """
 
     def __init__(self, rank: int, peer: int, pid: int, address: Address) -> None:
@@ -179,7 +134,7 @@ class Outbound:
             if self._proof is None and not self._begin():
                 return
             assert self._proof is not None
-            self.connected = self._proof.advance()
+            self.connected = self._proof.advance() and self._confirmed()
         except OtherUser as error:
             raise another_user(self.peer, self.rank, error.user) from error
         except NotProved as error:  # it serves others than this world now, or too many
@@ -209,34 +164,36 @@ class Outbound:
         self._proof = Caller(self.socket, self.address.secret, _RANK.pack(self.rank))
         return True
 
+    def _confirmed(self) -> bool:
+        try:
+            if not self.socket.recv(1):
+                raise NotProved("the peer has hung up")
+        except BlockingIOError:
+            return False
+        return True
+
     @property
     def reached(self) -> bool:
         """Whether somebody listens at the peer's address."""
         return self._proof is not None
 
     def close(self) -> None:
-        self.end_proof()
-        self.socket.close()
+        self.detach().close()
 
-    def end_proof(self) -> None:
-        """Let go of what is needed until both ends are connected."""
+    def detach(self) -> socket.socket:
+        """The connection, without what is needed until it is made."""
         if self._process is not None:
             self._process.close()
             self._process = None
+        return self.socket
 
     def polled(self) -> list[tuple[int, int]]:
         """The descriptors and events to poll: writable, or readable while the peer is to prove
-        itself, or, once connected, closed by the peer; and the end of its process.
+        itself and to confirm; and the end of its process.
         """
         if not self.started:
             return []
-        event = (
-            select.POLLRDHUP
-            if self.connected
-            else select.POLLOUT
-            if self._proof is None
-            else select.POLLIN
-        )
+        event = select.POLLOUT if self._proof is None else select.POLLIN
         process = self._process.polled() if self._process is not None else []
         return [(self.socket.fileno(), event), *process]
 
@@ -319,10 +276,13 @@ class Unproved:
             self.drop(keep=self.most)
         return found
 
-    def resume(self, accepted: Accepted) -> bool:
-        """Go on with a connection that was accepted before; whether it is proved now."""
-        self._waiting[accepted] = time.monotonic() + PROVING
-        return self._advance(accepted)
+    def early(self) -> list[Accepted]:
+        """Go on with connections that the listener has kept; those that are proved now."""
+        found = self.listener.early or []
+        if found:
+            self.listener.early = []
+        self._waiting |= dict.fromkeys(found, time.monotonic() + PROVING)
+        return [each for each in found if self._advance(each)]
 
     def drop(self, keep: int = 0) -> None:
         """Close connections except the last `keep`, first those that name no key of this process:
@@ -358,59 +318,176 @@ class Unproved:
         return proved
 
 
-class Inbound:
-    """Connections that this rank accepts, of `peers`: those `identified`, which have proved
-    themselves, and others that have not yet.
+class Connector:
+    """Connects this rank to `peers`, given by pid and address, each by one connection; it accepts
+    theirs at `listener`. `made` takes each connection, `failed` an error and the peer.
+
+    Either end may open a connection, as soon as it needs it, and the other one confirms it by a
+    byte. If both open one, that of the lower rank is confirmed. Nothing here waits.
     """
 
-    def __init__(self, rank: int, listener: Listener, peers: set[int]) -> None:
-        self.rank = rank
-        self.listener = listener
-        self.peers = peers
-        self.identified: dict[int, socket.socket] = {}
+    def __init__(
+        self,
+        rank: int,
+        listener: Listener,
+        peers: Mapping[int, tuple[int, Address]],
+        made: Callable[[int, socket.socket], object],
+        failed: Callable[[int, BaseException], object],
+    ) -> None:
+        self._rank = rank
+        self._peers = peers
+        self._made = made
+        self._failed = failed
+        self.connected = set[int]()
+        self._needed = set[int]()
+        self._outbound = dict[int, Outbound]()
+        self._deferred = dict[int, socket.socket]()  # accepted, while this rank opens one itself
         self._unproved = Unproved(listener, lambda: listener.address.secret, _RANK.size)
+        self._unproved.most = len(peers) + UNPROVED
+        for each in self._unproved.early():
+            self._identify(each)
 
-    def __enter__(self) -> Inbound:
-        if (early := self.listener.early) is not None:
-            self.listener.early = []
-            for each in early:
-                if self._unproved.resume(each):
-                    self._identify(each)
-        return self
+    def need(self, peer: int) -> None:
+        """Let a connection to a peer be made, unless it is."""
+        if peer not in self._needed | self.connected:
+            self._needed.add(peer)
+            self._open(peer)
 
-    def __exit__(self, *raised: object) -> None:
-        self.drop_unidentified()
-        for connection in self.identified.values():
+    def advance(self) -> None:
+        """Accept connections, and go on with all as far as possible without waiting."""
+        try:
+            for each in self._unproved.proved():  # first: a peer may hang up once it is connected
+                self._identify(each)
+        except OSError as error:
+            self._failed(self._rank, error)
+        for peer in [*self._outbound]:
+            self._go_on(peer)
+
+    def _open(self, peer: int) -> None:
+        try:
+            self._outbound[peer] = Outbound(self._rank, peer, *self._peers[peer])
+        except OSError as error:
+            self._failed(self._rank, error)
+        else:
+            self._go_on(peer)
+
+    def _go_on(self, peer: int) -> None:
+        outbound = self._outbound[peer]
+        try:
+            outbound.advance()
+        except (WeftError, OSError) as error:
+            self._drop(peer)
+            self._failed(self._rank if isinstance(error, OSError) else peer, error)
+        else:
+            if outbound.connected:
+                self._outbound.pop(peer)
+                self._take(peer, outbound.detach())
+
+    def _identify(self, proved: Accepted) -> None:
+        """Confirm a connection that a peer has opened, unless this rank's own precedes it."""
+        (peer,) = _RANK.unpack(proved.about)
+        connection = proved.connection
+        try:
+            Peer(connection).close()
+        except OtherUser as error:
             connection.close()
+            self._failed(peer, another_user(peer, self._rank, error.user))
+            return
+        if peer not in self._peers or peer in self.connected:
+            connection.close()
+        elif self._rank < peer and peer in self._outbound and self._outbound[peer].reached:
+            self._replace_deferred(peer, connection)
+        else:
+            try:
+                connection.send(_CONFIRMED)
+            except OSError:  # it has hung up
+                connection.close()
+                return
+            self._drop(peer)
+            self._take(peer, connection)
+
+    def _take(self, peer: int, connection: socket.socket) -> None:
+        self.connected.add(peer)
+        self._replace_deferred(peer, None)
+        self._made(peer, connection)
+
+    def _replace_deferred(self, peer: int, connection: socket.socket | None) -> None:
+        if peer in self._deferred:
+            self._deferred.pop(peer).close()
+        if connection is not None:
+            self._deferred[peer] = connection
+
+    def _drop(self, peer: int) -> None:
+        """Give up the connection that this rank opens to a peer."""
+        if peer in self._outbound:
+            self._outbound.pop(peer).close()
 
     def polled(self) -> list[tuple[int, int]]:
         """The descriptors and events to poll."""
-        return self._unproved.polled()
+        opening = [each for one in self._outbound.values() for each in one.polled()]
+        return [*self._unproved.polled(), *opening]
 
-    def accept(self) -> None:
-        """Accept the connections in the backlog, and let them prove themselves as far as possible
-        without waiting.
-        """
-        self._unproved.most = len(self.peers) + UNPROVED
-        for each in self._unproved.proved():
-            self._identify(each)
+    @property
+    def patience(self) -> float:
+        """The seconds after which to go on, whatever the descriptors tell."""
+        if not all(each.started for each in self._outbound.values()):
+            return _RETRY
+        return _LOOK if self._outbound else PROVING
 
-    def drop_unidentified(self) -> None:
-        """Close connections that have not proved themselves."""
+    def close(self) -> None:
+        """Close what is not connected."""
         self._unproved.drop()
+        for peer in [*self._outbound]:
+            self._drop(peer)
+        for peer in [*self._deferred]:
+            self._replace_deferred(peer, None)
 
-    def _identify(self, proved: Accepted) -> None:
-        """Keep a connection of a peer; close any other."""
-        (peer,) = _RANK.unpack(proved.about)
-        try:
-            Peer(proved.connection).close()
-        except OtherUser as error:
-            proved.connection.close()
-            raise another_user(peer, self.rank, error.user) from error
-        if peer in self.peers and peer not in self.identified:
-            self.identified[peer] = proved.connection
-        else:
-            proved.connection.close()
+    def unreachable(self) -> list[PeerTimeout]:
+        """The errors for peers at whose addresses nobody has answered."""
+        waiting = self._outbound.values()
+        return [each.unreachable("no answer") for each in waiting if not each.reached]
+
+
+def connect(
+    rank: int, listener: Listener, peers: Mapping[int, tuple[int, Address]], timeout: float
+) -> dict[int, socket.socket]:
+    """Connect to all `peers`, given by pid and address; connections of other processes delay none.
+
+    Raises `PeerTimeout` naming ranks that did not connect, `PeerLost` one that is gone, `WeftError`
+    one that another user runs.
+    """
+    connections = dict[int, socket.socket]()
+    connector = Connector(rank, listener, peers, connections.__setitem__, _raise)
+    try:
+        wait_for(connector, peers, rank, timeout)
+    except BaseException:
+        for each in connections.values():
+            each.close()
+        raise
+    finally:
+        connector.close()
+    for each in connections.values():
+        each.setblocking(True)
+    return connections
+
+
+def wait_for(connector: Connector, peers: Iterable[int], rank: int, timeout: float) -> None:
+    """Return once peers are connected; raises as `connect`."""
+    deadline = _native.Deadline(timeout)
+    for peer in peers:
+        connector.need(peer)
+    while missing := sorted({*peers} - connector.connected):
+        if deadline.passed:
+            raise next(
+                iter(connector.unreachable()),
+                PeerTimeout(f"rank {rank} waited {timeout:g} s for ranks {missing} to connect"),
+            )
+        poll(connector.polled(), min(deadline.left, connector.patience))
+        connector.advance()
+
+
+def _raise(peer: int, error: BaseException) -> None:
+    raise error
 
 
 def _nonblocking(family: int) -> socket.socket:

@@ -26,12 +26,11 @@ from weft.schedules.device_options import DEFAULT, DeviceOptions
 from weft.schedules.levels import numbered
 from weft.world import hints, transports
 from weft.world.backend import Backend, backend_of
-from weft.world.lines import first_carried
-from weft.world.listener import Address
+from weft.world.listener import Address, Listener
+from weft.world.network import Network
 from weft.world.peer_memory import probe
 from weft.world.placement import threads_per_rank, thresholds
 from weft.world.registry import default_here, of_thread
-from weft.world.relay import Relay
 from weft.world.rendezvous import RankInfo, host_identity
 from weft.world.world import LOCAL_MAKER, World, log_made
 
@@ -92,8 +91,7 @@ class LocalWorld:
         ]
         sockets = _pairs(ranks, lambda one, other: hosts[one] == hosts[other], _unix_pair)
         numbers = numbered(hosts)
-        carried = [first_carried(numbers, rank) for rank in range(ranks)]
-        lines = _pairs(ranks, lambda one, other: other in carried[one].values(), _tcp_pair)
+        self._listeners = [Listener(_LOOPBACK) for _ in hosts if len({*hosts}) > 1]
 
         def make(rank: int) -> World:
             torch.set_num_threads(threads_per_rank(ranks))
@@ -101,18 +99,19 @@ class LocalWorld:
             elsewhere = [peer for peer in range(ranks) if hosts[peer] != hosts[rank]]
             ends |= dict.fromkeys(elsewhere, _native.Mesh.elsewhere)
             mesh = _native.Mesh([ends.get(peer, -1) for peer in range(ranks)])
-            relay = None
+            network = None
             if elsewhere:
-                relay = Relay(
+                network = Network(
                     rank,
                     numbers,
                     mesh,
-                    {numbers[peer]: end for peer, end in lines[rank].items()},
-                    [_LOOPBACK] * ranks,
+                    self._listeners[rank],
+                    {peer: (os.getpid(), self._listeners[peer].address) for peer in elsewhere},
                     self._timeout,
-                    transport=transports.told(),
+                    transports.told(),
                 )
-            world = World(rank, infos, mesh, self._timeout, self._backend, relay)
+                network.connect(self._timeout)
+            world = World(rank, infos, mesh, self._timeout, self._backend, network)
             world.device_options = self._options
             world.maker = LOCAL_MAKER
             world.returned = self._returned
@@ -178,6 +177,8 @@ class LocalWorld:
         self._on_all(lambda rank: self.worlds[rank].close())
         for world in self.worlds:
             world.engine = None  # its programs keep memory
+        for listener in self._listeners:
+            listener.close()
 
     def __enter__(self) -> LocalWorld:
         return self
@@ -252,9 +253,3 @@ def _pairs(
 
 def _unix_pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
-def _tcp_pair() -> tuple[socket.socket, socket.socket]:
-    with socket.create_server((_LOOPBACK, 0)) as server:
-        one = socket.create_connection(server.getsockname())
-        return one, server.accept()[0]

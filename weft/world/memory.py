@@ -20,7 +20,7 @@ import weft._native as _native
 from weft.checks import name as dtype_name
 from weft.errors import SymmetricMemoryError
 from weft.world import control_groups
-from weft.world.peers import Peers, attach, receive, send
+from weft.world.peers import Peers, attach, receive, send_to_all
 from weft.world.topology import read_text
 
 
@@ -117,8 +117,8 @@ def allocate(
         )
     segment = _native.Segment(parts, world.rank, world.number, world.executor.calls)
     segments[segment.base(world.rank)] = segment
-    if world.relay is not None:
-        world.relay.hold(segment, parts[world.rank])
+    if world.network is not None:
+        world.network.hold(segment, parts[world.rank])
         # a rank that goes on may at once put to this rank
         for _ in exchange(world, compiled, call, ""):
             pass
@@ -133,8 +133,7 @@ def exchange(
     and the first one is for errors.
     """
     shown, _, compared = call.partition("\n")
-    for peer in world.others:
-        send(world, peer, f"{call}{_END_OF_CALL}{note}", file, f"in {shown}")
+    send_to_all(world, f"{call}{_END_OF_CALL}{note}", file, f"in {shown}")
     for peer in world.others:
         refused = world.executor.refused_call(compiled, peer)
 

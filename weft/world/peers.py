@@ -29,7 +29,7 @@ from weft.schedules.levels import (
 from weft.schedules.thresholds import agreed
 from weft.world import details, flight, peer_memory, places
 from weft.world.hosts import Hosts
-from weft.world.relay import Relay
+from weft.world.network import Network
 from weft.world.rendezvous import RankInfo
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ _numbers = itertools.count(1)
 
 
 class Peers:
-    """This rank and its peers: the part of a world that memory, signals and relays use.
+    """This rank and its peers: the part of a world that memory, signals and the network use.
 
     Attributes: those of `World` that describe its ranks, `others` (all ranks but this one),
     `threads` (the smallest number of compute threads of a rank when the world was made),
@@ -120,12 +120,12 @@ class Peers:
         mesh: _native.Mesh,
         timeout: float,
         backend: Backend,
-        relay: Relay | None = None,
+        network: Network | None = None,
     ) -> None:
         self.rank = rank
         self.ranks = len(infos)
         self.timeout = timeout
-        self.relay = relay
+        self.network = network
         self.backend = backend
         self.device = backend.device
         self.stream_ordered = backend.stream_ordered
@@ -175,8 +175,8 @@ class Peers:
             raise
         self.executor = _native.Executor(self.mesh, control, self.spins, self.comm_threads)
         self.executor.pids = self.pids
-        if relay is not None:
-            relay.start(self.executor, partial(self.fail, in_background=True), self.spins)
+        if network is not None:
+            network.start(self.executor, partial(self.fail, in_background=True), self.spins)
 
     @cached_property
     def levels(self) -> Levels:
@@ -271,8 +271,8 @@ class Peers:
             advice = f"it is a thread of this process; {longer}"
         else:
             advice = f"py-spy dump --pid {self.pids[late]} shows where it is; {longer}"
-            if self.relay is not None and late in self.relay.addresses:
-                address = self.relay.addresses[late]
+            if self.network is not None and late in self.network.addresses:
+                address = self.network.addresses[late]
                 advice = f"is its host, {address}, or the network down? There {advice}"
         return self.fail(
             PeerTimeout(
@@ -312,10 +312,10 @@ class Peers:
             self.unreported = in_background
             self.closed = f"{type(error).__name__}: {error}"
             self.failed_at = time.monotonic()
-        if self.relay is not None and not self.forked:
+        if self.network is not None and not self.forked:
             # no message may arrive in memory that is returned to the caller, by which the thread
-            # that fails first may not have closed the relay yet
-            self.relay.close()
+            # that fails first may not have closed the network yet
+            self.network.close()
         if first:
             self.recorded = flight.write(self, error, culprit)
             _log.info("world %s has failed: %s", self.identity, self.closed)
@@ -341,9 +341,9 @@ class Peers:
         if place:
             why += f", at {place}"
         call = self.executor.refuse(why)
-        if self.relay is not None:
+        if self.network is not None:
             times = self.executor.times_refused(self.rank, call)
-            self.relay.announce_refusal(call, times, why)
+            self.network.announce_refusal(call, times, why)
 
     def mismatch(self, number: int, call: str, peer: int, theirs: str) -> WeftError:
         """The error for a `call` of this rank, its call of that `number`, where a peer makes
@@ -414,8 +414,16 @@ def attach(peers: Peers, peer: int, file: _native.File | None, size: int, doing:
         ) from None
 
 
+def send_to_all(peers: Peers, note: str, file: _native.File | None, doing: str) -> None:
+    """Send every peer a note, and those of this host a file if there is one."""
+    for peer in filter(peers.hosts.here, peers.others):
+        send(peers, peer, note, file, doing)
+    if peers.hosts.several:
+        peers.mesh.publish(note)
+
+
 def send(peers: Peers, peer: int, note: str, file: _native.File | None, doing: str) -> None:
-    """Send a peer a note, and a file if there is one."""
+    """Send a peer of this host a note, and a file if there is one."""
     try:
         peers.mesh.send(peer, note, file)
     except OSError as error:

@@ -45,7 +45,7 @@ class Signals:
         )
         assert isinstance(segment, _native.Segment)
         self.memory = segment.number
-        network = None if world.relay is None else world.relay.network
+        network = None if world.network is None else world.network.native
         self.array = _native.SignalArray(world.mesh, segment, world.spins, network)
         self._count = count
 

@@ -33,8 +33,8 @@ from weft.world.connect import Rendezvous, connections
 from weft.world.door import Door
 from weft.world.forked import keep
 from weft.world.membership import Membership
+from weft.world.network import Network
 from weft.world.peers import Peers
-from weft.world.relay import Relay
 from weft.world.rendezvous import RankInfo
 from weft.world.signals import Signals
 
@@ -72,7 +72,7 @@ class World(Peers):
     None), `emulated_link` (its Gbit/s and its latency in microseconds, or None), `device` (of
     its tensors), `stream_ordered` (whether lanes are streams, as on a GPU), `backend` (what
     works on its tensors), `device_options` (set by `configure`), `hosts` (the host of each
-    rank, numbered from 0), `relay` (to the ranks on other hosts, or None), `comm_threads` (as
+    rank, numbered from 0), `network` (to the ranks on other hosts, or None), `comm_threads` (as
     in `init`), `thresholds` (the sizes at which its collectives change algorithms, equal on all
     ranks), `engine` (the executor of plans, or None before the first).
 
@@ -89,9 +89,9 @@ class World(Peers):
         mesh: _native.Mesh,
         timeout: float,
         backend: Backend,
-        relay: Relay | None = None,
+        network: Network | None = None,
     ) -> None:
-        super().__init__(rank, infos, mesh, timeout, backend, relay)
+        super().__init__(rank, infos, mesh, timeout, backend, network)
         self.name = (self.number, self.rank, self.ranks)  # an argument of torch's operators
         # both set by `weft.engines.engine`, as engines depend on worlds
         self.engine: Any = None
@@ -341,8 +341,8 @@ class World(Peers):
         self.membership = None  # the door of the latest is the new world's
         self.engine = None
         self.fail_on_error = self.tell_refusal = self.exclusive = contextlib.nullcontext()
-        if self.relay is not None:
-            self.relay.fail = lambda error, culprit: None
+        if self.network is not None:
+            self.network.fail = lambda error, culprit: None
 
     def disown(self) -> None:
         """In a forked child: close the sockets by which peers see that this rank is alive.
@@ -359,8 +359,8 @@ class World(Peers):
             self.membership.door.close()
         for each in self.kept:
             each.disown()
-        if self.relay is not None:
-            self.relay.disown()
+        if self.network is not None:
+            self.network.disown()
 
     def close(self) -> None:
         """Leave the world, once all asynchronous transfers are complete.
@@ -381,15 +381,15 @@ class World(Peers):
     def set_timeout(self, seconds: float) -> None:
         """Let every wait from now on take so many seconds at most."""
         self.timeout = seconds
-        if self.relay is not None:
-            self.relay.timeout = seconds
+        if self.network is not None:
+            self.network.timeout = seconds
 
     def _leave(self, for_good: bool = False) -> None:
         """As `close`, but for the doors at which peers learn whether this rank goes on; unless it
         leaves `for_good`.
         """
-        if self.relay is not None:
-            self.relay.lanes.finish_transfers()
+        if self.network is not None:
+            self.network.lanes.finish_transfers()
         self.transfers.finish()
         if self.engine is not None:
             self.engine.finish_transfers()
@@ -397,16 +397,16 @@ class World(Peers):
         self.keepalive.clear()
         self.unreported = False
         if self.closed is None:
-            if self.relay is not None:
-                self.relay.finish()
+            if self.network is not None:
+                self.network.finish()
             self.mesh.leave(for_good)
             self.closed = "close() was called, or its with block ended"
             _log.info("closed world %s after call %d", self.identity, self.executor.calls)
             if self.engine is not None:
                 self.engine.abandon()
-        if self.relay is not None:
-            self.relay.close()
-            self.relay.join()
+        if self.network is not None:
+            self.network.close()
+            self.network.join()
         self.deferred = None
         if self.engine is not None:
             self.engine.release()
@@ -456,8 +456,14 @@ def connect(
                 rendezvous.give_up(error)
                 raise
             unless_made.callback(door.close)
-        with connections(rendezvous, door, timeout, backend) as (rank, infos, mesh, relay, handles):
-            world = World(rank, infos, mesh, timeout, backend, relay)
+        with connections(rendezvous, door, timeout, backend) as (
+            rank,
+            infos,
+            mesh,
+            network,
+            handles,
+        ):
+            world = World(rank, infos, mesh, timeout, backend, network)
         world.membership = Membership.of_made(world.identity, rank, handles, door)
         log_made(world)
         stopped.report_first(lambda: [*registry.alive.values()])

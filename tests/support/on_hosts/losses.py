@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import weft
 from support.process_resources import leaked, resources
-from weft.world import door, registry, relay
+from weft.world import door, network, registry
 
 LIMIT = 2.0  # seconds that a wait may take where something goes wrong
 
@@ -32,9 +32,9 @@ def error_of(call):
 @contextlib.contextmanager
 def long_linger():
     """Let leaving ranks wait long for an answer: a missing answer makes the test time out."""
-    default, relay._LINGER = relay._LINGER, 300.0
+    default, network._LINGER = network._LINGER, 300.0
     yield
-    relay._LINGER = default
+    network._LINGER = default
 
 
 def mismatch():

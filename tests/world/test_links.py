@@ -1,5 +1,5 @@
-"""Lines between hosts: whoever carries them, all ranks learn who leaves and who is lost, and reach
-each other.
+"""Link ranks of hosts: whoever they are, all ranks learn who leaves and who is lost, and reach each
+other.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from support.on_hosts.losses import error_of
 from support.ranks import start
 
 import weft
-from weft.world.lines import carriers, first_carried
+from weft._native import link_ranks
+from weft.world.network import first_links
 
 SOON = 5.0  # seconds; survivors take milliseconds, and the machine may be busy
 EACH = 3  # ranks of a host
 
 
 @pytest.mark.parametrize("hosts", [(0, 1), (0, 0, 1), (0, 1, 2, 0, 1), (0, 0, 0, 1, 1, 2, 3, 3)])
-def test_every_two_hosts_have_one_line(hosts):
+def test_every_two_hosts_have_one_link(hosts):
     ends = Counter(
         frozenset([rank, peer])
         for rank in range(len(hosts))
-        for host, peer in first_carried(hosts, rank).items()
+        for host, peer in first_links(hosts, rank).items()
         if hosts[peer] == host
     )
     assert set(ends.values()) == {2}
@@ -41,16 +42,16 @@ def test_every_two_hosts_have_one_line(hosts):
     ]
 
 
-def test_ranks_of_a_host_share_its_lines_evenly():
+def test_ranks_of_a_host_share_its_links_evenly():
     hosts = [host for host in range(64) for _ in range(16)]
-    carried = [len(first_carried(hosts, rank)) for rank in range(len(hosts))]
-    assert {*carried} == {3, 4}
+    links = [len(first_links(hosts, rank)) for rank in range(len(hosts))]
+    assert {*links} == {3, 4}
 
 
-def test_all_ranks_of_a_host_are_carriers_in_turn():
+def test_all_ranks_of_a_host_are_link_ranks_in_turn():
     hosts = (0, 1, 0, 1, 0)
     for there in range(5):
-        assert sorted(carriers(hosts, 0, there)) == [0, 2, 4]
+        assert sorted(link_ranks(hosts, 0, there)) == [0, 2, 4]
 
 
 def wait_until(true):
@@ -65,7 +66,7 @@ def have_left(worlds, gone):
 
 
 def reaches(worlds, memory, rank, peer):
-    """A rank gets what a peer has, by a connection for which it is invited."""
+    """A rank gets what a peer has, by a connection that is made for it."""
     got = torch.zeros(2)
     weft.get(got, memory[rank], peer)
     assert got.tolist() == [peer] * 2
@@ -89,7 +90,7 @@ def filled():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_ranks_that_leave_hand_their_lines_over(seed):
+def test_ranks_that_leave_are_replaced_as_link_ranks(seed):
     """Of three hosts, one by one or two at once, in any order: each time all others learn of it, and
     two that had no connection reach each other.
     """
@@ -110,11 +111,11 @@ def test_ranks_that_leave_hand_their_lines_over(seed):
         assert [worlds[rank].mesh.failure()[0] for rank in order] == [""] * len(order)
 
 
-def test_a_failure_reaches_other_hosts_after_all_first_carriers_have_left():
+def test_a_failure_reaches_other_hosts_after_the_first_link_ranks_have_left():
     hosts = [0, 0, 0, 1, 1, 1]
     with weft.local_world(6, hosts=hosts, timeout=LIMIT) as local:
         worlds = local.worlds
-        for gone in (carriers(hosts, 0, 1)[0], carriers(hosts, 1, 0)[0]):
+        for gone in (link_ranks(hosts, 0, 1)[0], link_ranks(hosts, 1, 0)[0]):
             close_on_threads(worlds, [gone])
         left = [rank for rank in range(6) if worlds[rank].closed is None]
         assert len(left) == 4
@@ -151,9 +152,9 @@ def test_any_rank_that_dies_is_named_on_all_hosts(victim, tmp_path):
 
 
 def killed_after_farewell(world, folder):
-    """The first carriers of both hosts leave, then the last rank dies."""
+    """The first link ranks of both hosts leave, then the last rank dies."""
     hosts = [*world.hosts]
-    leavers = {carriers(hosts, here, 1 - here)[0] for here in (0, 1)}
+    leavers = {link_ranks(hosts, here, 1 - here)[0] for here in (0, 1)}
     victim = max({*range(world.ranks)} - leavers)
     weft.barrier()
     if world.rank in leavers:
@@ -171,7 +172,7 @@ def killed_after_farewell(world, folder):
     return world.mesh.failure()[:2], victim
 
 
-def test_a_death_is_known_after_the_first_carriers_have_left(tmp_path):
+def test_a_death_is_known_after_the_first_link_ranks_have_left(tmp_path):
     outcomes = start(killed_after_farewell, 6, tmp_path, context=two_hosts)
     found = [each.result for each in outcomes if each is not None and each.result is not None]
     assert len(found) == 3, outcomes

@@ -15,19 +15,14 @@ from support.process_resources import leaked, resources
 import weft
 import weft._native as _native
 from weft.errors import PeerLost
-from weft.world.control import LONGEST
 
-ROUTE = struct.Struct("<ii")  # of a letter: the rank that sends it, and the one for which it is
-HEADER = struct.Struct("<BB6xQQQ")  # of a message of rows: kind, lane, call, digest and bytes
-ROWS, CALL = 1, 2
+HEADER = struct.Struct("<BB6xQQQ")  # of a message: kind, lane, call, digest and bytes
+ROWS, CALL, CONTROL, END = 1, 2, 7, 8
 
 
-def framed(message):
-    return len(message).to_bytes(4, "little") + message
-
-
-def letter(text, origin=1, target=0):
-    return framed(ROUTE.pack(origin, target) + text)
+def control(text, rank=1):
+    """An event of a rank."""
+    return HEADER.pack(CONTROL, 0, rank, 0, len(text)) + text
 
 
 def error_of(world, call):
@@ -93,7 +88,7 @@ def test_a_failure_reaches_a_peer():
 
 
 def test_closing_ends_the_wait_for_a_peer_that_receives_nothing():
-    with one_world() as (world, _, _):
+    with one_world() as (world, _):
         handle = weft.all_gather_async(torch.ones(16 << 20), world=world)
         world.fail(RuntimeError("enough"))
         with pytest.raises(weft.WeftError):
@@ -103,7 +98,7 @@ def test_closing_ends_the_wait_for_a_peer_that_receives_nothing():
 def test_no_row_arrives_after_an_error_although_another_thread_closes_the_world():
     """That thread has not reached the network yet when a call raises its error."""
     with two_worlds() as (world, _):
-        abort, called = world.relay.close, threading.Event()
+        abort, called = world.network.close, threading.Event()
         main = threading.current_thread()
 
         def close():
@@ -113,7 +108,7 @@ def test_no_row_arrives_after_an_error_although_another_thread_closes_the_world(
                 assert called.wait(LIMIT)
             abort()
 
-        world.relay.close = close
+        world.network.close = close
         failing = threading.Thread(target=world.fail, args=(RuntimeError("broken"), 0, True))
         failing.start()
         with pytest.raises(weft.WeftError, match="broken"):
@@ -124,7 +119,7 @@ def test_no_row_arrives_after_an_error_although_another_thread_closes_the_world(
 
 def test_a_world_ends_its_threads_before_the_interpreter():
     """A thread that closes the world because of a peer, and has not done so yet."""
-    with one_world() as (world, _, _):
+    with one_world() as (world, _):
         threads = list[threading.Thread]()
 
         def slowly(error):
@@ -134,61 +129,60 @@ def test_a_world_ends_its_threads_before_the_interpreter():
             time.sleep(1)  # longer than the world waits for its peer
 
         world.before_failure = slowly
-        world.relay._note(_native.Trouble.garbled, 1, 0, "a message")
+        world.network._note(_native.Trouble.garbled, 1, 0, "a message")
         while not threads:
             time.sleep(0.001)
         world.close()
-        assert not any(thread.is_alive() for thread in (*threads, world.relay.forwarder))
+        assert not any(thread.is_alive() for thread in (*threads, world.network.thread))
 
 
 @pytest.mark.parametrize(
-    ("frame", "problem"),
+    ("rank", "text"),
     [
-        (b"\xff\xff\xff\xff", "a message of 4294967295 bytes"),
-        ((LONGEST + 1).to_bytes(4, "little"), f"a message of {LONGEST + 1} bytes"),
-        (framed(b""), "a message of 0 bytes"),
-        (framed(b"f"), "a letter of 1 bytes"),
-        (letter(b"f", origin=0), "a letter from rank 0 to rank 0"),
-        (letter(b"f", origin=2), "a letter from rank 2 to rank 0"),
-        (letter(b"f", target=1), "a letter from rank 1 to rank 1"),
-        (letter(b"f", target=-2), "a letter from rank 1 to rank -2"),
-        (letter(b""), "unknown message b''"),
-        (letter(b"?"), "unknown message b'?'"),
-        (letter(b"aKeyError\nrank 1\nbad news"), "unknown message b'aKeyError\\nrank 1\\nbad"),
+        (0, b"f"),
+        (2, b"f"),
+        (1 << 33, b"f"),
+        (1, b""),
+        (1, b"?"),
+        (1, b"f?"),
+        (1, b"d123"),
+        (1, b"aKeyError\nrank 1\nbad news"),
+        (1, b"aKeyError\n2\nbad news"),
     ],
     ids=[
-        "endless",
-        "long",
-        "empty",
-        "without ranks",
         "of this rank",
         "of no rank",
-        "for its sender",
-        "for no rank",
+        "of a large number",
         "without a text",
         "unknown",
+        "unknown farewell",
+        "short number",
         "error without a rank",
+        "error of no rank",
     ],
 )
-def test_a_malformed_message_names_its_sender(frame, problem):
-    with one_world() as (world, theirs, _):
+def test_an_invalid_event_names_its_sender(rank, text):
+    with one_world() as (world, peer):
+        frame = control(text, rank)
         for at in range(0, len(frame), 5):  # messages arrive in any pieces
-            theirs.sendall(frame[at : at + 5])
+            peer.sendall(frame[at : at + 5])
         error = error_of(world, lambda world: weft.barrier(world=world))
-    assert_named(error, problem)
+    assert_named(error, f"an event of rank {rank}")
 
 
 @pytest.mark.parametrize(
     ("frame", "problem"),
     [
         (HEADER.pack(9, 0, 1, 7, 0), "a message of unknown kind 9"),
+        (HEADER.pack(0, 0, 1, 7, 0), "a message of unknown kind 0"),
+        (HEADER.pack(CONTROL, 0, 1, 0, 1 << 14), f"a text of {1 << 14} bytes"),
         (HEADER.pack(CALL, 0, 1, 7, 1 << 40), f"a text of {1 << 40} bytes"),
         (HEADER.pack(CALL, 0, 1, 7, 3) + b"abc", "a call without its text"),
     ],
-    ids=["unknown", "endless text", "short text"],
+    ids=["unknown", "none", "long event", "endless text", "short text"],
 )
 def test_a_malformed_message_of_the_network_names_its_sender(frame, problem):
-    with one_world() as (world, _, rows):
+    with one_world() as (world, rows):
         for at in range(0, len(frame), 5):
             rows.sendall(frame[at : at + 5])
         error = error_of(world, lambda world: weft.barrier(world=world))
@@ -203,7 +197,7 @@ def test_a_malformed_message_of_the_network_names_its_sender(frame, problem):
     ],
 )
 def test_unexpected_rows_name_their_sender(lane, size, problem):
-    with one_world() as (world, _, rows):
+    with one_world() as (world, rows):
         handle = weft.all_gather_async(torch.ones(1, 2), world=world)
         _, _, call, digest, _ = header_of_rows(rows)
         rows.sendall(HEADER.pack(ROWS, lane, call, digest, size))
@@ -214,20 +208,21 @@ def test_unexpected_rows_name_their_sender(lane, size, problem):
 
 @pytest.mark.parametrize("how", ["farewell", "failure", "death"])
 def test_a_peer_that_is_gone_in_the_middle_of_a_message(how):
-    """Half of a message has arrived, and half of another one is sent: what waits for the rest ends,
-    and nothing is left.
+    """Half of a message is sent, and one that dies has sent half of another one: what waits for the
+    rest ends, and nothing is left.
     """
     many = torch.ones(1, 4 << 20)  # by threads of torch, which stay
     before = resources()
-    with one_world() as (world, control, rows):
+    with one_world() as (world, peer):
         handle = weft.all_gather_async(many, world=world)
-        kind, lane, call, digest, size = header_of_rows(rows)
-        rows.sendall(HEADER.pack(kind, lane, call, digest, size) + bytes(size // 2))
-        if how != "death":
-            text = b"f" if how == "farewell" else b"aKeyError\n1\nhalfway"
-            control.sendall(letter(text, target=-1))
-        control.close()
-        rows.close()
+        kind, lane, call, digest, size = header_of_rows(peer)
+        if how == "farewell":
+            peer.sendall(HEADER.pack(END, 0, 0, 0, 0) + control(b"f"))
+        elif how == "failure":
+            peer.sendall(control(b"aKeyError\n1\nhalfway"))
+        else:
+            peer.sendall(HEADER.pack(kind, lane, call, digest, size) + bytes(size // 2))
+        peer.close()
         with pytest.raises(PeerLost) as error:
             handle.wait()
         words = {"farewell": "closed its world", "failure": "failed with KeyError", "death": "died"}
@@ -238,7 +233,7 @@ def test_a_peer_that_is_gone_in_the_middle_of_a_message(how):
 
 def test_many_announcements_at_once():
     """A peer that is far ahead: its calls are noted, the latest one last."""
-    with one_world() as (world, _, rows):
+    with one_world() as (world, rows):
         text = b"identity" + b"all_reduce"
         calls = b"".join(
             HEADER.pack(CALL, 0, call, 7, len(text)) + text for call in range(1, 20_001)
