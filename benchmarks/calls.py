@@ -227,6 +227,7 @@ def main(group: str, rounds: int = ROUNDS) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["WEFT_CACHE"] = folder  # without what another run has measured
+        dist.init_process_group("gloo")
         with weft.init() as world, torch.inference_mode():
             found = GROUPS[group](rounds)
             if world.rank == 0:

@@ -218,6 +218,7 @@ def main() -> None:
     )
     for column in table.columns[1:]:
         column.justify = "right"
+    dist.init_process_group("gloo")
     with weft.init() as world, connection(world.rank) as made:
         for each in measured(made, world):
             table.add_row(*each.row(rounds))

@@ -71,6 +71,7 @@ def wrapped(net: nn.Module, world: weft.World) -> DistributedDataParallel:
 
 def train(steps: int, victim: int, at: int, folder: Path, start: Path | None) -> None:
     """The part of a rank. Rank `victim` kills itself in step `at`."""
+    dist.init_process_group("gloo")  # torch makes groups of some ranks beside one of all
     world = weft.init()
     training = Training()
     if start is not None:
@@ -105,6 +106,7 @@ def train(steps: int, victim: int, at: int, folder: Path, start: Path | None) ->
     if world.rank == 0:
         torch.save(losses, folder / f"losses{'-anew' if start else ''}.pt")
     world.close()
+    dist.destroy_process_group()
 
 
 def launch(ranks: int, *arguments: object) -> None:

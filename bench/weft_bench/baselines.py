@@ -149,9 +149,9 @@ def symmetric_gather(a: Tensor, world: World) -> Callable[[], Tensor]:
     """
     import torch.distributed._symmetric_memory  # registers the operator
 
-    assert world.backend.group is not None
+    group = world.backend.group
+    assert group is not None
     gather: Any = torch.ops.symm_mem._low_contention_all_gather
-    group: str = world.backend.group.group_name
 
     def call() -> Tensor:
         gathered: Tensor = torch.ops._c10d_functional.wait_tensor(gather(a, group))

@@ -1,26 +1,62 @@
-"""What ranks tell each other about their data for checks, be they processes or threads of one; not
-by the operators that are measured.
+"""What ranks tell each other about their data for checks, be they processes, by gloo, or threads of
+one; not by the operators that are measured.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
 
-from weft.measure.timing import in_threads, of_threads
-from weft.world import World
+from weft.measure import timing
+from weft.measure.timing import TIMEOUT, in_threads
+from weft.world import World, registry
 from weft.world.registry import of_thread
+from weft.world.shared_store import launched
+from weft.world.values import all_gather_values
+from weft.world.variables import translated
 
 Own = TypeVar("Own")
 
 _lent = dict[int, Any]()
 _numbers = itertools.count()
+
+
+@contextmanager
+def session(threads: int | None, one_host: str = "", **place: Any) -> Iterator[World]:
+    """The world of `weft.measure.timing.session`, and of its ranks torch's default process group,
+    of gloo, with which weft is compared.
+    """
+    with _gloo(), timing.session(threads, one_host, **place) as world:
+        yield world
+
+
+@contextmanager
+def _gloo() -> Iterator[None]:
+    """The default process group of ranks that a launcher started, unless there is one."""
+    if of_thread() is not None or dist.is_initialized() or not translated(os.environ):
+        yield
+        return
+    store, rank, ranks = launched(TIMEOUT)
+    dist.init_process_group(
+        "gloo",
+        store=PrefixStore("gloo", store),
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=TIMEOUT),
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def everyones(world: World, own: Own) -> list[Own]:
@@ -50,16 +86,15 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
             _complete(total)
         return total
     total = tensor.to("cpu", copy=True)
-    if dist.is_initialized():
+    if number_of_ranks() > 1:
         dist.all_reduce(total)
     return total.to(tensor.device)
 
 
 def number_of_ranks() -> int:
     """The number of ranks that `sum_over_ranks` adds up."""
-    if world := of_thread():
-        return world.ranks
-    return dist.get_world_size() if dist.is_initialized() else 1
+    world = of_thread() or registry.default
+    return 1 if world is None else world.ranks
 
 
 @contextmanager
@@ -70,9 +105,8 @@ def _of_threads(world: World, own: Own) -> Iterator[list[Own]]:
     number = next(_numbers)
     _lent[number] = own
     try:
-        numbers = of_threads(world, torch.tensor([number], device="cpu"))
-        yield [_lent[each] for each in numbers[:, 0].tolist()]
-        of_threads(world, torch.zeros(1, device="cpu"))
+        yield [_lent[each] for each in all_gather_values(world, number, int)]
+        all_gather_values(world, number, int)
     finally:
         del _lent[number]
 

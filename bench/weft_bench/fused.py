@@ -24,7 +24,7 @@ from weft.engines import engine
 from weft.kernels.packed import pack
 from weft.kernels.weights import Weight
 from weft.measure.progress import progress
-from weft.measure.timing import Statistics, Stopwatch, largest, session, stopwatch_of
+from weft.measure.timing import Statistics, Stopwatch, largest, stopwatch_of
 from weft.ops import driver
 from weft.ops.autotune import select
 from weft.ops.call import Selection
@@ -40,6 +40,7 @@ from weft.schedules.workload import Request, Variant, Workload
 from weft.world import World
 from weft_bench import data
 from weft_bench.alone import ALONE, all_cores
+from weft_bench.between_ranks import session
 from weft_bench.budget import PREPARING, Budget, fitted
 from weft_bench.cascade import Agreement, compare_with_cascade
 from weft_bench.fused_baselines import call_of

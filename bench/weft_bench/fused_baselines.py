@@ -77,9 +77,9 @@ def _by_torch(operator: str, a: Tensor, b: Tensor, world: World) -> Callable[[],
     """torch's own fused operator on symmetric memory."""
     import torch.distributed._symmetric_memory  # registers the operators
 
-    assert world.backend.group is not None
+    group = world.backend.group
+    assert group is not None
     fused: Any = torch.ops.symm_mem
-    group: str = world.backend.group.group_name
     if operator == "all_gather_matmul":
         # without the gathered rows, so that it may multicast few rows (torch: up to 2,048)
         return lambda: fused.fused_all_gather_matmul(a, [b], 0, group, return_A=False)[1][0]

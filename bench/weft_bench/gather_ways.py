@@ -77,7 +77,7 @@ def _multicast(world: World, a: Tensor) -> Way:
     if not supported or operator is None or world.backend.group is None:
         raise WeftError("--gather multicast needs GPUs on an NVSwitch: leave it out")
     gathered = world.empty(len(a) * world.ranks, dtype=a.dtype)
-    gather = partial(operator, a, world.backend.group.group_name, gathered)
+    gather = partial(operator, a, world.backend.group, gathered)
     sms = multicast_sms(a.nbytes)
     return Way("multicast", a, gathered, gather, _in_background(gather), sms)
 

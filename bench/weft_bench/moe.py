@@ -21,7 +21,7 @@ from torch import Tensor
 
 from weft.engines import engine
 from weft.kernels.experts import pack_experts
-from weft.measure.timing import Stopwatch, largest, session
+from weft.measure.timing import Stopwatch, largest
 from weft.ops import visits
 from weft.ops.all_reduce import all_reduce
 from weft.ops.all_to_all import all_to_all
@@ -34,6 +34,7 @@ from weft.predict import figures
 from weft.schedules.operators import OPERATORS
 from weft.world import World
 from weft_bench import plots, tables
+from weft_bench.between_ranks import session
 from weft_bench.harness import environment, link_of, times_ms
 from weft_bench.mixtures import Mixture
 from weft_bench.neighbours import neighbours

@@ -19,11 +19,12 @@ from torch import Tensor
 from weft.cli.values import Shape, parse_sizes
 from weft.kernels.packed import pack
 from weft.kernels.weights import Weight
-from weft.measure.timing import Statistics, Stopwatch, session, stopwatch_of
+from weft.measure.timing import Statistics, Stopwatch, stopwatch_of
 from weft.predict import figures
 from weft.world import World
 from weft_bench import collectives, nccl, tables
 from weft_bench.baselines import collective, group_of
+from weft_bench.between_ranks import session
 from weft_bench.gather_ways import Way, ways
 from weft_bench.harness import environment, link_of, times_ms
 from weft_bench.neighbours import neighbours

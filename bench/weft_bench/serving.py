@@ -31,10 +31,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import weft.nn
 from weft.measure.progress import progress
-from weft.measure.timing import Stopwatch, largest, per_call, race, session
+from weft.measure.timing import Stopwatch, largest, per_call, race
 from weft.world import World
 from weft_bench import tables
 from weft_bench.alone import ALONE, all_cores
+from weft_bench.between_ranks import session
 from weft_bench.harness import environment, verified, worst
 from weft_bench.neighbours import neighbours
 from weft_bench.pictures import COLOURS, picture

@@ -26,12 +26,12 @@ from weft.measure.timing import (
     largest,
     per_call,
     race,
-    session,
     stopwatch_of,
 )
 from weft.plan.launch import Launch
 from weft.world import World
 from weft_bench import tables
+from weft_bench.between_ranks import session
 from weft_bench.budget import Budget
 from weft_bench.collective_baselines import opened
 from weft_bench.collectives import COLLECTIVES, Data, bandwidths, count_of, weft_collective

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rich.console import Console
-from support.ranks import on_ranks
+from support.ranks import beside_gloo, on_ranks
 from typer.testing import CliRunner
 
 import weft
@@ -229,7 +229,10 @@ SPOILS = {
 @pytest.mark.data
 def test_right_results_are_accepted():
     [found, _, _] = on_ranks(
-        verify_all, 3, [("float32", "sum", None), ("bfloat16", "avg", None), ("int8", "max", None)]
+        verify_all,
+        3,
+        [("float32", "sum", None), ("bfloat16", "avg", None), ("int8", "max", None)],
+        context=beside_gloo,
     )
     for of_case in found:
         assert {operation for operation, _, _ in of_case} == {*COLLECTIVES}
@@ -241,6 +244,7 @@ def test_wrong_results_are_counted_on_every_rank():
         verify_all,
         2,
         [("float32", "sum", spoil) for spoil in ("last element of rank 1", "not a number")],
+        context=beside_gloo,
     ):
         assert [set(of_case.values()) for of_case in found] == [{1}, {2}]
 
@@ -262,7 +266,7 @@ def verify_nothing(world):
 
 
 def test_an_operation_that_does_nothing_is_detected():
-    [found, _] = on_ranks(verify_nothing, 2)
+    [found, _] = on_ranks(verify_nothing, 2, context=beside_gloo)
     assert all(found.values())
 
 
@@ -397,7 +401,7 @@ def measure_mpi(world, directory):
 @pytest.mark.skipif(not MPIS, reason="run `make baselines` first")
 @pytest.mark.slow
 def test_every_operation_of_mpi_is_verified():
-    [rows, _] = on_ranks(measure_mpi, 2, Path(__file__).parents[2])
+    [rows, _] = on_ranks(measure_mpi, 2, Path(__file__).parents[2], context=beside_gloo)
     for operation, collective in COLLECTIVES.items():
         right = {(operation, name, place, 0) for name in MPIS for place in collective.places}
         assert right <= {*rows}

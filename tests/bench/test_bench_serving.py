@@ -8,7 +8,7 @@ import json
 
 import pytest
 import torch
-from support.ranks import on_ranks
+from support.ranks import beside_gloo, on_ranks
 from typer.testing import CliRunner
 
 import weft.nn
@@ -87,7 +87,7 @@ def wrong_implementations(world):
 
 @pytest.mark.data
 def test_wrong_results_are_detected():
-    for found, mismatches in on_ranks(wrong_implementations, 2):
+    for found, mismatches in on_ranks(wrong_implementations, 2, context=beside_gloo):
         assert [right for right, _ in found.values()] == [0, 0, 0]
         assert all(wrong > 10 for _, wrong in found.values())
         assert mismatches == {ALONE: 0, TORCH: 0, WEFT: 2}

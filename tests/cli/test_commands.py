@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import on_ranks
+from support.ranks import beside_gloo, on_ranks
 from typer.testing import CliRunner
 
 import weft
@@ -734,7 +734,7 @@ def products_of_uneven_rows(world, operator):
 )
 def test_the_product_alone_has_all_rows_that_a_rank_multiplies(operator, rows):
     """The four rows are 2, 1 and 1 of three ranks."""
-    found = on_ranks(products_of_uneven_rows, 3, operator)
+    found = on_ranks(products_of_uneven_rows, 3, operator, context=beside_gloo)
     assert [of_rank for of_rank, _, _ in found] == rows
     for _, names, wrong in found:
         assert names == ["compute", "communicate", "sequential", "pipelined", "compute in chunks"]
@@ -773,7 +773,9 @@ def one_process(world, operator, shape, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_product_of_one_process_is_verified(operator, dtype):
     shape = Shape(41, 24, 8)
-    [[right, spoiled, nothing], _] = on_ranks(one_process, 2, operator, shape, dtype)
+    [[right, spoiled, nothing], _] = on_ranks(
+        one_process, 2, operator, shape, dtype, context=beside_gloo
+    )
     assert right == 0
     assert spoiled == 1
     assert nothing == 41 * 8
@@ -802,7 +804,7 @@ def slow_baselines(world, operator):
     [("all_gather_matmul", 16), ("matmul_reduce_scatter", 8), ("matmul_all_reduce", 16)],
 )
 def test_slow_baselines_are_verified_on_few_rows(operator, rows):
-    [(few, views, [right, nothing]), _] = on_ranks(slow_baselines, 2, operator)
+    [(few, views, [right, nothing]), _] = on_ranks(slow_baselines, 2, operator, context=beside_gloo)
     assert few == 16
     assert {GLOO, ALONE, SLOW, "one process in bfloat16"} <= {*views}
     assert right == [0, 0]

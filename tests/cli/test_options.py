@@ -12,7 +12,7 @@ from importlib import import_module
 import numpy as np
 import pytest
 import torch
-from support.ranks import on_ranks
+from support.ranks import beside_gloo, on_ranks
 from typer.testing import CliRunner
 
 import weft
@@ -119,7 +119,7 @@ def test_a_wrong_bias_or_gathered_matrix_is_found():
         ("gathered", 1, [0, 0]),
         ("only fused", 1, [1, 1]),
     ):
-        for wrong, found in on_ranks(spoiled, 2, how):
+        for wrong, found in on_ranks(spoiled, 2, how, context=beside_gloo):
             assert bool(wrong["pipelined"]) == bool(views), how
             assert bool(wrong["sequential"]) == (views > 0 and how != "only fused"), how
             assert wrong["compute"] == 0

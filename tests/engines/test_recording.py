@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 
 import matplotlib
 import pytest
@@ -11,7 +12,7 @@ import torch
 from support.ranks import on_ranks
 
 import weft
-from weft.engines.recording import record
+from weft.engines.recording import clock_offsets, record
 from weft.plan.binding import bind
 from weft.plan.trace import KINDS, Span, Trace, joined, lane_of, of_program, to_perfetto
 from weft_bench.pictures.timeline import draw
@@ -158,18 +159,31 @@ def test_recording_ends():
     assert len(recording.executions) == 1
 
 
-def test_recordings_of_a_local_world_are_joined():
+def test_recordings_of_a_local_world():
     def traced():
         with record(weft.init()) as recording:
             weft.all_gather_matmul(torch.ones(3, 2), torch.ones(2, 2), algorithm="push")
-        with pytest.raises(weft.WeftError, match=r"has none: return recording\.own"):
-            recording.gather("push")
-        return recording.own("push")
+        return recording.own("push"), recording.gather("push")
 
     with weft.local_world(2) as local:
-        trace = joined("push", local.run(traced))
+        own, (trace, nothing) = zip(*local.run(traced), strict=True)
+    assert (trace, nothing) == (joined("push", own), None)
     assert {rank for rank, _ in trace.lanes} == {0, 1}
     assert [*trace.spans] == sorted(trace.spans, key=lambda span: span.start)
+
+
+def test_clocks_of_hosts_are_compared():
+    hour = 3600 * 10**9
+
+    def compared():
+        world = weft.init()
+        ahead = hour * world.hosts[world.rank]
+        return clock_offsets(world, now=lambda: time.monotonic_ns() + ahead)
+
+    with weft.local_world(4, hosts=[0, 0, 1, 2]) as local:
+        offsets, *others = local.run(compared)
+    assert others == [[0] * 4] * 3
+    assert [round(offset / hour, 1) for offset in offsets] == [0, 0, 1, 2]
 
 
 def test_a_recording_without_calls_is_told_of_layers(caplog):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,7 +30,7 @@ def plain(kind):
 
 def styled(kind):
     styles = {"column": weft.nn.ColwiseParallel, "row": weft.nn.RowwiseParallel}
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
     return parallelize_module(nn.Linear(K, N, bias=False).eval(), mesh, styles[kind]())
 
 

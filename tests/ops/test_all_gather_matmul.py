@@ -20,7 +20,7 @@ from support.checks.all_gather_matmul import (
 )
 from support.pairs import pairs
 from support.products import assert_product
-from support.ranks import on_ranks
+from support.ranks import another_world, beside_gloo, on_ranks
 
 import weft
 from weft.engines import engine
@@ -140,7 +140,7 @@ def test_the_order_of_a_push():
 
 
 def two_worlds(world):
-    other = weft.init(dist.group.WORLD)
+    other = another_world(world)
     a, b = torch.randn(9, 5), torch.randn(5, 4)
     whole = gathered(a)
     for algorithm in ALGORITHMS * 4:
@@ -158,7 +158,7 @@ def two_worlds(world):
 
 @pytest.mark.data
 def test_several_worlds_at_once():
-    on_ranks(two_worlds, 3)
+    on_ranks(two_worlds, 3, context=beside_gloo)
 
 
 def repeated_calls_allocate_nothing(world, algorithm):

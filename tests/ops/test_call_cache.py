@@ -13,8 +13,7 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
-from support.ranks import on_ranks
+from support.ranks import another_world, on_ranks
 
 import weft
 import weft._native as _native
@@ -502,7 +501,7 @@ def test_repeated_small_calls_let_other_threads_run_while_they_wait(tmp_path):
 
 def a_handler_makes_calls(world):
     """A signal handler makes calls in another world while rank 0 waits in a repeated one."""
-    other, handled = weft.init(dist.new_group([0, 1], backend="gloo")), []
+    other, handled = another_world(world), []
 
     def handle(*_):
         for _ in range(3):

@@ -9,7 +9,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.checks.collectives import (
     in_the_background,
     late_in_the_background,
@@ -20,7 +19,7 @@ from support.checks.collectives import (
     uneven,
 )
 from support.pairs import pairs
-from support.ranks import die, everyones, on_ranks, start
+from support.ranks import another_world, die, everyones, meet, on_ranks, start
 
 import weft
 import weft._native as _native
@@ -181,7 +180,7 @@ def elsewhere(world):
                 (lambda a, out, world: weft.broadcast(out.copy_(a), 0, world=world), 8, parts[0]),
             ]
         ):
-            with contextlib.suppress(weft.MismatchError), weft.init(dist.group.WORLD) as own:
+            with contextlib.suppress(weft.MismatchError), another_world(world) as own:
                 shared = own.empty(64).fill_(-1)
                 a = shared[at : at + 8] if symmetric != "out" else torch.empty(8)
                 out = shared[32 + at : 32 + at + size] if symmetric != "a" else torch.empty(size)
@@ -195,7 +194,7 @@ def elsewhere(world):
                 found.append(False)
                 assert torch.equal(call(a, out=out, world=own), right)
                 found[-1] = True
-            dist.barrier()
+            meet()
     return found
 
 

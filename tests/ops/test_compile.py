@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.inductor import QUICK
-from support.ranks import on_ranks, start
+from support.ranks import beside_gloo, on_ranks, start
 
 import weft
 from weft.ops.options import Options
@@ -192,7 +192,7 @@ def one_cache(world, folder):
 @pytest.mark.slow
 def test_cached_graphs_of_other_worlds_are_not_used(tmp_path):
     """The last two ranks find their own graphs of before, and no others."""
-    found = on_ranks(one_cache, 3, tmp_path, limit=110)
+    found = on_ranks(one_cache, 3, tmp_path, limit=110, context=beside_gloo)
     assert found == [[0, 0, 0, 3], [0, 0, 3], [0]]
 
 

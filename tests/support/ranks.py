@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 import weft
 from weft.engines import use_reference
+from weft.world import init_by_store
 
 _context = multiprocessing.get_context("forkserver")
 _COMPILER = [
@@ -95,6 +95,13 @@ def group(
         yield dist.group.WORLD
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def beside_gloo() -> Iterator[weft.World]:
+    """The default world, and the default process group, of gloo, for groups of some ranks."""
+    with group("gloo"), weft.init(timeout=20) as made:
+        yield made
 
 
 @contextlib.contextmanager
@@ -228,28 +235,46 @@ def on_ranks(
     return [outcome.result for outcome in outcomes if outcome]
 
 
-_exchanges = itertools.count()
+_uses = itertools.count()
+
+
+@functools.cache
+def _common_store() -> dist.Store:
+    """The store at the address in the variables of the ranks."""
+    address, port, rank = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
+    return dist.TCPStore(
+        address, int(port), is_master=rank == "0", wait_for_workers=False, multi_tenant=True
+    )
+
+
+def store_of_all() -> dist.Store:
+    """A new store, which all ranks reach that have called this as often."""
+    return dist.PrefixStore(f"use {next(_uses)}", _common_store())
+
+
+def another_world(world: weft.World) -> weft.World:
+    """A further world of the same ranks, which is not the default."""
+    return init_by_store(store_of_all(), world.rank, world.ranks, 20.0)
 
 
 def everyones(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors of all ranks, of any shapes, in rank order, by the store of torch's rendezvous:
-    a collective of objects takes several times as long.
-    """
-    store = dist.PrefixStore(f"everyones/{next(_exchanges)}", distributed_c10d._get_default_store())
-    rank = dist.get_rank()
+    """The tensors of all ranks, of any shapes, in rank order, by a store, not by what is tested."""
+    store, rank, ranks = store_of_all(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # the elements of a view alone, not the tensor that it views
     own = tensor.detach().clone()
     store.set(str(rank), pickle.dumps(own))
-    found = [
-        own if peer == rank else pickle.loads(store.get(str(peer)))
-        for peer in range(dist.get_world_size())
-    ]
+    found = [own if peer == rank else pickle.loads(store.get(str(peer))) for peer in range(ranks)]
     # rank 0 has the store: it may not end before all have read
     if rank:
         store.set(f"{rank} has read", b"")
     else:
-        store.wait([f"{peer} has read" for peer in range(1, len(found))])
+        store.wait([f"{peer} has read" for peer in range(1, ranks)])
     return found
+
+
+def meet() -> None:
+    """Return once all ranks have called this; a barrier by a store, not by what is tested."""
+    everyones(torch.empty(0))
 
 
 def sockets() -> set[str]:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from support.ranks import (
     die,
+    meet,
     named_memory,
     none_left,
     on_ranks,
@@ -456,7 +457,7 @@ def test_too_many_signal_names_are_refused():
 def world_is_usable_after_bad_arguments(world):
     with pytest.raises(ValueError, match="inner dimensions"):
         weft.all_gather_matmul(torch.ones(2, 3), torch.ones(2, 3))
-    dist.barrier()
+    meet()
     return weft.all_gather_matmul(torch.ones(2, 3), torch.ones(3, 1)).sum().item()
 
 

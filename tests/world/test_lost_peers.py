@@ -15,12 +15,11 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from support.ranks import die, start
-from torch.distributed import distributed_c10d
+from support.ranks import another_world, die, start, store_of_all
 
 import weft
 import weft._native as _native
+from weft.world import init_by_store
 
 
 @contextlib.contextmanager
@@ -108,7 +107,7 @@ def joins(world, how, step):
     ends = {"dies": die, "lacks": lacks}[how]
     with (
         at(step, ends) if world.rank == 1 else contextlib.nullcontext(),
-        weft.init(dist.group.WORLD, timeout=20),
+        another_world(world),
     ):
         weft.barrier()
 
@@ -116,7 +115,6 @@ def joins(world, how, step):
 @pytest.mark.parametrize(
     ("how", "step"),
     [
-        ("dies", "weft.world.rendezvous.GroupRendezvous.exchange"),
         ("dies", "weft.world.connect.connect"),
         ("dies", "weft.world.listener.Outbound.advance"),
         ("dies", "weft.world.listener.Connector._identify"),
@@ -139,22 +137,30 @@ def test_a_peer_that_is_lost_while_a_world_is_made(how, step):
         assert isinstance(outcomes[1].error, weft.SymmetricMemoryError), outcomes[1].trace
 
 
-def absent(world):
-    store = distributed_c10d._get_default_store()
+def absent(world, how):
+    """Rank 1 makes no world, or dies before it has told its address."""
+    store, waited = store_of_all(), store_of_all()
     if world.rank != 1:
         try:
-            weft.init(dist.group.WORLD, timeout=0.5)
+            init_by_store(store, world.rank, world.ranks, 0.5)
         finally:
-            store.set(f"rank {world.rank} has waited", "")
+            waited.set(f"{world.rank}", "")
+            if world.rank == 0:  # it has the store
+                waited.wait(["2"])
+    elif how == "late":
+        waited.wait(["0", "2"])
     else:
-        store.wait([f"rank {rank} has waited" for rank in (0, 2)])
+        with at("weft.world.rendezvous.StoreRendezvous.exchange", die):
+            init_by_store(store, world.rank, world.ranks, 0.5)
 
 
-def test_a_rank_that_makes_no_world_is_named():
-    outcomes = start(absent, 3)
-    errors = [outcomes[0].error, outcomes[2].error]
-    assert all(isinstance(error, weft.PeerTimeout | weft.PeerLost) for error in errors), errors
-    assert any("waited 0.5 s for the address of rank 1" in str(error) for error in errors), errors
+@pytest.mark.parametrize("how", ["late", "dies"])
+def test_a_rank_that_tells_no_address_is_named_in_time(how):
+    outcomes = start(absent, 3, how)
+    assert (outcomes[1] is None) == (how == "dies")
+    for outcome in (outcomes[0], outcomes[2]):
+        assert isinstance(outcome.error, weft.PeerTimeout), outcome
+        assert "waited 0.5 s for the address of rank 1" in str(outcome.error)
 
 
 def few_files(world, spare):

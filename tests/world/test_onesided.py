@@ -12,7 +12,6 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.checks.onesided import (
     DTYPES,
     EXAMPLES,
@@ -22,7 +21,7 @@ from support.checks.onesided import (
     overlap,
     unaligned,
 )
-from support.ranks import die, on_ranks, start
+from support.ranks import another_world, die, meet, on_ranks, start
 
 import weft
 import weft._native as _native
@@ -114,7 +113,7 @@ def test_segments_over_2_gib():
 
 def bad_arguments(world):
     memory, signals, plain = world.empty(4, 4), world.signals(4, "flags"), torch.zeros(4, 4)
-    other_world = weft.init(dist.group.WORLD)
+    other_world = another_world(world)
     other = other_world.empty(4, 4)
     memory.fill_(7)
     calls = [
@@ -210,9 +209,9 @@ def slow_transfers(world):
         world.close()
         assert last.done()
         last.wait()
-        dist.barrier()
+        meet()
         return None
-    dist.barrier()
+    meet()
     return memory[0].item(), memory[-1].item()
 
 

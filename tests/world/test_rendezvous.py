@@ -21,19 +21,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import die, group, on_ranks, start
+from support.ranks import group, on_ranks, start
 from torch._C._distributed_c10d import HashStore, TCPStore
-from torch.distributed import distributed_c10d
 
 import weft
 from weft import _native
 from weft.errors import PeerLost, PeerTimeout, WeftError
-from weft.world import default_group
 from weft.world import listener as listening
+from weft.world import shared_store
 from weft.world.handshake import Accepted, Caller, name_of
 from weft.world.listener import Address, Listener
 from weft.world.peer_memory import Probe
-from weft.world.rendezvous import Announcement, GroupRendezvous, RankInfo, StoreRendezvous
+from weft.world.rendezvous import Announcement, RankInfo, StoreRendezvous
 from weft.world.stores import arrived
 from weft.world.variables import launcher_variables
 from weft.world.wire import decode, encode
@@ -343,9 +342,9 @@ def test_a_world_is_made_without_warnings():
 
 
 def test_a_long_wait_is_logged(monkeypatch, caplog):
-    monkeypatch.setattr(default_group, "_PATIENCE", 0.1)
+    monkeypatch.setattr(shared_store, "_PATIENCE", 0.1)
     with pytest.raises(PeerTimeout, match=r"waited 0.5 s for ranks 1, 2 of 3 to join the job"):
-        default_group._store(0, 3, "127.0.0.1", 0, 0.5)
+        shared_store._store(0, 3, "127.0.0.1", 0, 0.5)
     assert [record.getMessage() for record in caplog.records] == [
         "rank 0 waits for ranks 1, 2 of 3 to join the job at 127.0.0.1:0"
     ]
@@ -574,69 +573,6 @@ def test_ranks_of_two_users_are_refused():
             f"rank {1 - rank} runs as another user than rank {rank}: {users[0]} and {users[1]}; "
             "run all ranks of a host as one user" in str(outcome.error)
         )
-
-
-def gloo():
-    return group("gloo")
-
-
-class _Group:
-    """A process group that calls `before[peer]` before it receives from that peer."""
-
-    def __init__(self, group, before):
-        self.group, self.before = group, before
-
-    def recv(self, tensors, peer, tag):
-        self.before.get(peer, int)()
-        return self.group.recv(tensors, peer, tag)
-
-    def send(self, tensors, peer, tag):
-        return self.group.send(tensors, peer, tag)
-
-
-def fails_and_stays(_, fault):
-    """Rank 0 fails before rank 2 has received its record, and lives on."""
-    store = distributed_c10d._get_default_store()
-    meeting = GroupRendezvous(dist.group.WORLD)
-    rank = meeting.rank
-    dist.barrier()  # no rank dies while others connect to it
-
-    def fails():
-        store.set("rank 0 fails", "")
-
-    def late():
-        store.wait(["rank 0 fails"], timedelta(seconds=SOON))
-        time.sleep(0.2)
-
-    if rank == 0 and fault == "lost":
-        meeting.group = _Group(meeting.group, {1: fails})
-    if rank == 1 and fault == "lost":
-        die()
-    if rank == 2:
-        meeting.group = _Group(meeting.group, {0: late})
-    try:
-        with meeting.exchange(Address("here", rank, b""), SOON) as infos:
-            if rank == 0:
-                fails()
-                raise WeftError("rank 0 refuses")
-            return [info.port for info in infos]
-    except WeftError as error:
-        return str(error)
-    finally:
-        store.set(f"end {rank}", "")
-        if rank == 0:  # it has the store
-            store.wait(["end 2"], timedelta(seconds=SOON))
-
-
-def test_a_rank_that_fails_in_an_exchange_delivers_its_record():
-    assert (
-        on_ranks(fails_and_stays, 3, "refuses", context=gloo)
-        == ["rank 0 refuses"] + [[0, 1, 2]] * 2
-    )
-    first, dead, last = start(fails_and_stays, 3, "lost", context=gloo)
-    assert dead is None
-    for rank, outcome in ((0, first), (2, last)):
-        assert outcome.result.startswith(f"rank 1 was lost while rank {rank} waited"), outcome
 
 
 # Limits

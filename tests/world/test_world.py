@@ -10,29 +10,28 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import named_memory, none_left, on_ranks, sockets, start
+from support.ranks import beside_gloo, meet, named_memory, none_left, on_ranks, sockets, start
 
 import weft
 import weft._native as _native
 from weft.world import memory
-from weft.world.default_group import default_group
-from weft.world.variables import launcher_variables
+from weft.world.variables import launcher_variables, translated
 
 
 def peers_see_each_other(world):
     mine = world.empty(3, 5)
     mine.copy_(torch.arange(15.0).view(3, 5) + 100 * world.rank)
-    dist.barrier()
+    meet()
     for rank in range(world.ranks):
         whole = world.peer(mine, rank)
         assert torch.equal(whole, torch.arange(15.0).view(3, 5) + 100 * rank)
         assert torch.equal(world.peer(mine[1:, ::2], rank), whole[1:, ::2])
         assert torch.equal(world.peer(mine.t()[2:4], rank), whole.t()[2:4])
     assert world.peer(mine, world.rank).data_ptr() == mine.data_ptr()
-    dist.barrier()
+    meet()
     if world.rank == 0:
         world.peer(mine, world.ranks - 1)[0, 0] = -1
-    dist.barrier()
+    meet()
     return mine[0, 0].item()
 
 
@@ -181,13 +180,17 @@ def two_worlds_and_a_subgroup(world):
 
 
 def test_several_worlds_and_strided_subgroups():
-    assert on_ranks(two_worlds_and_a_subgroup, 3) == [(0, 2, [0, 2]), None, (1, 2, [0, 2])]
+    assert on_ranks(two_worlds_and_a_subgroup, 3, context=beside_gloo) == [
+        (0, 2, [0, 2]),
+        None,
+        (1, 2, [0, 2]),
+    ]
 
 
 def closed(world):
     kept = world.empty(4)
     kept.fill_(3)
-    dist.barrier()
+    meet()
     world.close()
     with pytest.raises(
         weft.WeftError,
@@ -291,7 +294,7 @@ def test_launchers_variables():
     spread = {"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2", "MASTER_ADDR": "node0"}
     assert launcher_variables(spread)["MASTER_PORT"] == "29500"
     with pytest.raises(weft.WeftError, match="several hosts without the address of rank 0"):
-        default_group(
+        translated(
             {
                 "OMPI_COMM_WORLD_RANK": "2",
                 "OMPI_COMM_WORLD_SIZE": "4",

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.world import default_group
+from weft.world import shared_store
 from weft.world.variables import launcher_variables
 
 TWO_RANKS = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -169,10 +169,10 @@ def test_a_switch_is_0_or_1(variable, monkeypatch):
 @pytest.mark.parametrize("address", ["nowhere.invalid", "no..name"])
 def test_an_address_that_cannot_be_resolved(monkeypatch, caplog, rank, address):
     """It ends long before the limit of the ranks' start."""
-    monkeypatch.setattr(default_group, "_NAMED", 0.2)
+    monkeypatch.setattr(shared_store, "_NAMED", 0.2)
     for name, value in {**TWO_RANKS, "RANK": rank, "MASTER_ADDR": address}.items():
         monkeypatch.setitem(os.environ, name, value)
     with pytest.raises(weft.WeftError, match=rf"MASTER_ADDR is '{address}', which cannot be"):
-        default_group.launched(300.0)
+        shared_store.launched(300.0)
     # a warning at once where the name may come later
     assert len(caplog.messages) == (address == "nowhere.invalid")

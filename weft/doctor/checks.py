@@ -1,8 +1,8 @@
 """``weft doctor``: a report on the ranks of a job, their hosts and connections, and problems.
 
-Start it with the job's launcher: ``torchrun … -m weft doctor`` on every host. Ranks try to connect
-before gloo does, since gloo gives up after minutes and with a poor report. A rank that cannot join
-the job reports the address from which it tried.
+Start it with the job's launcher: ``torchrun … -m weft doctor`` on every host. Before there is a
+world ranks try to connect, each to all of other hosts, so that one report names every failure. A
+rank that cannot join the job reports the address from which it tried.
 """
 
 from __future__ import annotations
@@ -39,17 +39,20 @@ from weft.measure.progress import progress
 from weft.measure.versions import versions
 from weft.ops import stored
 from weft.ops.barrier import barrier
+from weft.ops.onesided import put_notify
+from weft.ops.signalling import wait
 from weft.predict.machine import calibrated
 from weft.process_group import in_place_of_gloo
 from weft.schedules.levels import OVERSUBSCRIBED_SIGNAL_LATENCY, SIGNAL_LATENCY
 from weft.schedules.thresholds import Thresholds
 from weft.world import World, init, placement, transports
-from weft.world.default_group import join, launched
 from weft.world.listener import addresses, family_of, named_interface
 from weft.world.rendezvous import StoreRendezvous, host_identity
+from weft.world.shared_store import launched
+from weft.world.signals import Signals
 from weft.world.topology import listed, read_text
+from weft.world.values import all_gather_values
 from weft.world.variables import launcher_variables, translated
-from weft.world.wire import Kind, all_gather_values
 
 PING = 1  # bytes of a small message
 ROUNDS = 20  # small messages
@@ -103,8 +106,7 @@ def diagnose(console: Console, verbose: bool = False) -> bool:
                 _print_problems(problems, console)
             if problems:
                 return False
-            join(store, rank, ranks, _STARTING)
-        world = init(timeout=60.0)
+        world = init(timeout=_STARTING)
     except SymmetricMemoryError as error:
         _print_problems([f"there is no memory for a world: {error}; {memory.MORE_MEMORY}"], console)
         return False
@@ -121,16 +123,16 @@ def diagnose(console: Console, verbose: bool = False) -> bool:
         return False
     with world:
         with progress("examining ranks and links", 2, shown=world.rank == 0) as advance:
-            everyone = _of_all_ranks(world, _report(world), RankReport)
+            everyone = all_gather_values(world, _report(world), RankReport)
             advance()
-            links = _links(world)
+            links = _links(world) if all(each.shared == "works" for each in everyone) else {}
         # only rank 0 has all clock offsets
-        problems = _of_all_ranks(
+        problems = all_gather_values(
             world, [*_problems(everyone, links, clock_offsets(world, now=time.time_ns))], list[str]
         )[0]
-        staged = _of_all_ranks(world, world.staging_reason, str)
-        stores = _of_all_ranks(world, _native.stores(), str)
-        replaced = _of_all_ranks(world, in_place_of_gloo.in_force(), bool)
+        staged = all_gather_values(world, world.staging_reason, str)
+        stores = all_gather_values(world, _native.stores(), str)
+        replaced = all_gather_values(world, in_place_of_gloo.in_force(), bool)
         if world.rank == 0:
             _print_verdict(everyone, problems, console)
             texts = [*_summary(everyone, links)]
@@ -253,11 +255,6 @@ def _listening(interface: str, here: Mapping[str, str]) -> socket.socket:
     return socket.create_server(("127.0.0.1", 0))
 
 
-def _of_all_ranks(world: World, own: Kind, kind: type[Kind]) -> list[Kind]:
-    """The values of all ranks."""
-    return all_gather_values(own, kind) if world.ranks > 1 else [own]
-
-
 def _connect(to: Contact) -> str:
     """The reason why a connection fails, or ""."""
     try:
@@ -321,7 +318,7 @@ def _print_problems(problems: Sequence[str], console: Console) -> None:
 def _report(world: World) -> RankReport:
     """The report of this rank."""
     try:
-        world.empty(1 << 20, dtype=torch.uint8).fill_(1)
+        world.empty(BULK, dtype=torch.uint8).fill_(1)
         shared = "works"
     except SymmetricMemoryError as error:
         shared = str(error)
@@ -395,44 +392,49 @@ def _gflops(dtype: torch.dtype) -> float:
 
 
 def _links(world: World) -> dict[tuple[int, int], tuple[float, float]]:
-    """(Gbit/s, latency in microseconds) between every two ranks on different hosts, by ``send``
-    and ``recv``.
+    """(Gbit/s, latency in microseconds) between every two ranks on different hosts, by puts with
+    signals.
     """
+    if not world.hosts.several:
+        return {}
     found = list[Link]()
-    small, large = (
-        torch.zeros(PING, dtype=torch.uint8, device="cpu"),
-        torch.zeros(BULK, dtype=torch.uint8, device="cpu"),
-    )
-    messages = [small] * ROUNDS + [large] * BULK_ROUNDS
+    source = torch.zeros(BULK, dtype=torch.uint8, device="cpu")
+    inbox, arrived = world.empty(BULK, dtype=torch.uint8), world.signals(world.ranks)
+    sizes = [PING] * ROUNDS + [BULK] * BULK_ROUNDS
     for one, other in itertools.combinations(range(world.ranks), 2):
         barrier(world)
-        if world.hosts[one] == world.hosts[other]:
+        if world.hosts[one] == world.hosts[other] or world.rank not in (one, other):
             continue
+        peer = one + other - world.rank
+        seconds = [
+            _round_trip(inbox[:size], source[:size], arrived, peer, number)
+            for number, size in enumerate(sizes, 1)
+        ]
+        trip, bulk = min(seconds[:ROUNDS]), min(seconds[ROUNDS:])
         if world.rank == one:
-            seconds = [_round_trip(message, other) for message in messages]
-            trip, bulk = min(seconds[:ROUNDS]), min(seconds[ROUNDS:])
             gbps = 2 * 8 * BULK / max(bulk - trip, 1e-9) / 1e9
             found.append(Link(one, other, gbps, 1e6 * trip / 2))
-        elif world.rank == other:
-            for message in messages:
-                dist.recv(message, one)
-                dist.send(message, one)
     return {
         (link.one, link.other): (link.gbps, link.latency)
-        for links in _of_all_ranks(world, found, list[Link])
+        for links in all_gather_values(world, found, list[Link])
         for link in links
     }
 
 
-def _round_trip(message: torch.Tensor, peer: int) -> float:
-    """Seconds in which a message reaches a peer and comes back.
+def _round_trip(
+    inbox: torch.Tensor, source: torch.Tensor, arrived: Signals, peer: int, number: int
+) -> float:
+    """Seconds in which message `number` of a pair reaches a peer and comes back.
 
-    Of the two ranks only the one that sends first sees all of them: bytes may arrive before the
-    other one receives.
+    Of the two ranks only the lower one, which sends first, sees all of them: the other one may wait
+    before.
     """
-    start = _native.now()
-    dist.send(message, peer)
-    dist.recv(message, peer)
+    rank, start = arrived.world.rank, _native.now()
+    if rank < peer:
+        put_notify(inbox, source, arrived, rank, peer)
+    wait(arrived, peer, ">=", number)
+    if rank > peer:
+        put_notify(inbox, source, arrived, rank, peer)
     return (_native.now() - start) / 1e9
 
 

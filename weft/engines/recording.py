@@ -13,16 +13,14 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
-import torch.distributed as dist
-
 import weft._native as _native
 from weft.engines.program import Timed
-from weft.errors import WeftError
 from weft.plan import Plan
 from weft.plan.binding import bind
 from weft.plan.trace import Span, Trace, joined, lane_of
-from weft.world import World, wire
+from weft.world import World
+from weft.world.peers import receive, send
+from weft.world.values import all_gather_values
 
 _log = logging.getLogger("weft")
 _ROUNDS = 20  # questions for the time per host
@@ -59,22 +57,12 @@ class Recording:
         """
         return joined(title, [self._spans()])
 
-    def gather(self, title: str, group: dist.ProcessGroup | None = None) -> Trace | None:
-        """The trace of all ranks on rank 0, None elsewhere; collective over `group`, with which
-        the world was made.
-
-        Raises `WeftError` for a rank of a `weft.local_world`, which has no process group.
+    def gather(self, title: str) -> Trace | None:
+        """The trace of all ranks on rank 0, None elsewhere; collective, in the world of the
+        recording.
         """
-        if self.world.ranks == 1:
-            return self.own(title)
-        if group is None and not dist.is_initialized():
-            raise WeftError(
-                "a recording is gathered by the process group of its world, and a local world has "
-                "none: return recording.own(title) from local.run, and join what it returns by "
-                "weft.plan.trace.joined(title, traces)"
-            )
-        offsets = clock_offsets(self.world, group)
-        parts = wire.all_gather_values([*self._spans()], list[Span], group)
+        parts = all_gather_values(self.world, [*self._spans()], list[Span])
+        offsets = clock_offsets(self.world)
         return None if self.world.rank else joined(title, parts, offsets)
 
     def _spans(self) -> Iterator[Span]:
@@ -92,9 +80,7 @@ class Recording:
                 yield span if name == lane else span._replace(rows=0)  # a part of the instruction
 
 
-def clock_offsets(
-    world: World, group: dist.ProcessGroup | None = None, now: Callable[[], int] = _native.now
-) -> list[int]:
+def clock_offsets(world: World, now: Callable[[], int] = _native.now) -> list[int]:
     """The nanoseconds by which each rank's clock `now` is ahead of rank 0's, on rank 0; zeros on
     other ranks. Collective.
 
@@ -103,22 +89,29 @@ def clock_offsets(
     "Probabilistic clock synchronization"). The error is less than half the fastest round.
     """
     offsets = [0] * world.ranks
-    stamp = torch.zeros(1, dtype=torch.int64, device="cpu")
     for host in sorted({*world.hosts} - {world.hosts[0]}):
         first = world.hosts.index(host)
         rounds: list[tuple[int, int]] = []
         for _ in range(_ROUNDS if world.rank in (0, first) else 0):
             if world.rank:
-                dist.recv(stamp, group=group, group_src=0)
-                stamp.fill_(now())
-                dist.send(stamp, group=group, group_dst=0)
+                _received(world, 0)
+                _send(world, 0, str(now()))
             else:
                 start = now()
-                dist.send(stamp, group=group, group_dst=first)
-                dist.recv(stamp, group=group, group_src=first)
+                _send(world, first, "")
+                theirs = int(_received(world, first))
                 stop = now()
-                rounds.append((stop - start, int(stamp) - (start + stop) // 2))
+                rounds.append((stop - start, theirs - (start + stop) // 2))
         for rank in range(world.ranks):
             if rounds and world.hosts[rank] == host:
                 offsets[rank] = min(rounds)[1]
     return offsets
+
+
+def _send(world: World, peer: int, note: str) -> None:
+    send(world, peer, note, None, "as clocks were compared")
+
+
+def _received(world: World, peer: int) -> str:
+    note, _ = receive(world, peer, "to compare clocks", f"for the clock of rank {peer}")
+    return note

@@ -1,5 +1,5 @@
 """The reference engine of a world: each rank executes the plans of all ranks, with the reference
-interpreter, on operands that ranks exchange through torch.distributed.
+interpreter, on operands that ranks exchange as texts, by the sockets of the world.
 
 Slow, and independent of shared memory, signals, threads and devices: programs and benchmarks run on
 it to tell an error in a plan from one in an engine.
@@ -8,11 +8,12 @@ it to tell an error in a plan from one in an engine.
 from __future__ import annotations
 
 import math
+import pickle
+from base64 import b64decode, b64encode
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import weft._native as _native
@@ -26,12 +27,11 @@ from weft.kernels.weights import Weight
 from weft.plan import Plan, Region
 from weft.plan.binding import bind
 from weft.world import World
+from weft.world.values import all_gather_texts
 
 
 class ReferenceEngine(Engine):
-    """Executes plans of a world of all ranks of torch.distributed's default group, each in full on
-    every rank.
-    """
+    """Executes plans of a world, each in full on every rank."""
 
     products = "products by the reference interpreter"
 
@@ -122,10 +122,8 @@ class ReferenceProgram(Program):
         }
         plain = {name: _exchanged(weight) for name, weight in weights.items()}
         own = RankOperands(self._describe(tensors), inputs, plain, dict(bias))
-        if world.ranks == 1:
-            return [own]
-        found = [own] * world.ranks
-        dist.all_gather_object(found, own)
+        texts = all_gather_texts(world, b64encode(pickle.dumps(own)).decode())
+        found: list[RankOperands] = [pickle.loads(b64decode(text)) for text in texts]
         for peer, theirs in enumerate(found):
             if theirs.call != own.call:
                 raise MismatchError.between(number, world.rank, own.call, peer, theirs.call)

@@ -21,6 +21,7 @@ from weft.gpu.signals import DeviceSignals
 from weft.schedules.device_options import DEFAULT, DeviceOptions
 from weft.world.backend import Backend
 from weft.world.peers import Peers
+from weft.world.rendezvous import StoreRendezvous
 from weft.world.signals import Signals
 
 _TRITON = "3.6"
@@ -59,9 +60,11 @@ class StreamBackend(Backend):
                 f'world with products="triton"; got {options}'
             )
 
-    def join(self, group: dist.ProcessGroup | None) -> None:
-        if self.on_gpu:
-            self.group = group
+    def join(self, group: dist.ProcessGroup | None, meeting: StoreRendezvous) -> None:
+        if self.on_gpu and group is not None:
+            self.group, self.kept = group.group_name, group
+        elif self.on_gpu and meeting.ranks > 1:
+            self.group, self.kept = memory.named_group(meeting)
 
     def share(self, ranks: int, options: DeviceOptions) -> None:
         if self.on_gpu:

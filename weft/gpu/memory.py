@@ -9,14 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import Any
+from uuid import uuid4
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 import weft._native as _native
 from weft.checks import name as dtype_name
 from weft.world import memory
 from weft.world.peers import Peers
+from weft.world.rendezvous import StoreRendezvous
 
 _parts: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 """Parts of the ranks of this process, by address."""
@@ -61,17 +65,35 @@ def _between_processes(world: Peers, size: int) -> list[torch.Tensor]:
     import torch.distributed._symmetric_memory as symmetric_memory
     from torch._C._distributed_c10d import _SymmetricMemory
 
-    assert world.backend.group is not None
+    group: Any = world.backend.group
     # A separate allocation: torch's `empty` takes part of a pooled block, and the buffers that
     # peers get are of the whole block.
     make: Any = _SymmetricMemory.empty_strided_p2p
     own: torch.Tensor = make((max(size, 1),), (1,), torch.uint8, world.device).zero_()
     drain(world.device)
-    handle: Any = symmetric_memory.rendezvous(own, world.backend.group)
+    handle: Any = symmetric_memory.rendezvous(own, group)
     return [
         own if rank == world.rank else handle.get_buffer(rank, own.shape, own.dtype)
         for rank in range(world.ranks)
     ]
+
+
+def named_group(meeting: StoreRendezvous) -> tuple[str, dist.ProcessGroup]:
+    """A process group of ranks that meet, and the name by which torch finds it as long as it is
+    kept. It has a store and no backend: symmetric memory needs no more.
+    """
+    import torch.distributed._symmetric_memory as symmetric_memory
+    from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
+
+    first = meeting.store.compare_set("name of the group", "", uuid4().hex)
+    name: Any = f"weft {first.decode()}"
+    store = PrefixStore("symmetric memory", meeting.store)
+    group = dist.ProcessGroup(store, meeting.rank, meeting.ranks)
+    _register_process_group(name, group)
+    # as torch does at the first use of a group of its own
+    _SymmetricMemory.set_group_info(name, meeting.rank, meeting.ranks, store)
+    symmetric_memory._group_name_to_store[name] = store
+    return name, group
 
 
 def drain(device: torch.device) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import math
 import os
 import random
@@ -19,15 +18,13 @@ from time import perf_counter
 from typing import NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 
-import weft._native as _native
 from weft.engines import use_reference
 from weft.errors import WeftError
 from weft.ops.barrier import barrier
 from weft.schedules.device_options import DEFAULT, DeviceOptions
 from weft.world import World, init
-from weft.world.memory import exchange
+from weft.world.values import all_gather_values
 
 BUDGET = 24.0
 """The most seconds for all iterations of all views, each of which has an equal share: slower views
@@ -255,32 +252,13 @@ def stopwatch_of(world: World) -> Stopwatch:
 
 
 def largest(world: World, values: Sequence[float]) -> list[float]:
-    """The largest value of any rank, by element; collective over the default process group, or of
-    ranks that are threads, which have none, over their sockets.
+    """The largest value of any rank, by element; collective. Values travel as text, by none of the
+    operators that are measured.
     """
-    merged = torch.tensor(values, dtype=torch.float64, device="cpu")
-    if in_threads(world):
-        return of_threads(world, merged).amax(0).tolist()
-    if world.ranks > 1:
-        dist.all_reduce(merged, dist.ReduceOp.MAX)
-    return merged.tolist()
+    every = all_gather_values(world, [float(value).hex() for value in values], list[str])
+    return [max(map(float.fromhex, each)) for each in zip(*every, strict=True)]
 
 
 def in_threads(world: World) -> bool:
     """Whether several ranks are threads of one process."""
     return world.ranks > 1 and len({*world.pids}) == 1
-
-
-def of_threads(world: World, values: torch.Tensor) -> torch.Tensor:
-    """The values of all ranks that are threads, a row of each; collective. They are exchanged as
-    text, by none of the operators that are measured.
-    """
-    call = "the exchange of times"
-    rows = {world.rank: values.tolist()}
-    compiled = _native.Compiled(call, 0, [], world.ranks)
-    world.executor.begin(compiled, world.timeout)
-    for peer, text, _ in exchange(world, compiled, call, json.dumps(rows[world.rank])):
-        rows[peer] = json.loads(text)
-    return torch.tensor(
-        [rows[rank] for rank in range(world.ranks)], dtype=values.dtype, device="cpu"
-    )

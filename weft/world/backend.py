@@ -18,6 +18,7 @@ from weft.world.signals import Signals
 
 if TYPE_CHECKING:
     from weft.world.peers import Peers
+    from weft.world.rendezvous import StoreRendezvous
 
 
 class Backend:
@@ -25,8 +26,8 @@ class Backend:
 
     Attributes: `device` (of the ranks' tensors), `stream_ordered` (whether lanes are streams),
     `products` (what multiplies there: ``torch`` or ``triton``), `ranks_per_device` (the number of
-    ranks on this rank's device), `group` (the process group by which ranks share its memory, or
-    None), `comm_threads` (as in `weft.init`).
+    ranks on this rank's device), `group` (the name of the process group by which ranks share
+    its memory, or None), `comm_threads` (as in `weft.init`).
     """
 
     stream_ordered = False
@@ -34,7 +35,7 @@ class Backend:
     loads_kernels = False
     products = "torch"
     ranks_per_device = 1
-    group: dist.ProcessGroup | None = None
+    group: str | None = None
 
     def __init__(self, comm_threads: int = 1, device: torch.device | None = None) -> None:
         self.comm_threads = comm_threads
@@ -49,9 +50,9 @@ class Backend:
                 'products="triton"'
             )
 
-    def join(self, group: dist.ProcessGroup | None) -> None:
-        """Keep the group of the ranks, if their memory needs it: a world on a CPU does not, and
-        must not keep the group and its threads alive.
+    def join(self, group: dist.ProcessGroup | None, meeting: StoreRendezvous) -> None:
+        """Keep the group of the ranks that meet, or make one, if their memory needs it: a world on
+        a CPU does not, and must not keep the group and its threads alive.
         """
 
     def share(self, ranks: int, options: DeviceOptions) -> None:

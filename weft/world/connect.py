@@ -14,7 +14,7 @@ from weft.world.backend import Backend
 from weft.world.door import Door, Handle
 from weft.world.listener import INTERFACE, Address, another_user, connect
 from weft.world.network import Network
-from weft.world.rendezvous import GroupRendezvous, RankInfo, StoreRendezvous
+from weft.world.rendezvous import RankInfo, StoreRendezvous
 from weft.world.transports import agreed
 
 
@@ -35,7 +35,7 @@ class Known:
         """Nobody waits for this rank's records."""
 
 
-Rendezvous = GroupRendezvous | StoreRendezvous | Known
+Rendezvous = StoreRendezvous | Known
 
 
 class Connections(NamedTuple):

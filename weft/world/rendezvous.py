@@ -1,5 +1,5 @@
-"""Rendezvous: ranks find each other by a process group or a store that they share, and exchange
-records of themselves.
+"""Rendezvous: ranks find each other by a store that they share, and exchange records of
+themselves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -31,9 +30,6 @@ from weft.world.variables import job
 from weft.world.wire import convert, decode, encode
 
 Info = TypeVar("Info")
-_MESSAGE_BYTES = 1 << 14  # of the messages of a `GroupRendezvous`
-_TAG = 0x7FFFFFFE  # of these messages
-_GIVE_UP = 2.0  # seconds that a rank which gives up may take to inform the others
 _SIZE = re.compile("[0-9]{1,9} [0-9]{1,9}")  # the first rank's number of ranks, and its own
 _SHOWN = 1000  # characters of a text of the store, at most
 
@@ -74,95 +70,6 @@ def host_identity() -> str:
     """
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()}-{os.stat('/proc/self/ns/net').st_ino}"
-
-
-class GroupRendezvous:
-    """The rendezvous of ranks in a process group that has gloo."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.rank = dist.get_rank(group)
-        self.ranks = dist.get_world_size(group)
-        self.peers = [peer for peer in range(self.ranks) if peer != self.rank]
-
-    @contextlib.contextmanager
-    def exchange(self, own: Info, timeout: float) -> Iterator[list[Info]]:
-        """The records of all ranks, of which this rank contributes `own`. Messages to peers may
-        still be in flight in the ``with`` block, at whose end all have arrived.
-
-        Raises `PeerLost` or `PeerTimeout` naming a rank that sends nothing or gave up, `WeftError`
-        naming one that runs another version of weft, belongs to another job, or sends another form
-        of message.
-        """
-        deadline = time.monotonic() + timeout
-        in_flight = self._send(_announcement(own))
-        try:
-            messages = self._receive(timeout)
-            yield [
-                own if peer == self.rank else _checked(self.rank, peer, messages[peer], type(own))
-                for peer in range(self.ranks)
-            ]
-        except BaseException:
-            # others still wait for this rank's record
-            deadline = min(deadline, time.monotonic() + _GIVE_UP)
-            raise
-        finally:
-            _complete(in_flight, deadline)
-
-    def give_up(self, error: BaseException) -> None:
-        """Send all ranks the reason in place of this rank's next record."""
-        deadline = time.monotonic() + _GIVE_UP
-        in_flight = self._send(_announcement(None, error))
-        with contextlib.suppress(WeftError):
-            self._receive(_GIVE_UP)  # others wait until their records have arrived
-        _complete(in_flight, deadline)
-
-    def _receive(self, timeout: float) -> dict[int, bytes]:
-        """The messages of all peers. Once one is missing the others have little time for theirs:
-        this rank takes part in the whole exchange, as peers wait for its message.
-        """
-        messages = dict[int, bytes]()
-        failure: WeftError | None = None
-        deadline = time.monotonic() + timeout
-        for peer in self.peers:
-            theirs = torch.empty(_MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
-            try:
-                self.group.recv([theirs], peer, _TAG).wait(time_left(deadline))
-            except RuntimeError as error:
-                if failure is None:
-                    failure = (
-                        PeerLost(
-                            f"rank {peer} was lost while rank {self.rank} waited for its address: "
-                            f"{error}"
-                        )
-                        if time.monotonic() < deadline
-                        else PeerTimeout(
-                            f"rank {self.rank} waited {timeout:g} s for the address of rank {peer}"
-                        )
-                    )
-                    failure.__cause__ = error
-                    deadline = min(deadline, time.monotonic() + _GIVE_UP)
-            messages[peer] = theirs.numpy().tobytes().rstrip(b"\0")
-        if failure is not None:
-            raise failure
-        return messages
-
-    def _send(self, announcement: bytes) -> list[dist.Work]:
-        """Begin to send all peers a message."""
-        in_flight = list[dist.Work]()
-        message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
-        message[: len(announcement)] = torch.frombuffer(bytearray(announcement), dtype=torch.uint8)
-        for peer in self.peers:
-            with contextlib.suppress(RuntimeError):  # receiving from it raises the same
-                in_flight.append(self.group.send([message], peer, _TAG))
-        return in_flight
-
-
-def _complete(in_flight: list[dist.Work], deadline: float) -> None:
-    """Wait until messages have arrived, as those to a peer that is lost never do."""
-    for work in in_flight:
-        with contextlib.suppress(RuntimeError):
-            work.wait(time_left(deadline))
 
 
 def check_size(store: Store, rank: int, ranks: int) -> None:
@@ -212,7 +119,12 @@ class StoreRendezvous:
 
     @contextlib.contextmanager
     def exchange(self, own: Info, timeout: float) -> Iterator[list[Info]]:
-        """As `GroupRendezvous.exchange`."""
+        """The records of all ranks, of which this rank contributes `own`.
+
+        Raises `PeerTimeout` that names the ranks whose records do not come, `PeerLost` naming a
+        rank that gave up, or if the store is lost, `WeftError` naming a rank that runs another
+        version of weft, belongs to another job, or sends another form of message.
+        """
         number = next(self.rounds)
         keys = [f"{number} {peer}" for peer in range(self.ranks)]
         try:
@@ -239,7 +151,7 @@ class StoreRendezvous:
         ]
 
     def give_up(self, error: BaseException) -> None:
-        """As `GroupRendezvous.give_up`."""
+        """Tell all ranks the reason, in place of this rank's next record."""
         with contextlib.suppress(RuntimeError):  # the store is gone, for its readers too
             self._publish(next(self.rounds), _announcement(None, error))
 
@@ -265,18 +177,13 @@ def member(group: object) -> dist.ProcessGroup:
     return group
 
 
-def rendezvous_of(group: dist.ProcessGroup) -> GroupRendezvous | StoreRendezvous:
-    """The rendezvous of a group's ranks: by gloo, which notices deaths meanwhile, or else by the
-    group's store.
-    """
-    cpu = torch.device("cpu")
-    if cpu in group._device_types and group._get_backend(cpu).name() == "gloo":
-        return GroupRendezvous(group)
+def rendezvous_of(group: dist.ProcessGroup) -> StoreRendezvous:
+    """The rendezvous of a group's ranks, by its store, whatever its backend."""
     _, store = c10d._world.pg_map.get(group, (None, None))
     if store is None:
         raise WeftError(
-            "the group has neither gloo nor a store by which ranks could find each other: pass "
-            "another one, as of dist.new_group()"
+            "the group has no store by which ranks could find each other: pass another one, as of "
+            "dist.new_group()"
         )
     return StoreRendezvous(
         PrefixStore("weft world", store), dist.get_rank(group), dist.get_world_size(group)

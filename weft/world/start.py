@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -14,9 +15,10 @@ from weft.schedules.device_options import DEFAULT, DeviceOptions
 from weft.world import placement, registry, renewal
 from weft.world.backend import Backend, backend_of
 from weft.world.connect import Known, Rendezvous
-from weft.world.default_group import STARTING, default_group
 from weft.world.door import Door
 from weft.world.rendezvous import StoreRendezvous, member, rendezvous_of
+from weft.world.shared_store import STARTING, launched
+from weft.world.variables import translated
 from weft.world.world import World, connect, place
 
 _TIMEOUT = 30.0  # default seconds of every wait of a world
@@ -34,9 +36,10 @@ def init(
 ) -> World:
     """Make a world of the ranks of `group`, collectively.
 
-    Without a group: all ranks of `torch.distributed`, which is initialised from the variables of
-    torchrun, mpirun or SLURM if it is not yet; with none of these, a world of one. A world made
-    without a group is the default of every operator.
+    Without a group: all ranks of `torch.distributed` if it is initialised, otherwise those that
+    torchrun, mpirun or SLURM started, by its variables; with none of these, a world of one. A world
+    made without a group is the default of every operator. Ranks meet by a store, that of the group
+    or at MASTER_ADDR and MASTER_PORT: no process group is made, and one made later may share it.
 
     Ranks that a launcher started are bound to cores of their own, on one NUMA node if possible,
     unless the launcher has bound them or the variable WEFT_BIND is 0.
@@ -66,8 +69,8 @@ def init(
     are incomplete or contradict each other, ranks with GPUs
     are on several hosts, this host has no address for ranks on others, or ranks run other versions
     of weft, as other users, or belong to another job; `PeerTimeout` if some ranks do not appear or
-    cannot be reached; `PeerLost` if one dies or gives up meanwhile. After any of these the group
-    cannot be used again. `SymmetricMemoryError` if this rank lacks memory.
+    cannot be reached; `PeerLost` if one gives up meanwhile, or is lost. Once the call has failed on
+    all ranks, they may make it again. `SymmetricMemoryError` if this rank lacks memory.
 
     Examples:
         >>> with weft.init() as world:  # 1 rank here, n in a script that weft run -n starts
@@ -78,19 +81,32 @@ def init(
         return here
     backend = backend_of(device, products, streams, comm_threads)
     limit, starting = (_TIMEOUT, STARTING) if timeout is None else (limited(timeout),) * 2
-    members = default_group(timeout=starting) if group is None else member(group)
-    backend.check_options(device_options, members.size() if members else 1)
-    backend.join(members)
-    placement.bind_as_launched()  # before there is memory
-    world = connect(
-        StoreRendezvous(HashStore(), 0, 1) if members is None else rendezvous_of(members),
-        limit,
-        backend,
-    )
+    members, meeting = _meeting(group, starting)
+    try:
+        backend.check_options(device_options, meeting.ranks)
+        backend.join(members, meeting)
+        placement.bind_as_launched()  # before there is memory
+    except BaseException as error:
+        meeting.give_up(error)
+        raise
+    world = connect(meeting, limit, backend)
     world.device_options = device_options
     if group is None:
         registry.make_default(world)
     return world
+
+
+def _meeting(
+    group: dist.ProcessGroup | None, starting: float
+) -> tuple[dist.ProcessGroup | None, StoreRendezvous]:
+    """The rendezvous of a group's ranks, by default of all ranks, and the group if there is one."""
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    if group is not None:
+        return group, rendezvous_of(member(group))
+    if translated(os.environ):
+        return None, StoreRendezvous(*launched(starting))
+    return None, StoreRendezvous(HashStore(), 0, 1)
 
 
 def init_by_store(store: Store, rank: int, ranks: int, timeout: float) -> World:

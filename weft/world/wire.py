@@ -12,9 +12,6 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
-import torch
-import torch.distributed as dist
-
 Kind = TypeVar("Kind")
 Convert = Callable[[Any], Any]
 LONGEST = 64 << 20
@@ -36,26 +33,6 @@ def decode(message: bytes, kind: type[Kind]) -> Kind:
         return cast(Kind, convert(kind, _decoder().decode(message.decode())))
     except RecursionError:
         raise ValueError("lists are nested too deeply") from None
-
-
-def all_gather_values(
-    own: Kind, kind: type[Kind], group: dist.ProcessGroup | None = None
-) -> list[Kind]:
-    """The value of each rank of a process group; collective. Raises `ValueError` if one is not of
-    type `kind`.
-    """
-    message = torch.frombuffer(bytearray(encode(own)), dtype=torch.uint8)
-    sizes = [
-        torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(dist.get_world_size(group))
-    ]
-    dist.all_gather(sizes, torch.tensor([len(message)], device="cpu"), group=group)
-    parts = [torch.zeros(int(max(sizes)), dtype=torch.uint8, device="cpu") for _ in sizes]
-    parts[dist.get_rank(group)][: len(message)] = message
-    dist.all_gather(parts, parts[dist.get_rank(group)].clone(), group=group)
-    return [
-        decode(part[: int(size)].numpy().tobytes(), kind)
-        for part, size in zip(parts, sizes, strict=True)
-    ]
 
 
 def convert(kind: Any, value: Any) -> Any:

@@ -6,11 +6,10 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import weft
 from support.products import DTYPES, assert_product
-from support.ranks import everyones
+from support.ranks import another_world, everyones
 from weft.schedules.all_gather_matmul import ALGORITHMS
 
 
@@ -126,7 +125,7 @@ def back_to_back(world, algorithm, symmetric):
 
 def bad_arguments(world):
     a, b = torch.randn(4, 6), torch.randn(6, 5)
-    other = weft.init(dist.group.WORLD)
+    other = another_world(world)
     foreign = other.empty(4, 6)
     bad = [
         (ValueError, "a has 6 columns and b 5 rows", (a, b.t())),

@@ -10,7 +10,6 @@ import subprocess
 import time
 
 import pytest
-import torch.distributed as dist
 from rich.console import Console
 
 import weft._native as _native
@@ -82,7 +81,7 @@ def benches(folder):
     for name, options in measured.items():
         code, _ = command("bench", name, *options, "--json", folder / name)
         assert code == 0, name
-        if dist.get_rank() == 0:
+        if os.environ["RANK"] == "0":
             found.append(json.loads((folder / name).read_text()))
     refused = {
         "direct is not possible in this world": [

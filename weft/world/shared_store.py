@@ -1,25 +1,21 @@
-"""The default process group, by the variables of a launcher and a store that its ranks share."""
+"""The store that the ranks of a launcher share, at the address in its variables."""
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import socket
 import time
-from collections.abc import Mapping
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from weft.errors import PeerLost, PeerTimeout, WeftError
 from weft.world.forked import keep_in_children
-from weft.world.listener import INTERFACE, choose_interface
+from weft.world.listener import choose_interface
 from weft.world.rendezvous import check_size, listed, met, time_left
-from weft.world.variables import job, translated
+from weft.world.variables import job
 
 STARTING = 300.0
 """Default seconds for all ranks of a launcher to reach `weft.init`: imports may be slow."""
@@ -29,25 +25,11 @@ _NAMED = 15.0  # seconds in which the name of rank 0's host must become known
 _LATECOMERS = 0.5  # seconds that rank 0 serves the store after its own limit
 _RETRY = 0.05  # seconds between attempts to connect to rank 0
 _log = logging.getLogger("weft")
-# public from torch 2.14 on
-_set_timeout = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout
 
-
-def default_group(
-    environment: Mapping[str, str] = os.environ, timeout: float = STARTING
-) -> dist.ProcessGroup | None:
-    """The default process group, initialised from the launcher's variables if it is not yet; None
-    for a process that no launcher started.
-
-    Raises as `launched` and `join` do.
-    """
-    if not dist.is_available():
-        raise WeftError("this torch is built without torch.distributed")
-    if not dist.is_initialized():
-        if not translated(environment):
-            return None
-        join(*launched(timeout), timeout)
-    return dist.group.WORLD
+_served: dict[int, Store] = {}
+"""The stores that this process serves, by port: others may use them as long as it lives, also for
+process groups of torch, which share them.
+"""
 
 
 def launched(timeout: float) -> tuple[Store, int, int]:
@@ -95,6 +77,9 @@ def _store(rank: int, ranks: int, address: str, port: int, timeout: float) -> St
             f"rank {rank} waited {timeout:g} s for rank 0 of {ours} to listen at {where}: {advice} "
             f"({error})"
         ) from None
+    if serves and port not in _served:
+        keep_in_children(tcp)
+        _served[port] = tcp
     # The prefix separates jobs that use one port by chance, and a restarted job from its past.
     store: Store = PrefixStore(
         f"weft {job()} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}", tcp
@@ -185,38 +170,3 @@ def _reach(address: str, port: int, deadline: float) -> None:
             if time.monotonic() >= deadline:
                 raise
             time.sleep(_RETRY)
-
-
-def join(store: Store, rank: int, ranks: int, timeout: float) -> None:
-    """Initialise the default process group of ranks that share a store. Raises `PeerTimeout` if
-    they cannot connect.
-    """
-    try:
-        dist.init_process_group(
-            "gloo",
-            store=PrefixStore("gloo", store),
-            rank=rank,
-            world_size=ranks,
-            timeout=timedelta(seconds=timeout),
-        )
-    except RuntimeError as error:
-        raise PeerTimeout(
-            f"rank {rank} cannot connect to all {ranks} ranks by gloo: {error}; {INTERFACE} sets "
-            "the network interface, weft doctor finds the cause"
-        ) from error
-    _owned()
-    _set_timeout(c10d.default_pg_timeout)  # for later uses of the group
-
-
-def _owned() -> None:
-    """Note that weft made the default group: it ends with this process, and not in its children."""
-    keep_in_children(dist.group.WORLD)
-    atexit.register(_leave_group, os.getpid())
-
-
-def _leave_group(process: int) -> None:
-    """Destroy a group that weft made before the interpreter ends: its threads may still run Python.
-    A forked child has none of them.
-    """
-    if os.getpid() == process and dist.is_initialized():
-        dist.destroy_process_group()

@@ -1,0 +1,44 @@
+"""What the ranks of a world tell each other besides the data of calls: values and texts, which are
+small, by the sockets of the world. Collective, and a call of the world as any other.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import weft._native as _native
+from weft.world.memory import exchange
+from weft.world.peers import Peers
+from weft.world.wire import decode, encode
+
+Kind = TypeVar("Kind")
+_CALL = "the exchange of values"
+_PIECE = 16000  # characters, with which a note of a world is not cut
+
+
+def all_gather_values(world: Peers, own: Kind, kind: type[Kind]) -> list[Kind]:
+    """The value of each rank, which `weft.world.wire` can encode. Raises `ValueError` if one is not
+    of type `kind`.
+    """
+    return [decode(text.encode(), kind) for text in all_gather_texts(world, encode(own).decode())]
+
+
+def all_gather_texts(world: Peers, own: str) -> list[str]:
+    """The text of each rank, in ASCII."""
+    found = [""] * world.ranks
+    while True:
+        start = len(found[world.rank])
+        pieces = _exchanged(world, own[start : start + _PIECE])
+        found = [text + piece for text, piece in zip(found, pieces, strict=True)]
+        if all(len(piece) < _PIECE for piece in pieces):
+            return found
+
+
+def _exchanged(world: Peers, own: str) -> list[str]:
+    """The note of each rank."""
+    notes = [own] * world.ranks
+    compiled = _native.Compiled(_CALL, 0, [], world.ranks)
+    world.executor.begin(compiled, world.timeout)
+    for peer, note, _ in exchange(world, compiled, _CALL, own):
+        notes[peer] = note
+    return notes
