@@ -148,16 +148,18 @@ def test_messages_are_parsed_and_not_executed(tmp_path, monkeypatch, message, ki
 
 def test_the_loss_of_the_store_is_no_timeout():
     server = TCPStore("127.0.0.1", 0, None, True)
-    meeting = StoreRendezvous(TCPStore("127.0.0.1", server.port, None, False), 0, 2)
+    client = TCPStore("127.0.0.1", server.port, None, False)
+    meeting = StoreRendezvous(client, 0, 2)
     with ThreadPoolExecutor() as pool:
         lost = pool.submit(meeting.exchange(INFO, 300.0).__enter__)
         while not server.check(["weft 1/0 0"]):
             time.sleep(0.001)
         del server
-        with pytest.raises(
-            PeerLost, match="rank 0 lost the store while it waited for the addresses of 2 ranks"
-        ):
+        words = "rank 0 lost the store while it waited for the addresses of 2 ranks"
+        with pytest.raises(PeerLost, match=words):
             lost.result(SOON)
+        with pytest.raises(PeerLost, match=words):
+            StoreRendezvous(client, 0, 2)
     with (
         pytest.raises(
             PeerTimeout, match=r"waited 0.1 s for the address of rank 1 \(timeout after 100ms\)$"

@@ -108,26 +108,29 @@ def met(store: Store, keys: list[str], seconds: float) -> bool:
 
 
 class StoreRendezvous:
-    """The rendezvous of ranks that share a store and nothing else."""
+    """The rendezvous of ranks that share a store and nothing else. Raises `PeerLost` if the store
+    is lost.
+    """
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
         self.rank = rank
         self.ranks = ranks
         self.rounds = itertools.count()
-        # An earlier group of the same name may have left keys in the store.
-        self.store = PrefixStore(f"weft {store.add(f'weft {rank}', 1)}", store)
+        with self._loss_of_store():
+            # an earlier group of the same name may have left keys in the store, or an attempt
+            self.store = PrefixStore(f"weft {store.add(f'weft {rank}', 1)}", store)
 
     @contextlib.contextmanager
     def exchange(self, own: Info, timeout: float) -> Iterator[list[Info]]:
         """The records of all ranks, of which this rank contributes `own`.
 
         Raises `PeerTimeout` that names the ranks whose records do not come, `PeerLost` naming a
-        rank that gave up, or if the store is lost, `WeftError` naming a rank that runs another
-        version of weft, belongs to another job, or sends another form of message.
+        rank that gave up, `WeftError` naming a rank that runs another version of weft, belongs to
+        another job, or sends another form of message.
         """
         number = next(self.rounds)
         keys = [f"{number} {peer}" for peer in range(self.ranks)]
-        try:
+        with self._loss_of_store():
             if number == 0:
                 check_size(self.store, self.rank, self.ranks)
             self._publish(number, _announcement(own))
@@ -135,11 +138,6 @@ class StoreRendezvous:
             if not met(self.store, keys, timeout):
                 missing = [at for at, key in enumerate(keys) if not self.store.check([key])]
             messages = [] if missing else self.store.multi_get(keys)
-        except dist.DistNetworkError as error:
-            raise PeerLost(
-                f"rank {self.rank} lost the store while it waited for the addresses of "
-                f"{self.ranks} ranks: {error}"
-            ) from error
         if missing:
             raise PeerTimeout(
                 f"rank {self.rank} waited {timeout:g} s for the address of {listed(missing)} "
@@ -154,6 +152,16 @@ class StoreRendezvous:
         """Tell all ranks the reason, in place of this rank's next record."""
         with contextlib.suppress(RuntimeError):  # the store is gone, for its readers too
             self._publish(next(self.rounds), _announcement(None, error))
+
+    @contextlib.contextmanager
+    def _loss_of_store(self) -> Iterator[None]:
+        try:
+            yield
+        except dist.DistNetworkError as error:
+            raise PeerLost(
+                f"rank {self.rank} lost the store while it waited for the addresses of "
+                f"{self.ranks} ranks: {error}"
+            ) from error
 
     def _publish(self, number: int, announcement: bytes) -> None:
         """Put this rank's message of an exchange into the store."""

@@ -84,11 +84,11 @@ def _store(rank: int, ranks: int, address: str, port: int, timeout: float) -> St
     store: Store = PrefixStore(
         f"weft {job()} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}", tcp
     )
-    store = PrefixStore(str(store.add(f"{rank}", 1)), store)
     keys = [f"here {peer}" for peer in range(ranks)]
     left = max(0.0, deadline - time.monotonic())
     soon = min(_PATIENCE, left)
     try:
+        store = PrefixStore(str(store.add(f"{rank}", 1)), store)
         check_size(store, rank, ranks)
         store.set(keys[rank], "")
         missing = _missing(store, keys, soon)
