@@ -259,6 +259,7 @@ def measure(sizes: Sizes, iterations: int, show_progress: bool) -> dict[str, Any
     """Run on each rank: verify, then time; returns milliseconds by task and by kind of styles,
     and the largest differences.
     """
+    dist.init_process_group("gloo")
     with weft.init() as world:
         mesh = init_device_mesh("cpu", (world.ranks,))
         runs = {"torch": Run(sizes, mesh, torch_styles), "weft": Run(sizes, mesh, weft.nn)}
