@@ -59,7 +59,6 @@ WITHOUT_A_WORLD = (
     doctor,
     doctor_by_ucx,
     leaves,
-    halfway,
     transports_differ,
 )
 WITH_A_FOLDER = (
@@ -67,6 +66,7 @@ WITH_A_FOLDER = (
     benches,
     cut_off,
     full_socket,
+    halfway,
     killed,
     dies_while_called,
     goes_on,

@@ -6,6 +6,7 @@ DEBUG of the logger ``weft``.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import re
@@ -36,10 +37,33 @@ def report_uncaught() -> None:
     rank, else with hints only.
     """
     hook = _hinting(sys.excepthook)
-    sys.excepthook = _reporting(hook) if launched() else hook
+    sys.excepthook = _of_rank(_reporting(hook) if launched() else hook)
 
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+def _of_rank(before: Hook) -> Hook:
+    """The hook `before`, the lines of which begin with the rank if a launcher started it, as torch
+    has it in a program with a process group.
+    """
+
+    def report(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if _rank() < 0 or getattr(sys.excepthook, "__module__", "") == _TORCH:
+            before(kind, error, trace)
+            return
+        with contextlib.redirect_stderr(io.StringIO()) as printed:
+            before(kind, error, trace)
+        for line in printed.getvalue().splitlines():
+            print(f"[rank{_rank()}]: {line}" if line else "", file=sys.stderr)
+
+    return report
+
+
+_TORCH = "torch.distributed.distributed_c10d"
+"""The module of torch's hook, which `init_process_group` installs."""
 
 
 def _hinting(before: Hook) -> Hook:
