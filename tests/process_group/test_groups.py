@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from support.process_resources import leaked, resources
 from support.ranks import die, free_port, group, on_ranks, start
+from torch._C._distributed_c10d import ErrorType
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -220,7 +221,9 @@ def loses_a_peer(asynchronous, _):
         works = [dist.all_reduce(torch.ones(4), async_op=asynchronous) for _ in range(3)]
         for work in works:
             work.wait()
-    assert operations_of(distributed_c10d._get_default_group()).error_type() == "REMOTE_ERROR"
+    assert (
+        operations_of(distributed_c10d._get_default_group()).error_type() == ErrorType.REMOTE_ERROR
+    )
     dist.destroy_process_group()
     works = work = None  # which keep their group
     return leaked(before)

@@ -48,35 +48,37 @@ py::object limit(milliseconds timeout) {
   return py::float_(seconds(timeout));
 }
 
-// Raises an exception of Python in C++ as itself.
-py::error_already_set raised(const py::object& error) {
+// An exception of Python, which C++ raises as itself; null for None.
+std::exception_ptr failure(const py::object& error) {
+  if (error.is_none()) return nullptr;
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
-  return {};
+  return std::make_exception_ptr(py::error_already_set());
 }
 
-// An asynchronous operation, which runs as `work_queue.Work`.
+// An asynchronous operation, which runs as `work_queue.Work`, and the tensors that it fills.
 class Work : public c10d::Work {
  public:
-  Work(py::object work, OpType kind, uint64_t number)
-      : c10d::Work(-1, kind), work_(std::move(work)), number_(number) {}
-  Work(OpType kind, uint64_t number) : c10d::Work(-1, kind), number_(number) {}
+  Work(OpType kind, uint64_t number, Tensors tensors, py::object work = {})
+      : c10d::Work(-1, kind),
+        number_(number),
+        tensors_(std::move(tensors)),
+        work_(std::move(work)) {}
 
   bool isCompleted() override { return get<bool>("is_completed"); }
-  bool isSuccess() const override { return get<bool>("is_success"); }
+  bool isSuccess() const override { return get<bool>("is_completed") && !exception(); }
   int sourceRank() const override { return get<int>("source_rank"); }
-  Tensors result() override { return get<Tensors>("result"); }
+  Tensors result() override { return tensors_; }
   void synchronize() override { wait(kNoTimeout); }
   uint64_t getSequencenumber() const override { return number_; }
 
   std::exception_ptr exception() const override {
     py::gil_scoped_acquire gil;
-    const py::object error = work().attr("exception")();
-    return error.is_none() ? nullptr : std::make_exception_ptr(raised(error));
+    return failure(work().attr("exception")());
   }
 
   bool wait(milliseconds timeout) override {
     py::gil_scoped_acquire gil;
-    work().attr("wait_for")(limit(timeout));
+    work().attr("wait")(limit(timeout));
     return true;
   }
 
@@ -84,9 +86,8 @@ class Work : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     auto future =
         c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    const auto complete = [future](const py::object& error, const Tensors& tensors) {
-      const std::exception_ptr failed =
-          error.is_none() ? nullptr : std::make_exception_ptr(raised(error));
+    const auto complete = [future, tensors = tensors_](const py::object& error) {
+      const std::exception_ptr failed = failure(error);
       py::gil_scoped_release without_gil;  // its callbacks may take locks of others
       if (failed)
         future->setError(failed);
@@ -98,18 +99,19 @@ class Work : public c10d::Work {
     return future;
   }
 
- private:
   // The operation as Python knows it; under Python's lock.
   virtual py::object work() const { return *work_; }
 
+ private:
   template <class Value>
   Value get(const char* name) const {
     py::gil_scoped_acquire gil;
     return work().attr(name)().template cast<Value>();
   }
 
-  const Held work_;
   const uint64_t number_;
+  const Tensors tensors_;
+  const Held work_;
 };
 
 // The messages of a group: `messages.Messages`, and the calls of its native part.
@@ -133,17 +135,15 @@ class Message : public Work {
   // `message` is the new one's; without a limit a wait takes `seconds` at most.
   Message(std::shared_ptr<const Messages> messages, void* message, const Tensor& tensor,
           OpType kind, uint64_t number, double seconds)
-      : Work(kind, number),
+      : Work(kind, number, {tensor}),
         messages_(std::move(messages)),
         message_(message),
-        tensor_(tensor),
         seconds_(seconds) {}
   ~Message() override { messages_->calls.release(message_); }
 
   bool isCompleted() override { return state() != kOpen; }
   bool isSuccess() const override { return state() == kDone; }
   int sourceRank() const override { return messages_->calls.source(message_); }
-  Tensors result() override { return {tensor_}; }
 
   bool wait(milliseconds timeout) override {
     const double most = timeout.count() > 0 ? seconds(timeout) : seconds_;
@@ -159,6 +159,8 @@ class Message : public Work {
     return true;
   }
 
+  py::object work() const override { return (*messages_->python).attr("work")(object()); }
+
  private:
   enum State { kOpen, kDone, kFailed };
   State state() const { return static_cast<State>(messages_->calls.state(message_)); }
@@ -167,11 +169,9 @@ class Message : public Work {
     void* const made = messages_->calls.object(message_);
     return py::reinterpret_steal<py::object>(static_cast<PyObject*>(made));
   }
-  py::object work() const override { return (*messages_->python).attr("work")(object(), tensor_); }
 
   const std::shared_ptr<const Messages> messages_;
   void* const message_;
-  const Tensor tensor_;
   const double seconds_;
 };
 
@@ -293,7 +293,7 @@ class Window : public c10d::Window {
     py::gil_scoped_acquire gil;
     const py::object work = (*window_).attr(name)(args...);
     if (work.is_none()) return nullptr;
-    return c10::make_intrusive<Work>(work, OpType::UNKNOWN, 0);
+    return c10::make_intrusive<Work>(OpType::UNKNOWN, 0, Tensors(), work);
   }
 
   const Held window_;
@@ -310,6 +310,7 @@ class Backend : public c10d::Backend {
         elastic_(std::move(elastic)),
         hooks_(py::dict()),
         collectives_(py::module_::import("weft.process_group.collectives")),
+        queue_(py::module_::import("weft.process_group.work_queue")),
         options_(c10::make_intrusive<Options>("weft", timeout)) {
     if (!operations.is_none()) connect(operations);
   }
@@ -335,104 +336,84 @@ class Backend : public c10d::Backend {
       ++calls_;
       return nullptr;
     }
-    return run(OpType::ALLREDUCE, "all_reduce", tensors, opts, tensor, op(opts.reduceOp));
+    return run(OpType::ALLREDUCE, "all_reduce", opts, tensor, opts.reduceOp);
   }
 
   WorkOfTorch allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
-    py::gil_scoped_acquire gil;
-    return run(OpType::_ALLREDUCE_SPARSE, "all_reduce_sparse", tensors, opts, one(tensors),
-               op(opts.reduceOp));
+    return run(OpType::_ALLREDUCE_SPARSE, "all_reduce_sparse", opts, one(tensors), opts.reduceOp);
   }
 
   WorkOfTorch allreduce_coalesced(Tensors& tensors,
                                   const c10d::AllreduceCoalescedOptions& opts) override {
-    py::gil_scoped_acquire gil;
-    return run(OpType::ALLREDUCE_COALESCED, "all_reduce_coalesced", tensors, opts, tensors,
-               op(opts.reduceOp));
+    return run(OpType::ALLREDUCE_COALESCED, "all_reduce_coalesced", opts, tensors, opts.reduceOp);
   }
 
   WorkOfTorch reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
-    py::gil_scoped_acquire gil;
-    return run(OpType::REDUCE, "reduce", tensors, opts, one(tensors), op(opts.reduceOp),
-               opts.rootRank);
+    return run(OpType::REDUCE, "reduce", opts, one(tensors), opts.reduceOp, opts.rootRank);
   }
 
   WorkOfTorch reduce_scatter(Tensors& outs, std::vector<Tensors>& inputs,
                              const c10d::ReduceScatterOptions& opts) override {
-    py::gil_scoped_acquire gil;
-    return run(OpType::REDUCE_SCATTER, "reduce_scatter", outs, opts, one(outs), list(inputs),
-               op(opts.reduceOp));
+    return run(OpType::REDUCE_SCATTER, "reduce_scatter", opts, one(outs), list(inputs),
+               opts.reduceOp);
   }
 
   WorkOfTorch _reduce_scatter_base(Tensor& out, Tensor& input,
                                    const c10d::ReduceScatterOptions& opts) override {
-    py::gil_scoped_acquire gil;
-    return run(OpType::_REDUCE_SCATTER_BASE, "reduce_scatter_single", {out}, opts, out, input,
-               op(opts.reduceOp));
+    return run(OpType::_REDUCE_SCATTER_BASE, "reduce_scatter_single", opts, out, input,
+               opts.reduceOp);
   }
 
   WorkOfTorch reduce_scatter_tensor_coalesced(Tensors& outs, Tensors& inputs,
                                               const c10d::ReduceScatterOptions& opts) override {
-    py::gil_scoped_acquire gil;
-    return run(OpType::COALESCED, "reduce_scatter_single_coalesced", outs, opts, outs, inputs,
-               op(opts.reduceOp));
+    return run(OpType::COALESCED, "reduce_scatter_single_coalesced", opts, outs, inputs,
+               opts.reduceOp);
   }
 
   // Gathers, scatters and exchanges
 
   WorkOfTorch broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
-    py::gil_scoped_acquire gil;
-    return run(OpType::BROADCAST, "broadcast", tensors, opts, one(tensors), opts.rootRank);
+    return run(OpType::BROADCAST, "broadcast", opts, one(tensors), opts.rootRank);
   }
 
   WorkOfTorch allgather(std::vector<Tensors>& outs, Tensors& inputs,
                         const c10d::AllgatherOptions& opts) override {
-    py::gil_scoped_acquire gil;
-    return run(OpType::ALLGATHER, "all_gather", list(outs), opts, list(outs), one(inputs));
+    return run(OpType::ALLGATHER, "all_gather", opts, list(outs), one(inputs));
   }
 
   WorkOfTorch allgather_coalesced(std::vector<Tensors>& outs, Tensors& inputs,
                                   const c10d::AllgatherOptions& opts) override {
-    Tensors all;
-    for (const Tensors& some : outs) all.insert(all.end(), some.begin(), some.end());
-    py::gil_scoped_acquire gil;
-    return run(OpType::ALLGATHER_COALESCED, "all_gather_coalesced", all, opts, outs, inputs);
+    return run(OpType::ALLGATHER_COALESCED, "all_gather_coalesced", opts, outs, inputs);
   }
 
   WorkOfTorch _allgather_base(Tensor& out, Tensor& input,
                               const c10d::AllgatherOptions& opts) override {
-    py::gil_scoped_acquire gil;
-    return run(OpType::_ALLGATHER_BASE, "all_gather_single", {out}, opts, out, input);
+    return run(OpType::_ALLGATHER_BASE, "all_gather_single", opts, out, input);
   }
 
   WorkOfTorch allgather_into_tensor_coalesced(Tensors& outs, Tensors& inputs,
                                               const c10d::AllgatherOptions& opts) override {
-    py::gil_scoped_acquire gil;
-    return run(OpType::COALESCED, "all_gather_single_coalesced", outs, opts, outs, inputs);
+    return run(OpType::COALESCED, "all_gather_single_coalesced", opts, outs, inputs);
   }
 
   WorkOfTorch gather(std::vector<Tensors>& outs, Tensors& inputs,
                      const c10d::GatherOptions& opts) override {
-    py::gil_scoped_acquire gil;
-    return run(OpType::GATHER, "gather", list(outs), opts, list(outs), one(inputs), opts.rootRank);
+    return run(OpType::GATHER, "gather", opts, list(outs), one(inputs), opts.rootRank);
   }
 
   WorkOfTorch scatter(Tensors& outs, std::vector<Tensors>& inputs,
                       const c10d::ScatterOptions& opts) override {
-    py::gil_scoped_acquire gil;
-    return run(OpType::SCATTER, "scatter", outs, opts, one(outs), list(inputs), opts.rootRank);
+    return run(OpType::SCATTER, "scatter", opts, one(outs), list(inputs), opts.rootRank);
   }
 
   WorkOfTorch alltoall(Tensors& outs, Tensors& inputs, const c10d::AllToAllOptions& opts) override {
-    py::gil_scoped_acquire gil;
-    return run(OpType::ALLTOALL, "all_to_all", outs, opts, outs, inputs);
+    return run(OpType::ALLTOALL, "all_to_all", opts, outs, inputs);
   }
 
   WorkOfTorch alltoall_base(Tensor& out, Tensor& input, std::vector<int64_t>& out_sizes,
                             std::vector<int64_t>& input_sizes,
                             const c10d::AllToAllOptions& opts) override {
-    py::gil_scoped_acquire gil;
-    return run(OpType::ALLTOALL_BASE, "all_to_all_single", {out}, opts, out, input, out_sizes,
+    return run(OpType::ALLTOALL_BASE, "all_to_all_single", opts, out, input, out_sizes,
                input_sizes);
   }
 
@@ -456,40 +437,41 @@ class Backend : public c10d::Backend {
   // Barriers, coalescing and the group's end
 
   WorkOfTorch barrier(const c10d::BarrierOptions& opts) override {
-    py::gil_scoped_acquire gil;
-    return run(OpType::BARRIER, "barrier", {}, opts);
+    return run(OpType::BARRIER, "barrier", opts);
   }
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override {
-    tell(
-        "monitored_barrier",
-        opts.timeout.count() < 0 ? std::nullopt : std::optional<double>(opts.timeout.count() / 1e3),
-        wait_all_ranks);
+    std::optional<double> most;
+    if (opts.timeout.count() >= 0) most = seconds(opts.timeout);
+    invoke("monitored_barrier", most, wait_all_ranks);
   }
   void startCoalescing() override {
+    connection();
     coalescing_ = true;
-    tell("start_coalescing");
   }
   WorkOfTorch endCoalescing() override {
     coalescing_ = false;
     py::gil_scoped_acquire gil;
-    return issued(OpType::COALESCED, named().attr("end_coalescing")(), calls_);
+    py::list works;
+    Tensors tensors;
+    for (const auto& each : std::exchange(coalesced_, {})) {
+      works.append(each->work());
+      for (const Tensor& tensor : each->result()) tensors.push_back(tensor);
+    }
+    return issued(OpType::COALESCED, calls_, tensors, (*queue_).attr("CombinedWork")(works));
   }
   void shutdown() override {
     py::gil_scoped_acquire gil;
-    if (connection_) tell("shutdown");
+    if (connection_) invoke("shutdown");
     if (!(*elastic_).is_none()) (*elastic_).attr("close")();
   }
   void abort() override {
     py::gil_scoped_acquire gil;
-    if (connection_) tell("abort");
+    if (connection_) invoke("abort");
   }
   c10d::ErrorType getError() override {
     py::gil_scoped_acquire gil;
     if (!connection_) return c10d::ErrorType::SUCCESS;
-    const auto kind = connection_->operations.attr("error_type")().cast<std::string>();
-    if (kind == "TIMEOUT") return c10d::ErrorType::TIMEOUT;
-    if (kind == "REMOTE_ERROR") return c10d::ErrorType::REMOTE_ERROR;
-    return kind == "SUCCESS" ? c10d::ErrorType::SUCCESS : c10d::ErrorType::COMM_ERROR;
+    return connection_->operations.attr("error_type")().cast<c10d::ErrorType>();
   }
 
   // Properties
@@ -501,15 +483,14 @@ class Backend : public c10d::Backend {
   void setTimeout(milliseconds timeout) override {
     options_->timeout = timeout;
     py::gil_scoped_acquire gil;
-    if (connection_) tell("set_timeout", seconds(timeout));
+    if (connection_) invoke("set_timeout", seconds(timeout));
   }
 
   // Methods of torch 2.14 and later
 
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 14
   WorkOfTorch gather_single(Tensor& out, Tensor& input, const c10d::GatherOptions& opts) override {
-    py::gil_scoped_acquire gil;
-    return run(OpType::GATHER, "gather_single", {out}, opts, out, input, opts.rootRank);
+    return run(OpType::GATHER, "gather_single", opts, out, input, opts.rootRank);
   }
 
   void setGroupUid(const std::string& uid) override {
@@ -535,7 +516,7 @@ class Backend : public c10d::Backend {
                                       seconds(own), operations()));
     rank_ = operations().attr("rank").cast<int>();
     size_ = operations().attr("ranks").cast<int>();
-    return issued(OpType::UNKNOWN, done(), calls_);
+    return issued(OpType::UNKNOWN, calls_, {}, (*queue_).attr("DONE"));
   }
 
   bool supportsShrinking() const override { return true; }
@@ -600,8 +581,12 @@ class Backend : public c10d::Backend {
     return lists.empty() ? none : lists[0];
   }
 
-  // A reduction as Python has it: those without a factor are made once.
-  static py::object op(const c10d::ReduceOp& op) {
+  // An argument as Python has it: reductions without a factor are made once.
+  template <class Value>
+  static const Value& in_python(const Value& value) {
+    return value;
+  }
+  static py::object in_python(const c10d::ReduceOp& op) {
     if (op.op_ == c10d::ReduceOp::PREMUL_SUM) return py::cast(op);
     static PyObject* made[c10d::ReduceOp::UNUSED + 1] = {};
     PyObject*& one = made[op.op_];
@@ -609,25 +594,39 @@ class Backend : public c10d::Backend {
     return py::reinterpret_borrow<py::object>(one);
   }
 
-  // Run a collective of collectives.py that fills the tensors `filled`; under Python's lock.
+  // The tensors that a collective with these arguments fills: the first ones.
+  static Tensors filled() { return {}; }
+  template <class... Others>
+  static Tensors filled(const Tensor& out, const Others&...) {
+    return {out};
+  }
+  template <class... Others>
+  static Tensors filled(const Tensors& outs, const Others&...) {
+    return outs;
+  }
+  template <class... Others>
+  static Tensors filled(const std::vector<Tensors>& outs, const Others&...) {
+    Tensors all;
+    for (const Tensors& some : outs) all.insert(all.end(), some.begin(), some.end());
+    return all;
+  }
+
+  // Run a collective of collectives.py.
   template <class Options, class... Args>
-  WorkOfTorch run(OpType kind, const char* name, const Tensors& filled, const Options& opts,
-                  const Args&... args) {
-    for (const Tensor& tensor : filled) check(tensor);
+  WorkOfTorch run(OpType kind, const char* name, const Options& opts, const Args&... args) {
+    Tensors outs = filled(args...);
+    for (const Tensor& out : outs) check(out);
+    py::gil_scoped_acquire gil;
     const uint64_t number = ++calls_;
-    const py::object collective = (*collectives_).attr(name);
-    const py::object& operations = named();
+    named();
     const std::shared_ptr<Connection> own = connection_;
-    if (!opts.asyncOp && !coalescing_) {
-      own->queue_run(collective, own->world, args..., limit(opts.timeout));
-      return nullptr;
-    }
-    if (coalescing_)
-      return issued(
-          kind, operations.attr("issue")(collective, filled, args..., limit(opts.timeout)), number);
-    return issued(kind,
-                  own->queue_issue(filled, collective, own->world, args..., limit(opts.timeout)),
-                  number);
+    const auto by = [&](const py::object& call) {
+      return call((*collectives_).attr(name), own->world, in_python(args)..., limit(opts.timeout));
+    };
+    if (opts.asyncOp || coalescing_)
+      return issued(kind, number, std::move(outs), by(own->queue_issue));
+    by(own->queue_run);
+    return nullptr;
   }
 
   // The messages of this group if they can take the elements of a tensor where they are.
@@ -657,17 +656,18 @@ class Backend : public c10d::Backend {
                       int tag) {
     check(tensor);
     py::gil_scoped_acquire gil;
-    return issued(kind, named().attr(name)(tensor, peer, tag), calls_);
+    return issued(kind, calls_, {tensor}, named().attr("messages").attr(name)(tensor, peer, tag));
   }
 
-  // The work of a call; null, as of NCCL, after a synchronous one.
-  static WorkOfTorch issued(OpType kind, const py::object& work, uint64_t number) {
-    if (work.is_none()) return nullptr;
-    return c10::make_intrusive<Work>(work, kind, number);
+  // The work of a call, which endCoalescing makes a part of another.
+  WorkOfTorch issued(OpType kind, uint64_t number, Tensors tensors, py::object work) {
+    auto made = c10::make_intrusive<Work>(kind, number, std::move(tensors), std::move(work));
+    if (coalescing_) coalesced_.push_back(made);
+    return made;
   }
 
   template <class... Args>
-  void tell(const char* name, const Args&... args) {
+  void invoke(const char* name, const Args&... args) {
     py::gil_scoped_acquire gil;
     named().attr(name)(args...);
   }
@@ -700,11 +700,6 @@ class Backend : public c10d::Backend {
     return *elastic_;
   }
 
-  // A work that is done.
-  static py::object done() {
-    return py::module_::import("weft.process_group.work_queue").attr("DONE");
-  }
-
   // The backend of a group of some of this one's ranks.
   static c10::intrusive_ptr<c10d::Backend> part(const py::object& operations,
                                                 milliseconds timeout) {
@@ -713,11 +708,12 @@ class Backend : public c10d::Backend {
   }
 #endif
 
-  const Held elastic_, hooks_, collectives_;
+  const Held elastic_, hooks_, collectives_, queue_;
   const c10::intrusive_ptr<Options> options_;
   std::shared_ptr<Connection> connection_;
   std::atomic<uint64_t> calls_ = 0;  // collectives
   bool coalescing_ = false;
+  std::vector<c10::intrusive_ptr<Work>> coalesced_;  // since startCoalescing
 };
 
 c10::intrusive_ptr<c10d::Backend> make(py::object operations, py::object elastic, int rank,

@@ -6,6 +6,7 @@ their errors, and the thread that moves messages for which no thread waits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,22 +22,23 @@ from weft.world import World, memory
 _RINGS_BYTES = 2 << 20  # of all rings of a rank, about: a bound of memory
 _LEAST_RING, _LARGEST_RING = 16 << 10, 1 << 20  # bytes
 _LINE = 64  # bytes
+_TAGS = 1 << 31  # as of torch
 
 
 @uncompiled_methods
 class Message(Work):
-    """A message that is sent or received."""
+    """A message that is sent or received; `data` is what it moves."""
 
-    def __init__(self, message: _native.Message, tensor: Tensor, messages: Messages) -> None:
-        super().__init__([tensor], messages)
+    def __init__(
+        self, message: _native.Message, messages: Messages, data: Tensor | None = None
+    ) -> None:
+        super().__init__(messages)
         self.message = message
         self.messages = messages
+        self.data = data
 
     def is_completed(self) -> bool:
         return self.message.done
-
-    def is_success(self) -> bool:
-        return self.message.done and not self.message.failed
 
     def exception(self) -> BaseException | None:
         return self.messages.error_of(self.message)
@@ -44,9 +46,7 @@ class Message(Work):
     def source_rank(self) -> int:
         return self.message.source
 
-    _source_rank = source_rank
-
-    def wait_for(self, seconds: float | None) -> None:
+    def wait(self, seconds: float | None = None) -> None:
         self.messages.wait(self.message, seconds)
 
     def add_callback(self, call: Any) -> bool:
@@ -59,6 +59,7 @@ class Message(Work):
         return True
 
 
+@uncompiled_methods
 class Messages(Progress):
     """The messages of a rank of `world`; made collectively."""
 
@@ -80,15 +81,11 @@ class Messages(Progress):
         )
         self.watched: list[tuple[_native.Message, Message]] = []
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> Message:
+    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> Message:
         """Begin to send `tensor`, which must not change until the work is done."""
-        self.check()
-        self.world.check()
-        data = as_bytes(tensor)
-        made = self.native.send(data.data_ptr(), data.numel(), peer, tag)
-        return self._begun(made, data)
+        return self._begun(self.native.send, as_bytes(tensor), peer, tag)
 
-    def receive(self, tensor: Tensor, source: int | None, tag: int) -> Message:
+    def receive(self, tensor: Tensor, source: int | None, tag: int = 0) -> Message:
         """Begin to receive a message of at most the bytes of `tensor`, a contiguous one, from a
         peer or from any (None).
         """
@@ -96,22 +93,30 @@ class Messages(Progress):
             raise ValueError(
                 f"the tensor to receive into must be contiguous; got strides {tensor.stride()}"
             )
+        return self._begun(self.native.receive, as_bytes(tensor), source, tag)
+
+    def _begun(
+        self, begin: Callable[..., _native.Message | None], data: Tensor, peer: int | None, tag: int
+    ) -> Message:
+        """A message of these bytes to or from a peer that `begin` begins."""
+        world = self.world
+        if peer is not None and (not 0 <= peer < world.ranks or peer == world.rank):
+            raise ValueError(
+                f"the peer of rank {world.rank} must be another rank of this group of "
+                f"{world.ranks}; got rank {peer}"
+            )
+        if not 0 <= tag < _TAGS:
+            raise ValueError(f"the tag of a message must be from 0 to 2**31 - 1; got {tag}")
         self.check()
-        self.world.check()
-        data = as_bytes(tensor)
-        made = self.native.receive(data.data_ptr(), data.numel(), source, tag)
-        return self._begun(made, tensor)
-
-    def _begun(self, message: _native.Message | None, tensor: Tensor) -> Message:
+        world.check()
+        message = begin(data.data_ptr(), data.numel(), peer, tag)
         if message is None:
-            if self.native.closed:
-                raise self._left()
-            raise self.world.failure("to begin a message")
-        return self.work(message, tensor)
+            raise self._left() if self.native.closed else world.failure("to begin a message")
+        return Message(message, self, data)
 
-    def work(self, message: _native.Message, tensor: Tensor) -> Message:
-        """A message as torch knows it."""
-        return Message(message, tensor, self)
+    def work(self, message: _native.Message) -> Message:
+        """A message that native code has begun."""
+        return Message(message, self)
 
     def wait(self, message: _native.Message, seconds: float | None) -> None:
         """Wait for a message, for `seconds`, or for the group's time limit, which ends it (None).
@@ -144,7 +149,7 @@ class Messages(Progress):
             raise error
 
     def advance(self, work: Work, seconds: float | None) -> None:
-        work.wait_for(seconds)
+        work.wait(seconds)
 
     def run_pending(self) -> None:
         status = self.native.advance(self.world.timeout)

@@ -3,32 +3,53 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch._C._distributed_c10d import ErrorType
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 import weft._native as _native
 from weft.errors import PeerLost, PeerTimeout, WeftError
-from weft.process_group.failure import Failure
 from weft.process_group.messages import Messages
-from weft.process_group.work_queue import CombinedWork, Work, WorkQueue
+from weft.process_group.work_queue import WorkQueue
 from weft.uncompiled import uncompiled_methods
 from weft.world import World, init_by_store
 from weft.world.stores import arrived, leave_together
 
-_TAGS = 1 << 31  # as of torch
+_log = logging.getLogger("weft")
 _READ = 2.0  # seconds in which ranks that wait in a monitored barrier read that it is over
+
+
+class Failure:
+    """What a world calls before an error closes it: the `hooks`, by their numbers.
+
+    Attributes: `kind`, the error by which the world was closed, as torch knows it. The error itself
+    would keep the group alive: its frames refer to torch's group, whose references Python's
+    collector does not see.
+    """
+
+    def __init__(self) -> None:
+        self.hooks: dict[int, Callable[[], object]] = {}
+        self.kind = ErrorType.SUCCESS
+
+    def __call__(self, error: BaseException) -> None:
+        known = {PeerTimeout: ErrorType.TIMEOUT, PeerLost: ErrorType.REMOTE_ERROR}
+        self.kind = known.get(type(error), ErrorType.COMM_ERROR)
+        for hook in [*self.hooks.values()]:
+            try:
+                hook()
+            except Exception:  # the world is to be closed all the same
+                _log.exception("an abort hook of a process group failed")
 
 
 @uncompiled_methods
 class Operations:
-    """What `backend.cpp` does for torch's process groups; all tensors are on the CPU. `limit` is in
-    seconds, None for the group's; results are `Work`s.
+    """What `backend.cpp` does for torch's process groups. `queue` runs their collectives, and
+    `messages` moves their messages; all tensors are on the CPU.
 
     Attributes: `world`, of the group's ranks, for calls of the group only.
     """
@@ -42,7 +63,6 @@ class Operations:
         self.failure = self.world.before_failure = Failure()
         self.queue = WorkQueue(f"weft group of {world.ranks}", self.world)
         self.messages = Messages(self.world)
-        self.coalesced: list[Work] | None = None  # issued since `start_coalescing`
         self.barriers = 0
         self.shrunk = 0  # times that `without` was called
         self.start_recorder: Callable[[], object] = lambda: None
@@ -55,37 +75,6 @@ class Operations:
         except BaseException:  # such as Ctrl-C
             self.shutdown()
             raise
-
-    # Collectives
-
-    def issue(
-        self, collective: Callable[..., object], filled: Sequence[Tensor], *args: Any
-    ) -> Work:
-        """Issue a function of `collectives` with these arguments, the last of which is its limit,
-        and which fills the tensors `filled`. A synchronous one is run by the `queue`.
-        """
-        return self._coalesce(self.queue.issue(filled, collective, self.world, *args))
-
-    # Messages
-
-    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> Work:
-        """Send a tensor to a peer."""
-        self._check_message(peer, tag)
-        return self._coalesce(self.messages.send(tensor, peer, tag))
-
-    def receive(self, tensor: Tensor, peer: int | None, tag: int = 0) -> Work:
-        """Receive a tensor from a peer, or from any (None)."""
-        self._check_message(peer, tag)
-        return self._coalesce(self.messages.receive(tensor, peer, tag))
-
-    def _check_message(self, peer: int | None, tag: int) -> None:
-        if peer is not None and (not 0 <= peer < self.ranks or peer == self.rank):
-            raise ValueError(
-                f"the peer of rank {self.rank} must be another rank of this group of "
-                f"{self.ranks}; got rank {peer}"
-            )
-        if not 0 <= tag < _TAGS:
-            raise ValueError(f"the tag of a message must be from 0 to 2**31 - 1; got {tag}")
 
     # A barrier that names missing ranks
 
@@ -132,23 +121,6 @@ class Operations:
             ) from error
         leave_together(store, self.ranks, _READ)
 
-    # Coalescing
-
-    def start_coalescing(self) -> None:
-        """Issue all following works at the end of coalescing, as one."""
-        self.coalesced = []
-
-    def end_coalescing(self) -> Work:
-        """The works since `start_coalescing` as one."""
-        works = self.coalesced or []
-        self.coalesced = None
-        return CombinedWork(works)
-
-    def _coalesce(self, work: Work) -> Work:
-        if self.coalesced is not None:
-            self.coalesced.append(work)
-        return work
-
     # The group
 
     def record(self) -> None:
@@ -194,10 +166,10 @@ class Operations:
         else:
             self.shutdown()
 
-    def error_type(self) -> str:
-        """Why the world was closed, if by an error, as torch names it."""
+    def error_type(self) -> ErrorType:
+        """Why the world was closed, if by an error."""
         lost = self.world.closed is None and self.world.mesh.failure()[0]  # no call has raised it
-        return "REMOTE_ERROR" if lost else self.failure.kind
+        return ErrorType.REMOTE_ERROR if lost else self.failure.kind
 
     # Groups of some of its ranks
 

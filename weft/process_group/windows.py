@@ -19,7 +19,7 @@ from weft.ops.barrier import barrier
 from weft.ops.onesided import put
 from weft.ops.signalling import notify, test, wait
 from weft.process_group.operations import Operations
-from weft.process_group.work_queue import DONE, Work
+from weft.process_group.work_queue import DONE, Done, Work
 from weft.world.signals import Signals
 
 Move = Callable[[Tensor, Tensor], object]
@@ -153,7 +153,7 @@ class SignalWork(Work):
     """The wait for a signal."""
 
     def __init__(self, signals: Signals, peer: int, number: int, limit: float | None) -> None:
-        super().__init__(())
+        super().__init__()
         self.signals, self.peer, self.number, self.limit = signals, peer, number, limit
 
     def is_completed(self) -> bool:
@@ -171,7 +171,7 @@ class SignalWork(Work):
         else:
             self.end()
 
-    def complete(self, done: Callable[[BaseException | None, list[Tensor]], object]) -> None:
+    def complete(self, done: Done) -> None:
         if not self.done:
             self._advance(None)
         super().complete(done)

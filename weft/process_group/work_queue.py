@@ -19,13 +19,10 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from threading import get_ident
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 import weft._native as _native
 from weft.errors import PeerTimeout, WeftError
@@ -34,24 +31,17 @@ from weft.world import World
 from weft.world.rendezvous import time_left
 
 _log = logging.getLogger("weft")
-NO_LIMIT = timedelta(0)  # the value of no limit in torch's native code
-
-Done = Callable[[BaseException | None, list[Tensor]], object]
-"""A function of a work's error and of the tensors that it fills."""
+Done = Callable[[BaseException | None], object]
+"""A function of a work's error."""
 
 
 @uncompiled_methods
-class Work(dist.Work):
-    """An asynchronous operation and the `tensors` that it fills; `progress` runs it, and the
-    callbacks of its futures.
-    """
+class Work:
+    """An asynchronous operation; `progress` runs it, and the callbacks of its futures."""
 
-    def __init__(self, tensors: Sequence[Tensor], progress: Progress | None = None) -> None:
-        super().__init__()
-        self.tensors = tensors
+    def __init__(self, progress: Progress | None = None) -> None:
         self.progress = progress
         self.done = False
-        self.source = -1
         self.error: BaseException | None = None
         self.callbacks: list[Callable[[], object]] = []
 
@@ -67,16 +57,10 @@ class Work(dist.Work):
         for call in callbacks:
             call()
 
-    def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
-        """True once the work is done. Raises its error, and `PeerTimeout` after `timeout`, which
-        leaves the work outstanding.
+    def wait(self, seconds: float | None = None) -> None:
+        """Return once the work is done. Raises its error, and `PeerTimeout` after `seconds`, which
+        leaves the work outstanding; None for no limit.
         """
-        seconds = timeout.total_seconds()
-        self.wait_for(seconds if seconds > 0 else None)
-        return True
-
-    def wait_for(self, seconds: float | None) -> None:
-        """As `wait`; None for no limit."""
         if not self.done:
             self._advance(seconds)
             if not self.done:
@@ -84,45 +68,24 @@ class Work(dist.Work):
         if error := self.exception():
             raise error
 
-    def synchronize(self) -> None:
-        """As `wait`."""
-        self.wait()
-
     def is_completed(self) -> bool:
         """Whether the work is done or failed."""
         return self.done
-
-    def is_success(self) -> bool:
-        """Whether the work is done without an error."""
-        return self.done and self.error is None
 
     def exception(self) -> BaseException | None:
         """A new instance of the error of a failed work."""
         return None if self.error is None else without_frames(self.error)
 
-    def result(self) -> list[Tensor]:
-        """The tensors that the work fills."""
-        return list(self.tensors)
-
     def source_rank(self) -> int:
-        """The rank that a message was received from."""
-        return self.source
-
-    _source_rank = source_rank
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """A future of the tensors; for a failed work it has an error with the same text."""
-        done: torch.futures.Future[Any] = torch.futures.Future()
-        made = done.then(self._value)  # a Python callback, so that native code sees the exception
-        self.complete(lambda *_: done.set_result(None))
-        return made
+        """The rank that a message was received from; -1 of other works."""
+        return -1
 
     def complete(self, done: Done) -> None:
         """Call `done` once the work is done: on a callback thread, or here if it is done now."""
         progress, depth = self.progress, getattr(_thread, "callback_depth", 0)
 
         def call() -> None:
-            done(self.exception(), list(self.tensors))
+            done(self.exception())
 
         if progress is None or not self.add_callback(lambda: progress.call(call, depth)):
             call()
@@ -143,11 +106,6 @@ class Work(dist.Work):
         if self.progress is not None:
             self.progress.advance(self, seconds)
 
-    def _value(self, _: object) -> list[Tensor]:
-        if error := self.exception():
-            raise error
-        return list(self.tensors)
-
 
 def without_frames(error: BaseException) -> BaseException:
     """A copy without the frames in which it was raised. They would keep their group alive: they
@@ -159,7 +117,7 @@ def without_frames(error: BaseException) -> BaseException:
         return WeftError(f"{type(error).__name__}: {error}")
 
 
-DONE = Work(())
+DONE = Work()
 """That of a call which is complete when it returns."""
 DONE.done = True
 
@@ -172,7 +130,7 @@ class CombinedWork(Work):
     """Several works as one."""
 
     def __init__(self, works: Sequence[Work]) -> None:
-        super().__init__([tensor for work in works for tensor in work.result()])
+        super().__init__()
         self.works = works
 
     def is_completed(self) -> bool:
@@ -181,24 +139,24 @@ class CombinedWork(Work):
     def complete(self, done: Done) -> None:
         left = len(self.works)
 
-        def one_is_done(error: BaseException | None, _: object) -> None:
+        def one_is_done(error: BaseException | None) -> None:
             nonlocal left
             with callbacks_lock:
                 self.error = self.error or error
                 left -= 1
             if left <= 0:
                 self.end(self.error)
-                done(self.exception(), list(self.tensors))
+                done(self.exception())
 
         for work in self.works:
             work.complete(one_is_done)
         if not self.works:
-            one_is_done(None, ())
+            one_is_done(None)
 
     def _advance(self, seconds: float | None) -> None:
         deadline = None if seconds is None else time.monotonic() + seconds
         for each in self.works:
-            each.wait_for(None if deadline is None else time_left(deadline).total_seconds())
+            each.wait(None if deadline is None else time_left(deadline).total_seconds())
         self.end()
 
 
@@ -327,14 +285,14 @@ class WorkQueue(Progress):
                 self.lock.release()
         else:
             self.check()
-            self.issue((), call, *args).wait()
+            self.issue(call, *args).wait()
 
-    def issue(self, tensors: Sequence[Tensor], call: Callable[..., object], *args: Any) -> Work:
-        """Append ``call(*args)``, which fills `tensors`, to the queue and return at once."""
+    def issue(self, call: Callable[..., object], *args: Any) -> Work:
+        """Append ``call(*args)`` to the queue and return at once."""
         self.world.check_process()
         if self.closed:
             self.world.check()
-        work = Work(tensors, self)
+        work = Work(self)
         self.issued.append((work, call, args))
         self.deferred.issue()
         return work

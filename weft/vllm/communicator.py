@@ -161,13 +161,13 @@ class Communicator(CpuCommunicator):  # type: ignore[misc]
     def send(self, tensor: Tensor, dst: int | None = None) -> None:
         """Send a tensor to a rank, the next one by default."""
         to = (self.rank_in_group + 1) % self.world_size if dst is None else dst
-        self.operations.send(whole(tensor), to).wait()
+        self.operations.messages.send(whole(tensor), to).wait()
 
     def recv(self, size: torch.Size, dtype: torch.dtype, src: int | None = None) -> Tensor:
         """Receive a tensor of this shape from a rank, the previous one by default."""
         source = (self.rank_in_group - 1) % self.world_size if src is None else src
         tensor = torch.empty(size, dtype=dtype, device=self.device)
-        self.operations.receive(tensor, source).wait()
+        self.operations.messages.receive(tensor, source).wait()
         return tensor
 
     def send_tensor_dict(self, tensor_dict: dict[str, Tensor], dst: int) -> None:
@@ -182,7 +182,7 @@ class Communicator(CpuCommunicator):  # type: ignore[misc]
         ]
         header = torch.frombuffer(bytearray(json.dumps(described).encode()), dtype=torch.uint8)
         sent = [torch.tensor([len(header)], device="cpu"), header, *tensor_dict.values()]
-        works = [self.operations.send(tensor, dst) for tensor in sent if tensor.numel()]
+        works = [self.operations.messages.send(tensor, dst) for tensor in sent if tensor.numel()]
         for work in works:
             work.wait()
 
@@ -194,7 +194,9 @@ class Communicator(CpuCommunicator):  # type: ignore[misc]
             key: torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
             for key, dtype, shape in json.loads(bytes(header.tolist()))
         }
-        works = [self.operations.receive(part, src) for part in tensors.values() if part.numel()]
+        works = [
+            self.operations.messages.receive(part, src) for part in tensors.values() if part.numel()
+        ]
         for work in works:
             work.wait()
         return tensors
