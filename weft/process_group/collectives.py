@@ -34,7 +34,6 @@ from weft.ops.barrier import barrier  # noqa: F401  (by its name, like the other
 from weft.ops.broadcast import broadcast as weft_broadcast
 from weft.ops.collective import ANY, NUMBERS, CollectiveCall, same_place
 from weft.ops.reduce_scatter import check as check_reduce_scatter
-from weft.ops.reduce_scatter import reduce_scatter as weft_reduce_scatter
 from weft.schedules.exchanges import Counts, Way
 from weft.world import World
 
@@ -69,16 +68,11 @@ _COMBINE: dict[str, Callable[[Tensor], Tensor]] = {
 
 def all_reduce(world: World, tensor: Tensor, op: Any, timeout: float | None = None) -> None:
     """Overwrite `tensor` with the reduction of all ranks'."""
-    kind = _kind(op)
-    if tensor.dtype in _SUPPORTED.get(kind, ()) and _is_plain(tensor):
-        weft_all_reduce(tensor, op=kind, out=tensor, world=world, timeout=timeout)
-        return
-    own = _scaled(tensor, op)
-    kind, here = _reducible(own, op)
-    if here is None:
-        here = _reduced_here(world, own, kind, timeout)
-    else:
+    kind, here, reducible = _operand(tensor, op)
+    if reducible:
         weft_all_reduce(here, op=kind, out=here, world=world, timeout=timeout)
+    else:
+        here = _combined(_gathered(world, here, timeout).view(world.ranks, -1), kind)
     _put(here, tensor)
 
 
@@ -92,8 +86,8 @@ def all_reduce_sparse(world: World, tensor: Tensor, op: Any, timeout: float | No
         raise ValueError(f"all_reduce of sparse tensors can only add; got {kind}")
     own = tensor.coalesce()
     shape = [own.sparse_dim(), *own.shape]
-    described = torch.tensor([[own._nnz(), len(shape), *shape]], device="cpu")
-    found = [row.tolist() for row in _gathered_rows(world, described, timeout)]
+    described = torch.tensor([own._nnz(), len(shape), *shape], device="cpu")
+    found = _gathered(world, described, timeout).view(world.ranks, -1).tolist()
     for peer, (_, *theirs) in enumerate(found):
         if theirs != [len(shape), *shape]:
             raise ValueError(
@@ -103,37 +97,21 @@ def all_reduce_sparse(world: World, tensor: Tensor, op: Any, timeout: float | No
             )
     counts = [nnz for nnz, *_ in found]
     indices, values = (
-        _gathered_rows(world, part, timeout, counts)
-        for part in (own.indices().t().contiguous(), own.values())
+        _gathered(world, part, timeout, [nnz * math.prod(part.shape[1:]) for nnz in counts]).view(
+            sum(counts), *part.shape[1:]
+        )
+        for part in (own.indices().t(), own.values())
     )
     total = torch.sparse_coo_tensor(indices.t(), values, own.shape).coalesce()
     tensor.copy_(total)
 
 
-def _gathered_rows(
-    world: World, rows: Tensor, timeout: float | None, counts: Sequence[int] | None = None
-) -> Tensor:
-    """The rows of all ranks, of which each has so many, one by default."""
-    moved = _movable(rows)
-    counts = counts or [1] * world.ranks
-    gathered = weft_all_gather(moved, shard_rows=counts, world=world, timeout=timeout)
-    return gathered.view(rows.dtype)
-
-
 def reduce(world: World, tensor: Tensor, op: Any, root: int, timeout: float | None = None) -> None:
     """Overwrite `tensor` of rank `root` with the reduction of all ranks'; others do not change."""
     _check_root(root, world)
-    own = _scaled(tensor, op)
-    kind, here = _reducible(own, op)
-    if here is None:
-        here = _reduced_here(world, own, kind, timeout)
-    else:
-        here = here.view(-1)
-        sizes = [len(here) if rank == root else 0 for rank in range(world.ranks)]
-        mine = here if world.rank == root else here.new_empty(0)
-        weft_reduce_scatter(here, op=kind, out=mine, shard_rows=sizes, world=world, timeout=timeout)
-    if world.rank == root:
-        _put(here, tensor)
+    parts = [tensor.numel() if rank == root else 0 for rank in range(world.ranks)]
+    out = tensor if world.rank == root else tensor.detach().new_empty(0)
+    _reduce_scatter(world, out, tensor, parts, op, timeout)
 
 
 def broadcast(world: World, tensor: Tensor, root: int, timeout: float | None = None) -> None:
@@ -157,8 +135,7 @@ def all_gather_single(
         )
     target = _movable(out)
     collective.run(_check_all_gather, _movable(tensor), target, (), world, timeout)
-    if target is not out:
-        _put(target, out)
+    _put(target, out)
 
 
 def _check_all_gather(world: World, a: Tensor, out: Tensor) -> CollectiveCall:
@@ -179,11 +156,7 @@ def all_gather(
             f"the input has {tensor.numel()} elements, but its output on rank {world.rank} has "
             f"{outs[world.rank].numel()}"
         )
-    here = _movable(tensor).view(-1)
-    sizes = _sizes(outs)
-    full = here.new_empty(sum(sizes))
-    weft_all_gather(here, out=full, shard_rows=sizes, world=world, timeout=timeout)
-    _put_parts(full, sizes, outs)
+    _put_parts(_gathered(world, tensor, timeout, [out.numel() for out in outs]), outs)
 
 
 def reduce_scatter_single(
@@ -198,16 +171,7 @@ def reduce_scatter_single(
             f"the input must have {world.ranks} times the {out.numel()} elements of the output; "
             f"got {tensor.numel()}"
         )
-    kind = _kind(op)
-    if tensor.dtype in _SUPPORTED.get(kind, ()):
-        target = _movable(out)
-        collective.run(
-            _check_reduce_scatter, _movable(tensor), target, (kind, None), world, timeout
-        )
-        if target is not out:
-            _put(target, out)
-    else:
-        _reduce_scatter(world, out, tensor, [out.numel()] * world.ranks, op, timeout)
+    _reduce_scatter(world, out, tensor, None, op, timeout)
 
 
 def _check_reduce_scatter(
@@ -262,8 +226,7 @@ def all_to_all_single(
         )
         counts, run = found.counts, collective.run if found.again else collective.run_once
     run(_check_all_to_all, source, target, (counts,), world, timeout)
-    if target is not out:
-        _put(target, out)
+    _put(target, out)
 
 
 def _check_root(root: int, world: World) -> None:
@@ -293,18 +256,8 @@ def all_to_all(
     _check_dtypes(*outs, *tensors)
     _check_count(tensors, world)
     _check_count(outs, world)
-    here = _movable(_joined(tensors)).view(-1)
-    sizes = _sizes(outs)
-    full = here.new_empty(sum(sizes))
-    weft_all_to_all(
-        here,
-        out=full,
-        input_split_sizes=_sizes(tensors),
-        output_split_sizes=sizes,
-        world=world,
-        timeout=timeout,
-    )
-    _put_parts(full, sizes, outs)
+    sent, received = ([tensor.numel() for tensor in each] for each in (tensors, outs))
+    _put_parts(_exchanged(world, _joined(tensors), sent, received, timeout), outs)
 
 
 def gather(
@@ -342,7 +295,7 @@ def all_reduce_coalesced(
         of_dtype = [tensor for tensor in tensors if tensor.dtype == dtype]
         joined = _joined(of_dtype)
         all_reduce(world, joined, op, timeout)
-        _put_parts(joined, [tensor.numel() for tensor in of_dtype], of_dtype)
+        _put_parts(joined, of_dtype)
 
 
 def all_gather_coalesced(
@@ -356,24 +309,21 @@ def all_gather_coalesced(
         all_gather(world, of_tensor, tensor, timeout)
 
 
-def all_gather_single_coalesced(
-    world: World, outs: Sequence[Tensor], tensors: Sequence[Tensor], timeout: float | None = None
-) -> None:
-    """`all_gather_single` of several tensors."""
-    for out, tensor in zip(outs, tensors, strict=True):
-        all_gather_single(world, out, tensor, timeout)
+def _of_several(collective: Callable[..., None]) -> Callable[..., None]:
+    """A collective of several tensors: one call for each output and its input."""
+
+    @functools.wraps(collective)
+    def of_several(
+        world: World, outs: Sequence[Tensor], tensors: Sequence[Tensor], *args: Any
+    ) -> None:
+        for out, tensor in zip(outs, tensors, strict=True):
+            collective(world, out, tensor, *args)
+
+    return of_several
 
 
-def reduce_scatter_single_coalesced(
-    world: World,
-    outs: Sequence[Tensor],
-    tensors: Sequence[Tensor],
-    op: Any,
-    timeout: float | None = None,
-) -> None:
-    """`reduce_scatter_single` of several tensors."""
-    for out, tensor in zip(outs, tensors, strict=True):
-        reduce_scatter_single(world, out, tensor, op, timeout)
+all_gather_single_coalesced = _of_several(all_gather_single)
+reduce_scatter_single_coalesced = _of_several(reduce_scatter_single)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -383,49 +333,77 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _reduce_scatter(
-    world: World, out: Tensor, tensor: Tensor, parts: list[int], op: Any, timeout: float | None
+    world: World,
+    out: Tensor,
+    tensor: Tensor,
+    parts: Sequence[int] | None,
+    op: Any,
+    timeout: float | None,
 ) -> None:
-    """Reduce `tensor`, of parts with these elements, and put this rank's part in `out`."""
-    tensor = _scaled(tensor, op)
-    kind, here = _reducible(tensor, op)
-    sizes = [_numbers(tensor, n) for n in parts]
-    if here is None:
-        mine = out.detach().new_empty(world.ranks, parts[world.rank])
-        there = _movable(mine).view(-1)
-        here = _movable(tensor).view(-1)
-        taken = [sizes[world.rank]] * world.ranks
-        weft_all_to_all(
-            here,
-            out=there,
-            input_split_sizes=sizes,
-            output_split_sizes=taken,
-            world=world,
-            timeout=timeout,
-        )
-        mine = _combined(mine, kind)
+    """Reduce `tensor`, of parts with these elements, even ones if None, and put this rank's part in
+    `out`.
+    """
+    kind, here, reducible = _operand(tensor, op)
+    if reducible:
+        target = _movable(out)
+        if target.dtype != here.dtype:
+            target = target.view(here.dtype)
+        sizes = None if parts is None else _numbers(tensor, parts)
+        collective.run(_check_reduce_scatter, here, target, (kind, sizes), world, timeout)
+        _put(target, out)
     else:
-        mine = _movable(out).view(here.dtype)
-        options = (kind, tuple(sizes))
-        collective.run(_check_reduce_scatter, here, mine, options, world, timeout)
-    _put(mine, out)
+        mine = [out.numel()] * world.ranks
+        rows = _exchanged(world, here, parts or mine, mine, timeout)
+        _put(_combined(rows.view(world.ranks, -1), kind), out)
 
 
-def _scaled(tensor: Tensor, op: Any) -> Tensor:
-    """The operand of a reduction: for a `premul_sum` the tensor times its factor, in its dtype."""
-    if _kind(op) != "premul_sum":
-        return tensor
-    plain = tensor.detach()
-    factor: float | Tensor = op.__getstate__()[1]
-    return ((plain.float() if tensor.dtype in FLOAT8 else plain) * factor).to(tensor.dtype)
+def _gathered(
+    world: World, tensor: Tensor, timeout: float | None, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """The elements of all ranks' tensors, which have so many, by default all as many."""
+    here = _movable(tensor).view(-1)
+    numbers = _numbers(tensor, sizes or [tensor.numel()] * world.ranks)
+    full = here.new_empty(sum(numbers))
+    weft_all_gather(here, out=full, shard_rows=numbers, world=world, timeout=timeout)
+    return _elements(full, tensor.dtype)
 
 
-def _reducible(tensor: Tensor, op: Any) -> tuple[str, Tensor | None]:
-    """The kind of reduction, and the operand as weft reduces it, or None if weft cannot."""
-    kind = "sum" if _kind(op) == "premul_sum" else _kind(op)
-    if tensor.dtype == torch.bool and kind in _ON_BOOLEANS:
-        return _ON_BOOLEANS[kind], _movable(tensor).view(torch.uint8)
+def _exchanged(
+    world: World,
+    tensor: Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    timeout: float | None,
+) -> Tensor:
+    """The elements that all ranks send to this one, of which each sends and receives so many."""
+    here = _movable(tensor).view(-1)
+    numbers = _numbers(tensor, received)
+    full = here.new_empty(sum(numbers))
+    weft_all_to_all(
+        here,
+        out=full,
+        input_split_sizes=_numbers(tensor, sent),
+        output_split_sizes=numbers,
+        world=world,
+        timeout=timeout,
+    )
+    return _elements(full, tensor.dtype)
+
+
+def _operand(tensor: Tensor, op: Any) -> tuple[str, Tensor, bool]:
+    """The kind of reduction, its operand, and whether weft reduces that, which is then in the form
+    of `_movable`. The operand of a `premul_sum` is the tensor times the factor, in its dtype.
+    """
+    kind = _kind(op)
+    if kind == "premul_sum":
+        plain = tensor.detach()
+        factor: float | Tensor = op.__getstate__()[1]
+        scaled = (plain.float() if tensor.dtype in FLOAT8 else plain) * factor
+        kind, tensor = "sum", scaled.to(tensor.dtype)
     if tensor.dtype in _SUPPORTED.get(kind, ()) or (tensor.is_complex() and kind in ("sum", "avg")):
-        return kind, _movable(tensor)
+        return kind, _movable(tensor), True
+    if tensor.dtype == torch.bool and kind in _ON_BOOLEANS:
+        return _ON_BOOLEANS[kind], _movable(tensor).view(torch.uint8), True
     if not _defined(kind, tensor.dtype):
         remedy = (
             "bitwise reductions need integers or booleans"
@@ -433,7 +411,7 @@ def _reducible(tensor: Tensor, op: Any) -> tuple[str, Tensor | None]:
             else "choose another reduction"
         )
         raise TypeError(f"there is no {kind} of {name(tensor.dtype)}: {remedy}")
-    return kind, None
+    return kind, tensor, False
 
 
 def _combined(rows: Tensor, kind: str) -> Tensor:
@@ -467,34 +445,21 @@ def _defined(kind: str, dtype: torch.dtype) -> bool:
     return True
 
 
-def _reduced_here(world: World, tensor: Tensor, kind: str, timeout: float | None) -> Tensor:
-    """The reduction of all ranks' elements, gathered and computed on this rank."""
-    rows = tensor.detach().new_empty(world.ranks, tensor.numel())
-    weft_all_gather(
-        _movable(tensor).view(-1), out=_movable(rows).view(-1), world=world, timeout=timeout
-    )
-    return _combined(rows, kind)
-
-
 def _kind(op: Any) -> str:
     return _KINDS[hash(op)]
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether weft takes a tensor (of a supported dtype) without a view or a copy."""
-    return (
-        type(tensor) is Tensor
-        and not tensor.requires_grad
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-    )
 
 
 def _movable(tensor: Tensor) -> Tensor:
     """The elements of a tensor in a form that weft moves: contiguous and of a supported dtype; in
     the tensor's own memory if possible.
     """
-    if tensor.dtype in ANY and _is_plain(tensor):
+    if (
+        tensor.dtype in ANY
+        and type(tensor) is Tensor
+        and not tensor.requires_grad
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+    ):
         return tensor
     plain = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg().contiguous()
     if plain.is_complex():
@@ -502,14 +467,18 @@ def _movable(tensor: Tensor) -> Tensor:
     return plain if plain.dtype in ANY else plain.view(_INTEGER_OF_SIZE[plain.itemsize])
 
 
+def _elements(here: Tensor, dtype: torch.dtype) -> Tensor:
+    """Elements in the form of `_movable`, one after another, in their own dtype."""
+    if dtype.is_complex and not here.is_complex():
+        return torch.view_as_complex(here.view(-1, 2))
+    return here.view(dtype)
+
+
 def _put(here: Tensor, tensor: Tensor) -> None:
     """Copy `here`, elements in the form of `_movable`, to `tensor`, unless it is its own memory."""
-    if tensor.is_contiguous() and here.data_ptr() == tensor.data_ptr():
+    if here is tensor or (tensor.is_contiguous() and here.data_ptr() == tensor.data_ptr()):
         return
-    if tensor.is_complex() and not here.is_complex():
-        here = torch.view_as_complex(here.view(-1, 2))
-    place = tensor.detach()
-    here = here.view(tensor.dtype).view(tensor.shape)
+    place, here = tensor.detach(), _elements(here, tensor.dtype).view(tensor.shape)
     for dim, stride in enumerate(place.stride()):
         if stride == 0:  # an expanded tensor: all elements of the dimension are one
             place, here = (
@@ -519,19 +488,16 @@ def _put(here: Tensor, tensor: Tensor) -> None:
     place.copy_(here)
 
 
-def _put_parts(full: Tensor, sizes: list[int], tensors: Sequence[Tensor]) -> None:
+def _put_parts(full: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy to each of the tensors its part of `full`."""
-    for tensor, part in zip(tensors, full.split(sizes), strict=True):
+    parts = full.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
         _put(part, tensor)
 
 
-def _numbers(tensor: Tensor, elements: int) -> int:
-    """The number of elements in `_movable` for some elements of a tensor."""
-    return 2 * elements if tensor.is_complex() else elements
-
-
-def _sizes(tensors: Sequence[Tensor]) -> list[int]:
-    return [_numbers(tensor, tensor.numel()) for tensor in tensors]
+def _numbers(tensor: Tensor, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The numbers of elements in `_movable` for so many elements of a tensor."""
+    return tuple([2 * size for size in sizes] if tensor.is_complex() else sizes)
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
