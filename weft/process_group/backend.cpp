@@ -114,6 +114,9 @@ class Work : public c10d::Work {
   const Held work_;
 };
 
+// The operation of a call that is complete when it returns.
+py::object done() { return py::module_::import("weft.process_group.work_queue").attr("DONE"); }
+
 // The messages of a group: `messages.Messages`, and the calls of its native part.
 struct Messages {
   explicit Messages(const py::object& made)
@@ -265,20 +268,20 @@ class Window : public c10d::Window {
   explicit Window(py::object window) : window_(std::move(window)) {}
 
   void tensor_register(const Tensor& tensor, bool owning) override {
-    call("register", tensor, owning);
+    run(false, "register", tensor, owning);
   }
-  void tensor_deregister() override { call("deregister"); }
+  void tensor_deregister() override { run(false, "deregister"); }
 
   WorkOfTorch put(const Tensor& tensor, int64_t to, int64_t offset, bool async,
                   const c10d::PutOptions&) override {
-    return call("put", async, tensor, to, offset);
+    return run(async, "put", tensor, to, offset);
   }
   WorkOfTorch signal(int64_t to, bool async, const c10d::SignalOptions&) override {
-    return call("signal", async, to);
+    return run(async, "signal", to);
   }
   WorkOfTorch wait_signal(int64_t from, bool async, const c10d::WaitSignalOptions& opts) override {
     py::gil_scoped_acquire gil;
-    return call("wait_signal", async, from, limit(opts.timeout));
+    return run(async, "wait_signal", async, from, limit(opts.timeout));
   }
 
   Tensor map_remote_tensor(int64_t rank) override {
@@ -288,11 +291,13 @@ class Window : public c10d::Window {
   c10d::WindowAttr get_attr(int64_t) override { return {}; }  // one memory, of all ranks
 
  private:
+  // The work of an operation, if it is asynchronous: most are done at once, and return none.
   template <class... Args>
-  WorkOfTorch call(const char* name, const Args&... args) {
+  WorkOfTorch run(bool async, const char* name, const Args&... args) {
     py::gil_scoped_acquire gil;
-    const py::object work = (*window_).attr(name)(args...);
-    if (work.is_none()) return nullptr;
+    py::object work = (*window_).attr(name)(args...);
+    if (!async) return nullptr;
+    if (work.is_none()) work = done();
     return c10::make_intrusive<Work>(OpType::UNKNOWN, 0, Tensors(), work);
   }
 
@@ -420,18 +425,13 @@ class Backend : public c10d::Backend {
   // Messages
 
   WorkOfTorch send(Tensors& tensors, int to, int tag) override {
-    const Tensor& tensor = one(tensors);
-    if (const auto own = plain(tensor))
-      if (void* const message =
-              own->calls.send(own->native, tensor.const_data_ptr(), tensor.nbytes(), to, tag))
-        return begun(own, message, tensor, OpType::SEND);
-    return message(OpType::SEND, "send", tensor, to, tag);
+    return message(OpType::SEND, one(tensors), to, tag);
   }
   WorkOfTorch recv(Tensors& tensors, int from, int tag) override {
-    return receive(OpType::RECV, one(tensors), from, tag);
+    return message(OpType::RECV, one(tensors), from, tag);
   }
   WorkOfTorch recvAnysource(Tensors& tensors, int tag) override {
-    return receive(OpType::RECVANYSOURCE, one(tensors), std::nullopt, tag);
+    return message(OpType::RECVANYSOURCE, one(tensors), std::nullopt, tag);
   }
 
   // Barriers, coalescing and the group's end
@@ -516,7 +516,7 @@ class Backend : public c10d::Backend {
                                       seconds(own), operations()));
     rank_ = operations().attr("rank").cast<int>();
     size_ = operations().attr("ranks").cast<int>();
-    return issued(OpType::UNKNOWN, calls_, {}, (*queue_).attr("DONE"));
+    return issued(OpType::UNKNOWN, calls_, {}, done());
   }
 
   bool supportsShrinking() const override { return true; }
@@ -629,34 +629,24 @@ class Backend : public c10d::Backend {
     return nullptr;
   }
 
-  // The messages of this group if they can take the elements of a tensor where they are.
-  std::shared_ptr<const Messages> plain(const Tensor& tensor) const {
+  // Begin a message: natively if it can be, else in Python, which says why it cannot.
+  WorkOfTorch message(OpType kind, const Tensor& tensor, std::optional<int> peer, int tag) {
     const std::shared_ptr<Connection> own = connection();
-    const bool is = own->named && tensor.is_cpu() && tensor.layout() == c10::kStrided &&
-                    tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg() && !coalescing_;
-    return is ? own->messages : nullptr;
-  }
-
-  WorkOfTorch receive(OpType kind, const Tensor& tensor, std::optional<int> from, int tag) {
-    if (const auto own = plain(tensor))
-      if (void* const message = own->calls.receive(own->native, tensor.data_ptr(), tensor.nbytes(),
-                                                   from.value_or(-1), tag))
-        return begun(own, message, tensor, kind);
-    return message(kind, "receive", tensor, from, tag);
-  }
-
-  WorkOfTorch begun(const std::shared_ptr<const Messages>& messages, void* message,
-                    const Tensor& tensor, OpType kind) const {
-    return c10::make_intrusive<Message>(messages, message, tensor, kind, calls_.load(),
-                                        seconds(options_->timeout));
-  }
-
-  // A message that Python begins, or says why it cannot.
-  WorkOfTorch message(OpType kind, const char* name, const Tensor& tensor, std::optional<int> peer,
-                      int tag) {
+    const bool sends = kind == OpType::SEND;
+    if (own->named && !coalescing_ && tensor.is_cpu() && tensor.layout() == c10::kStrided &&
+        tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg()) {
+      const auto& [python, native, calls] = *own->messages;
+      void* const begun =
+          sends ? calls.send(native, tensor.const_data_ptr(), tensor.nbytes(), *peer, tag)
+                : calls.receive(native, tensor.data_ptr(), tensor.nbytes(), peer.value_or(-1), tag);
+      if (begun)
+        return c10::make_intrusive<Message>(own->messages, begun, tensor, kind, calls_.load(),
+                                            seconds(options_->timeout));
+    }
     check(tensor);
     py::gil_scoped_acquire gil;
-    return issued(kind, calls_, {tensor}, named().attr("messages").attr(name)(tensor, peer, tag));
+    const py::object begin = named().attr("messages").attr(sends ? "send" : "receive");
+    return issued(kind, calls_, {tensor}, begin(tensor, peer, tag));
   }
 
   // The work of a call, which endCoalescing makes a part of another.

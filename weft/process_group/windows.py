@@ -19,7 +19,7 @@ from weft.ops.barrier import barrier
 from weft.ops.onesided import put
 from weft.ops.signalling import notify, test, wait
 from weft.process_group.operations import Operations
-from weft.process_group.work_queue import DONE, Done, Work
+from weft.process_group.work_queue import Done, Work
 from weft.world.signals import Signals
 
 Move = Callable[[Tensor, Tensor], object]
@@ -100,11 +100,8 @@ class Window:
         self.memory = self.kept = None
         self.parts = []
 
-    def put(self, work: bool, tensor: Tensor, peer: int, offset: int) -> Work | None:
-        """Write a tensor into a peer's window, `offset` elements of it from its start.
-
-        This and the following calls return a work if `work`, and otherwise once they are done.
-        """
+    def put(self, tensor: Tensor, peer: int, offset: int) -> None:
+        """Write a tensor into a peer's window, `offset` elements of it from its start."""
         self._registered()
         check_rank(peer, "dst_rank", self.world.ranks)
         part, end = self.parts[peer], offset + tensor.numel()
@@ -114,25 +111,24 @@ class Window:
                 f"{part.numel()} elements"
             )
         put(part[offset:end], tensor if tensor.dim() == 1 else tensor.reshape(-1), peer)
-        return DONE if work else None
 
-    def signal(self, work: bool, peer: int) -> Work | None:
-        """Tell a peer that all puts before are there."""
+    def signal(self, peer: int) -> None:
+        """Publish all puts before to a peer."""
         self._registered()
         notify(self.signals, self.world.rank, peer)
-        return DONE if work else None
 
-    def wait_signal(self, work: bool, peer: int, limit: float | None) -> Work | None:
+    def wait_signal(self, later: bool, peer: int, limit: float | None) -> Work:
         """Wait for the next signal of a peer; after `limit` seconds `PeerTimeout`, and it may be
-        waited for again.
+        waited for again. A work of the wait, if it is for `later`.
         """
         self._registered()
         check_rank(peer, "peer_rank", self.world.ranks)
         number = self.seen[peer] + 1
-        if not work:
-            wait(self.signals, peer, ">=", number, limit)
+        work = SignalWork(self.signals, peer, number, limit)
+        if not later:
+            work.wait()
         self.seen[peer] = number
-        return SignalWork(self.signals, peer, number, limit) if work else None
+        return work
 
     def map(self, peer: int) -> Tensor:
         """A peer's window, its memory itself. Raises `ValueError` of a rank on another host."""
