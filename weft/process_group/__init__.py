@@ -125,20 +125,16 @@ def _backend(group: _DistributedBackendOptions, options: object) -> Backend:
     """The constructor that torch calls, on all ranks."""
     timeout, rank, ranks = _timeout(options, group.timeout), group.group_rank, group.group_size
     if getattr(group, "enable_reconfigure", False):
-        return _unconnected(group.store, rank, ranks, timeout.total_seconds())
+        from weft.process_group.elastic import Elastic
+
+        variables.check()
+        seconds = timeout.total_seconds()
+        unconnected: Backend = _native().make(None, Elastic(group.store), rank, ranks, seconds)
+        return unconnected
     made = _made(group.store, rank, ranks, timeout, group.global_ranks_in_group)
     if os.environ.get("TORCH_FR_BUFFER_SIZE", "0") != "0":
         recorded = weakref.ref(getattr(group, "process_group", made))
         _native().operations_of(made).start_recorder = partial(_record, recorded)
-    return made
-
-
-def _unconnected(store: Store, rank: int, ranks: int, timeout: float) -> Backend:
-    """The backend of a group whose ranks ``dist._reconfigure`` connects."""
-    from weft.process_group.elastic import Elastic
-
-    variables.check()
-    made: Backend = _native().make(None, Elastic(store), rank, ranks, timeout)
     return made
 
 

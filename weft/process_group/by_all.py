@@ -81,20 +81,15 @@ def _voted(vote: str, store: Store, rank: int) -> Store:
 
 def _verdict(votes: Store, ranks: int, limit: float) -> tuple[str, str]:
     """The kind of the error by which an attempt has failed, and which ranks raised it, equal on all
-    ranks: the word of the first to count the votes.
+    ranks: the word of the first to count the votes, when all have voted or the limit has passed.
     """
-    counted = votes.compare_set("verdict", "", _counted(votes, ranks, limit))
+    keys, counted = [str(each) for each in range(ranks)], f"{_OTHER} "
+    if arrived(votes, keys, _native.Deadline(limit), lambda: votes.check(["verdict"])):
+        counted = _of([vote.decode(errors="replace") for vote in votes.multi_get(keys)])
+    counted = votes.compare_set("verdict", "", counted).decode(errors="replace")
     leave_together(votes, ranks, _LATE)
-    kind, _, why = counted.decode(errors="replace").partition(" ")
+    kind, _, why = counted.partition(" ")
     return kind, printable_lines(why)
-
-
-def _counted(votes: Store, ranks: int, limit: float) -> str:
-    """The verdict, once all ranks have voted, another has counted, or the limit has passed."""
-    keys = [str(each) for each in range(ranks)]
-    if not arrived(votes, keys, _native.Deadline(limit), lambda: votes.check(["verdict"])):
-        return f"{_OTHER} "
-    return _of([vote.decode(errors="replace") for vote in votes.multi_get(keys)])
 
 
 def _of(votes: Sequence[str]) -> str:

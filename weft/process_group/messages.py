@@ -46,9 +46,6 @@ class Message(Work):
     def source_rank(self) -> int:
         return self.message.source
 
-    def wait(self, seconds: float | None = None) -> None:
-        self.messages.wait(self.message, seconds)
-
     def add_callback(self, call: Any) -> bool:
         self.messages.check()
         with callbacks_lock:
@@ -118,12 +115,13 @@ class Messages(Progress):
         """A message that native code has begun."""
         return Message(message, self)
 
-    def wait(self, message: _native.Message, seconds: float | None) -> None:
+    def advance(self, work: Work, seconds: float | None) -> None:
         """Wait for a message, for `seconds`, or for the group's time limit, which ends it (None).
         Raises its error.
         """
-        if not message.done:
-            self.check()
+        assert isinstance(work, Message)
+        message = work.message
+        self.check()
         limit = self.world.timeout if seconds is None else seconds
         try:
             status = self.native.wait(message, limit)
@@ -147,9 +145,6 @@ class Messages(Progress):
                 self._end(status, message)
         if (error := self.error_of(message)) is not None:
             raise error
-
-    def advance(self, work: Work, seconds: float | None) -> None:
-        work.wait(seconds)
 
     def run_pending(self) -> None:
         status = self.native.advance(self.world.timeout)

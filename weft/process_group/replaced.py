@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -13,28 +12,22 @@ from torch.distributed import distributed_c10d
 from weft.process_group.worlds import operations_of
 from weft.uncompiled import uncompiled
 
+_OF_TORCH = dist.monitored_barrier
 
-@functools.cache
+
 def replace() -> None:
-    """Replace torch's `monitored_barrier`."""
-    dist.monitored_barrier = distributed_c10d.monitored_barrier = _monitored_barrier(
-        dist.monitored_barrier
-    )
+    """Replace torch's `monitored_barrier`, which refuses all backends except gloo."""
+    dist.monitored_barrier = distributed_c10d.monitored_barrier = _monitored_barrier
 
 
-def _monitored_barrier(of_torch: Callable[..., None]) -> Callable[..., None]:
-    """torch's function refuses all backends except gloo."""
-
-    @uncompiled
-    @functools.wraps(of_torch)
-    def monitored_barrier(
-        group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
-    ) -> None:
-        operations = operations_of(dist.group.WORLD if group is None else group)
-        if operations is None:
-            of_torch(group, timeout, wait_all_ranks)
-        else:
-            limit = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-            operations.monitored_barrier(limit, wait_all_ranks)
-
-    return monitored_barrier
+@uncompiled
+@functools.wraps(_OF_TORCH)
+def _monitored_barrier(
+    group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
+) -> None:
+    operations = operations_of(dist.group.WORLD if group is None else group)
+    if operations is None:
+        _OF_TORCH(group, timeout, wait_all_ranks)
+    else:
+        limit = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        operations.monitored_barrier(limit, wait_all_ranks)

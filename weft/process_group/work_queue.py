@@ -61,9 +61,9 @@ class Work:
         """Return once the work is done. Raises its error, and `PeerTimeout` after `seconds`, which
         leaves the work outstanding; None for no limit.
         """
-        if not self.done:
+        if not self.is_completed():
             self._advance(seconds)
-            if not self.done:
+            if not self.is_completed():
                 raise PeerTimeout(f"the operation is not done, and timed out after {seconds:g} s")
         if error := self.exception():
             raise error
@@ -136,28 +136,29 @@ class CombinedWork(Work):
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self.works)
 
+    def exception(self) -> BaseException | None:
+        return next((error for work in self.works if (error := work.exception())), None)
+
     def complete(self, done: Done) -> None:
         left = len(self.works)
 
-        def one_is_done(error: BaseException | None) -> None:
+        def one_is_done(_: BaseException | None = None) -> None:
             nonlocal left
             with callbacks_lock:
-                self.error = self.error or error
                 left -= 1
-            if left <= 0:
-                self.end(self.error)
+                last = left <= 0
+            if last:
                 done(self.exception())
 
         for work in self.works:
             work.complete(one_is_done)
         if not self.works:
-            one_is_done(None)
+            one_is_done()
 
     def _advance(self, seconds: float | None) -> None:
         deadline = None if seconds is None else time.monotonic() + seconds
         for each in self.works:
             each.wait(None if deadline is None else time_left(deadline).total_seconds())
-        self.end()
 
 
 class Progress(ABC):
