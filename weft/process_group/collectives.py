@@ -298,17 +298,6 @@ def all_reduce_coalesced(
         _put_parts(joined, of_dtype)
 
 
-def all_gather_coalesced(
-    world: World,
-    outs: Sequence[Sequence[Tensor]],
-    tensors: Sequence[Tensor],
-    timeout: float | None = None,
-) -> None:
-    """`all_gather` of several tensors: of ``tensors[i]`` in ``outs[p][i]``."""
-    for of_tensor, tensor in zip(zip(*outs, strict=True), tensors, strict=True):
-        all_gather(world, of_tensor, tensor, timeout)
-
-
 def _of_several(collective: Callable[..., None]) -> Callable[..., None]:
     """A collective of several tensors: one call for each output and its input."""
 
@@ -324,6 +313,13 @@ def _of_several(collective: Callable[..., None]) -> Callable[..., None]:
 
 all_gather_single_coalesced = _of_several(all_gather_single)
 reduce_scatter_single_coalesced = _of_several(reduce_scatter_single)
+
+
+def all_gather_coalesced(
+    world: World, outs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], *args: Any
+) -> None:
+    """`all_gather` of several tensors: of ``tensors[i]`` in ``outs[p][i]``."""
+    _of_several(all_gather)(world, [*zip(*outs, strict=True)], tensors, *args)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

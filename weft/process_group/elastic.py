@@ -22,14 +22,14 @@ class Elastic:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self.door: worlds.Door | None = None  # of the next connection
+        self.listener: worlds.Door | None = None  # for the next connection
         self.used: set[int] = set()
 
     def handle(self) -> str:
         """The text by which others name this process in the next connection."""
-        if self.door is None:
-            self.door = worlds.Door(Backend())
-        return worlds.handle_of(self.door)
+        if self.listener is None:
+            self.listener = worlds.Door(Backend())
+        return worlds.handle_of(self.listener)
 
     def connect(
         self,
@@ -53,14 +53,14 @@ class Elastic:
                 f"uuid {uuid} was already used for this group: each attempt needs its own"
             )
         self.used.add(uuid)
-        if self.door is None:
+        if self.listener is None:
             raise WeftError(
                 "no process has a handle of this one that is not used: pass on what "
                 "torch.distributed._get_reconfigure_handle() returns before each attempt"
             )
         ordered = [*handles] if isinstance(handles, list) else sorted(handles)
-        world = worlds.reconfigure(str(uuid), ordered, self.door, limit)
-        self.door = None  # the world's
+        world = worlds.reconfigure(str(uuid), ordered, self.listener, limit)
+        self.listener = None  # the world's
         world.timeout = timeout
         if before is not None:
             before.leave()
@@ -68,6 +68,6 @@ class Elastic:
 
     def close(self) -> None:
         """Make the handle useless."""
-        if self.door is not None:
-            self.door.close()
-            self.door = None
+        if self.listener is not None:
+            self.listener.close()
+            self.listener = None

@@ -7,7 +7,6 @@ their errors, and the thread that moves messages for which no thread waits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +45,7 @@ class Message(Work):
     def source_rank(self) -> int:
         return self.message.source
 
-    def add_callback(self, call: Any) -> bool:
+    def add_callback(self, call: Callable[[], object]) -> bool:
         self.messages.check()
         with callbacks_lock:
             if not self.messages.native.watch(self.message):
