@@ -58,7 +58,7 @@ std::exception_ptr failure(const py::object& error) {
 // An asynchronous operation, which runs as `work_queue.Work`, and the tensors that it fills.
 class Work : public c10d::Work {
  public:
-  Work(OpType kind, uint64_t number, Tensors tensors, py::object work = {})
+  Work(OpType kind, uint64_t number, Tensors tensors = {}, py::object work = {})
       : c10d::Work(-1, kind),
         number_(number),
         tensors_(std::move(tensors)),
@@ -86,7 +86,7 @@ class Work : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     auto future =
         c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    const auto complete = [future, tensors = tensors_](const py::object& error) {
+    const auto complete = [future, tensors = result()](const py::object& error) {
       const std::exception_ptr failed = failure(error);
       py::gil_scoped_release without_gil;  // its callbacks may take locks of others
       if (failed)
@@ -138,15 +138,17 @@ class Message : public Work {
   // `message` is the new one's; without a limit a wait takes `seconds` at most.
   Message(std::shared_ptr<const Messages> messages, void* message, const Tensor& tensor,
           OpType kind, uint64_t number, double seconds)
-      : Work(kind, number, {tensor}),
+      : Work(kind, number),
         messages_(std::move(messages)),
         message_(message),
+        tensor_(tensor),
         seconds_(seconds) {}
   ~Message() override { messages_->calls.release(message_); }
 
   bool isCompleted() override { return state() != kOpen; }
   bool isSuccess() const override { return state() == kDone; }
   int sourceRank() const override { return messages_->calls.source(message_); }
+  Tensors result() override { return {tensor_}; }
 
   bool wait(milliseconds timeout) override {
     const double most = timeout.count() > 0 ? seconds(timeout) : seconds_;
@@ -175,6 +177,7 @@ class Message : public Work {
 
   const std::shared_ptr<const Messages> messages_;
   void* const message_;
+  const Tensor tensor_;
   const double seconds_;
 };
 
@@ -483,7 +486,8 @@ class Backend : public c10d::Backend {
   void setTimeout(milliseconds timeout) override {
     options_->timeout = timeout;
     py::gil_scoped_acquire gil;
-    if (connection_) invoke("set_timeout", seconds(timeout));
+    if (connection_)
+      connection_->world.attr("timeout") = seconds(timeout);  // of each wait from now
   }
 
   // Methods of torch 2.14 and later

@@ -177,7 +177,7 @@ def reduce_scatter_single(
 def _check_reduce_scatter(
     world: World, a: Tensor, out: Tensor, op: str, shard_rows: tuple[int, ...] | None
 ) -> CollectiveCall:
-    whole, own = a.view(-1), out.view(-1)
+    whole, own = a.view(-1), out.view(-1).view(a.dtype)  # booleans are reduced as integers
     start = world.rank * len(own) if shard_rows is None else sum(shard_rows[: world.rank])
     part = whole.narrow(0, start, len(own))
     whole = _apart(whole, own, same_place(own, part))
@@ -342,8 +342,6 @@ def _reduce_scatter(
     kind, here, reducible = _operand(tensor, op)
     if reducible:
         target = _movable(out)
-        if target.dtype != here.dtype:
-            target = target.view(here.dtype)
         sizes = None if parts is None else _numbers(tensor, parts)
         collective.run(_check_reduce_scatter, here, target, (kind, sizes), world, timeout)
         _put(target, out)

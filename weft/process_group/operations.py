@@ -131,10 +131,6 @@ class Operations:
         """Set the group's name and description, which errors show."""
         self.world.group_name = f"{name} {'' if text == 'undefined' else text}".strip()
 
-    def set_timeout(self, seconds: float) -> None:
-        """Set the time limit of every wait from now on."""
-        self.world.timeout = seconds
-
     def shutdown(self) -> None:
         """Run all issued works, then close the world, as `dist.destroy_process_group` does.
 
