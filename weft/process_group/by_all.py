@@ -38,9 +38,9 @@ def made_by_all(
 
     Raises `NotMade` on all ranks if some lack memory or threads, and names these. After any other
     error a rank raises its own, and one that was only left alone `PeerLost` with the others'. If a
-    rank does not report its error each raises its own: within some seconds, on a rank that has waited
-    for `timeout` already within `_LATE`, and on one that lacks something after `timeout`, as peers
-    may yet come.
+    rank reports no error each raises its own: within some seconds, on a rank that has waited for
+    `timeout` already within `_LATE`, and on one that lacks something after `timeout`, as peers may
+    yet come.
     """
     try:
         return make()
