@@ -8,7 +8,7 @@ from weft.engines.engine import OUTSTANDING
 from weft.kernels import methods
 from weft.ops import fused
 from weft.schedules import thresholds
-from weft.world import control, lines, signals
+from weft.world import signals, values
 
 ROOT = Path(__file__).parent.parent
 NATIVE = ROOT / "native"
@@ -33,8 +33,10 @@ def test_a_rank_may_be_as_many_calls_ahead_as_peers_can_read():
     assert native("memory/calls.hpp", "kHeaders") >= 2 * OUTSTANDING
 
 
-def test_a_longer_message_than_the_core_sends_is_recognized():
-    assert native("memory/mesh.cpp", "kLongest") + lines._ROUTE.size == control.LONGEST
+def test_a_piece_of_a_text_of_all_ranks_fits_into_an_event():
+    longest = native("memory/mesh.cpp", "kLongestEvent")
+    assert values._PIECE + len(values._CALL) + 2 <= longest
+    assert f"? {longest >> 10} << 10 : 512" in (NATIVE / "hosts/transport.hpp").read_text()
 
 
 def test_blocks_have_the_bits_of_all_rows_from_one_number_of_rows_on():

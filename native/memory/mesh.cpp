@@ -90,6 +90,7 @@ Mesh::Mesh(std::vector<int> fds)
     : rank_(static_cast<int>(std::find(fds.begin(), fds.end(), -1) - fds.begin())),
       wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       peers_(fds.begin(), fds.end()) {
+  posts_ = std::find(fds.begin(), fds.end(), kElsewhere) != fds.end();
   try {
     if (wake_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
     for (auto& peer : peers_) peer.process = open_process(peer.fd);
@@ -273,10 +274,9 @@ void Mesh::leaves(int rank, bool for_good) {
     changed_.notify_all();
     Sleeper::wake_all();
   }
-  const std::lock_guard lock(posting_);
-  if (!outside_) return;
-  outside_->left(rank);
   if (here(rank)) push(rank, std::string(1, kAcknowledged));
+  const std::lock_guard lock(posting_);
+  if (outside_) outside_->left(rank);
 }
 
 bool Mesh::deliver(int rank, const std::string& event) {

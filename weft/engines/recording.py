@@ -19,8 +19,7 @@ from weft.plan import Plan
 from weft.plan.binding import bind
 from weft.plan.trace import Span, Trace, joined, lane_of
 from weft.world import World
-from weft.world.peers import receive, send
-from weft.world.values import all_gather_values
+from weft.world.values import all_gather_texts, all_gather_values
 
 _log = logging.getLogger("weft")
 _ROUNDS = 20  # questions for the time per host
@@ -84,34 +83,21 @@ def clock_offsets(world: World, now: Callable[[], int] = _native.now) -> list[in
     """The nanoseconds by which each rank's clock `now` is ahead of rank 0's, on rank 0; zeros on
     other ranks. Collective.
 
-    Rank 0 asks one rank of each other host for the time. The answer counts as the time half-way
-    between the question and its arrival, in the fastest of several rounds (F. Cristian,
-    "Probabilistic clock synchronization"). The error is less than half the fastest round.
+    In each of several rounds a rank sends its time once it has heard of all ranks. This counts as
+    the time half-way between the beginning and the end of the round on rank 0, in the fastest round
+    (F. Cristian, "Probabilistic clock synchronization"). The error is less than half of that.
     """
     offsets = [0] * world.ranks
-    for host in sorted({*world.hosts} - {world.hosts[0]}):
-        first = world.hosts.index(host)
-        rounds: list[tuple[int, int]] = []
-        for _ in range(_ROUNDS if world.rank in (0, first) else 0):
-            if world.rank:
-                _received(world, 0)
-                _send(world, 0, str(now()))
-            else:
-                start = now()
-                _send(world, first, "")
-                theirs = int(_received(world, first))
-                stop = now()
-                rounds.append((stop - start, theirs - (start + stop) // 2))
-        for rank in range(world.ranks):
-            if rounds and world.hosts[rank] == host:
-                offsets[rank] = min(rounds)[1]
+    rounds = list[tuple[int, int, list[int]]]()
+    for _ in range(_ROUNDS if world.hosts.several else 0):
+        start = now()
+        all_gather_texts(world, "")
+        theirs = all_gather_texts(world, str(now()))
+        stop = now()
+        rounds.append((stop - start, (start + stop) // 2, [*map(int, theirs)]))
+    for _, middle, times in sorted(rounds)[: world.rank == 0]:
+        offsets = [
+            0 if host == world.hosts[0] else time - middle
+            for host, time in zip(world.hosts, times, strict=True)
+        ]
     return offsets
-
-
-def _send(world: World, peer: int, note: str) -> None:
-    send(world, peer, note, None, "as clocks were compared")
-
-
-def _received(world: World, peer: int) -> str:
-    note, _ = receive(world, peer, "to compare clocks", f"for the clock of rank {peer}")
-    return note

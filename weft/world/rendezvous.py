@@ -25,12 +25,13 @@ from weft.schedules.thresholds import Thresholds
 from weft.version import __version__
 from weft.world.listener import Address
 from weft.world.peer_memory import Probe
-from weft.world.stores import arrived
+from weft.world.stores import arrived, count_reader, wait_for_readers
 from weft.world.variables import job
 from weft.world.wire import convert, decode, encode
 
 Info = TypeVar("Info")
 _SIZE = re.compile("[0-9]{1,9} [0-9]{1,9}")  # the first rank's number of ranks, and its own
+_READ = 1.0  # seconds that others have to read the records, when a rank fails
 _SHOWN = 1000  # characters of a text of the store, at most
 
 
@@ -138,15 +139,22 @@ class StoreRendezvous:
             if not met(self.store, keys, timeout):
                 missing = [at for at, key in enumerate(keys) if not self.store.check([key])]
             messages = [] if missing else self.store.multi_get(keys)
+            readers = PrefixStore(f"{number} read", self.store)
+            if not missing:
+                count_reader(readers, self.ranks)
         if missing:
             raise PeerTimeout(
                 f"rank {self.rank} waited {timeout:g} s for the address of {listed(missing)} "
                 f"(timeout after {1e3 * timeout:.0f}ms)"  # words by which frameworks recognise it
             )
-        yield [
-            own if peer == self.rank else _checked(self.rank, peer, message, type(own))
-            for peer, message in enumerate(messages)
-        ]
+        try:
+            yield [
+                own if peer == self.rank else _checked(self.rank, peer, message, type(own))
+                for peer, message in enumerate(messages)
+            ]
+        except BaseException:
+            wait_for_readers(readers, _READ)  # the store may end with this process
+            raise
 
     def give_up(self, error: BaseException) -> None:
         """Tell all ranks the reason, in place of this rank's next record."""

@@ -40,6 +40,17 @@ def leave_together(store: Store, ranks: int, seconds: float) -> None:
     this process, so the others read what is in it before.
     """
     with contextlib.suppress(dist.DistNetworkError):  # the others need it no more
-        if store.add("readers", 1) == ranks:
-            store.set("read", "")
+        count_reader(store, ranks)
+    wait_for_readers(store, seconds)
+
+
+def count_reader(store: Store, ranks: int) -> None:
+    """Note that this rank, of so many, has read what is in the store."""
+    if store.add("readers", 1) == ranks:
+        store.set("read", "")
+
+
+def wait_for_readers(store: Store, seconds: float) -> None:
+    """Return once all ranks have read what is in the store, after at most `seconds`."""
+    with contextlib.suppress(dist.DistNetworkError):  # the others need it no more
         arrived(store, ["read"], _native.Deadline(seconds))

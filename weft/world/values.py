@@ -1,5 +1,5 @@
-"""What the ranks of a world tell each other besides the data of calls: values and texts, which are
-small, by the sockets of the world. Collective, and a call of the world as any other.
+"""Values and texts of all ranks, which are small, exchanged by the sockets of their world: a
+collective call as any other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from weft.world.wire import decode, encode
 
 Kind = TypeVar("Kind")
 _CALL = "the exchange of values"
-_PIECE = 16000  # characters, with which a note of a world is not cut
+_PIECE = 15000  # characters, with which a note of a world is not cut
 
 
 def all_gather_values(world: Peers, own: Kind, kind: type[Kind]) -> list[Kind]:
