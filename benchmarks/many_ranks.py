@@ -34,7 +34,7 @@ from torch.distributed import TCPStore
 
 from weft.process_group import compiled
 from weft.world.backend import Backend
-from weft.world.door import Door
+from weft.world.endpoint import Endpoint
 from weft.world.rendezvous import StoreRendezvous
 
 LIMIT = 300.0
@@ -117,10 +117,10 @@ def rendezvous(ranks: int = 1024) -> None:
     torch.set_num_threads(1)
 
     def program(rank: int, port: int, report: Times) -> None:
-        door = Door(Backend())
+        endpoint = Endpoint(Backend())
         report.begun = time.monotonic()
         store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=LIMIT))
-        with StoreRendezvous(store, rank, ranks).exchange(door.info, LIMIT) as infos:
+        with StoreRendezvous(store, rank, ranks).exchange(endpoint.info, LIMIT) as infos:
             assert len({info.pid for info in infos}) == ranks
         report.ended = time.monotonic()
         resources(report)

@@ -55,7 +55,7 @@ struct Message {
   size_t size = 0;                // of a received message, which may be too long
   size_t moved = 0;               // bytes of a send that have been put
   std::atomic<int> under_way{0};  // puts to another host that are not done
-  bool watched = false;           // somebody is to be told of its end
+  bool watched = false;           // somebody is to learn of its end
   std::shared_ptr<void> error;    // of Python, if it has failed
 
   Message(bool sends, int of, int tagged, char* at, size_t length)
@@ -94,7 +94,7 @@ class Messages : public Service {
   // threads wait for some.
   WaitStatus advance(int64_t timeout, const std::function<bool()>& interrupted);
 
-  // Tell of the end of a message by `ended`; false if it has ended.
+  // Report the end of a message by `ended`; false if it has ended.
   bool watch(const MessagePtr& message);
   // The watched messages that have ended since the last time.
   std::vector<MessagePtr> ended();
@@ -170,7 +170,7 @@ class Messages : public Service {
     size_t unread_count = 0;
     // on another host
     size_t under_way = 0;  // bytes (P4)
-    size_t delivered = 0;  // bytes that the peer has not been told of
+    size_t delivered = 0;  // bytes that the peer does not know of
   };
   struct Reading {  // a long message, in parts
     int peer;

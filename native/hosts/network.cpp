@@ -159,7 +159,7 @@ void Network::announce_refusal(uint64_t call, uint64_t times, std::string why) {
   if (dozing_.load(std::memory_order_seq_cst)) ring();
 }
 
-// Tell peers of the calls that have begun here; whether there were any.
+// Announce the calls that have begun here; whether there were any.
 bool Network::announce() {
   if (!announces_.load(std::memory_order_acquire)) return false;
   const std::lock_guard order(announcing_);
@@ -171,7 +171,7 @@ bool Network::announce() {
   return any;
 }
 
-// What peers have not been told yet; for a thread that holds `announcements_mutex_`.
+// What is to be announced; for a thread that holds `announcements_mutex_`.
 std::vector<Network::Announcement> Network::unannounced() {
   announces_.store(false, std::memory_order_seq_cst);
   return std::exchange(announcements_, {});

@@ -1,5 +1,5 @@
 // The calls of this rank and of ranks on other hosts: what each call expects to arrive, whose turn
-// it is to receive, and what ranks are told of each other's calls.
+// it is to receive, and what ranks learn of each other's calls.
 //
 // R1  Rows are received only for a call that has begun here, at places that it has named before,
 //     and after all ranks of this host that they concern have begun it, too: such a rank may still
@@ -103,9 +103,9 @@ class Network : public Driver, private Transport::Receiver {
   void connect(int peer, int fd);
   // Records for `begin`, with memory of earlier ones.
   std::list<Expected> blank(size_t count);
-  // Begin a call: receive what it expects from now on, and soon tell peers of it.
+  // Begin a call: receive what it expects from now on, and soon announce it to peers.
   void begin(uint64_t call, const CallText& text, std::list<Expected> expected);
-  // Soon tell peers that this rank has refused a call so many times, and why.
+  // Soon inform peers that this rank has refused a call so many times, and why.
   void announce_refusal(uint64_t call, uint64_t times, std::string why);
   // As `Transport::put`.
   bool put(int peer, const Label& label, const std::vector<Strided>& rows, size_t at_once,
@@ -190,7 +190,7 @@ class Network : public Driver, private Transport::Receiver {
   static constexpr int kTests = 10;
   // texts of calls that ranks remember of each other
   static constexpr size_t kTexts = 256;
-  // latest calls of which a new connection is told: as many as peers have headers of
+  // latest calls with which a connection begins: as many as peers have headers of
   static constexpr size_t kHistory = Calls::kHeaders;
   // the lane of an announcement before which its receiver forgets all texts
   static constexpr uint8_t kForget = 1;
@@ -209,7 +209,7 @@ class Network : public Driver, private Transport::Receiver {
     std::vector<char> packed;               // its rows, if they travel packed
     // of its calls, by their identities, and by their digests: the latest
     std::unordered_map<uint64_t, std::string> texts, by_digest;
-    uint64_t noted = 0;  // the latest call of which its rows have told
+    uint64_t noted = 0;  // the latest call that its rows have shown
     enum Latest { rows, kept_rows, message } latest = rows;  // what the latest `place` was of
     Service* service = nullptr;                              // of a message
     size_t bytes = 0;                                        // of it

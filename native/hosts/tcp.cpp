@@ -400,7 +400,7 @@ void TcpTransport::receive(Peer& peer) {
     peer.position += placed;
     peer.end += got - placed;
     consume(peer);
-    // that is all: an event will tell of more
+    // that is all: an event will follow for more
     if (got < direct + room && !peer.hung_up) return;
     if ((taken += got) >= kTurn) return again(peer);
   }

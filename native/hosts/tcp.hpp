@@ -72,7 +72,8 @@ class TcpTransport : public Transport {
     std::unique_ptr<char[]> ahead;  // bytes that were read, and belong to what follows
     size_t begin = 0, end = 0;      // of these
     bool in_message = false, later = false, over = false;
-    bool hung_up = false;  // an event has told of the end, which is behind what is still to be read
+    bool hung_up =
+        false;  // there was an event of the end, which is behind what is still to be read
     Header header{};
     Place place;
     size_t position = 0;  // bytes of the message that have arrived

@@ -125,7 +125,7 @@ class Transport {
   virtual bool progress(int milliseconds) = 0;
   // A descriptor that is readable when `progress` has something to do.
   virtual int descriptor() const = 0;
-  // Whether rows wait because their `place` was told to be `later`.
+  // Whether rows wait because their `place` was `later`.
   virtual bool waiting() const = 0;
   // Whether `progress` has something to do that the descriptor does not show.
   virtual bool resumes() const = 0;

@@ -5,7 +5,7 @@
 // when their header has, and stay in UCX's memory until they have a place (T3). Of long rows only
 // the header arrives; the rows stay with the sender, and are fetched into their place.
 //
-// Ranks tell each other the addresses of UCX by the connections that they are given, which are
+// Ranks send each other the addresses of UCX by the connections that they are given, which are
 // closed then.
 #pragma once
 

@@ -17,7 +17,7 @@
 // H7  A rank that refuses a call, for bad arguments, publishes the number that the call would have
 //     had. The refusal counts until the rank makes a call of that number, and only for peers that
 //     have refused that number fewer times: what all ranks refuse is no call.
-// H8  The headers of a rank on another host are written by all ranks of this host that hear of its
+// H8  The headers of a rank on another host are written by all ranks of this host that learn of its
 //     calls, and read by all. Two that write at the same time write the same, but for a rank that
 //     is kHeaders calls late; what is older than the header is not written.
 #pragma once

@@ -1,4 +1,4 @@
-"""`Engine.execute`, the door for plans of one's own: what it executes was proved as it runs, with the
+"""`Engine.execute`, the entry for plans of one's own: what it executes was proved as it runs, with the
 tensors that are given, and what does not fit is refused before anything is sent.
 """
 

@@ -42,7 +42,7 @@ def for_all_devices():
     return replaced("cpu:gloo,cuda:gloo")
 
 
-def every_door(world_group, name):
+def every_endpoint(world_group, name):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("all",))
     groups = [
         world_group,
@@ -72,7 +72,7 @@ def every_door(world_group, name):
     [(gloo, "gloo"), (unnamed, "undefined"), (for_all_devices, "cpu:gloo,cuda:gloo")],
 )
 def test_groups_are_wefts_and_keep_the_name_that_was_given(context, name):
-    on_ranks(every_door, 2, name, context=context)
+    on_ranks(every_endpoint, 2, name, context=context)
 
 
 def switched_off(_):

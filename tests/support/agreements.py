@@ -18,7 +18,7 @@ from greenlet import getcurrent, greenlet
 
 from weft.errors import PeerLost, PeerTimeout, WeftError
 from weft.world import agreement, renewal, requests
-from weft.world.door import Handle
+from weft.world.endpoint import Handle
 from weft.world.listener import Address
 from weft.world.membership import Membership
 from weft.world.rendezvous import RankInfo
@@ -30,25 +30,25 @@ _END = 1500.0
 _NOTHING = frozenset[int]()
 
 
-class Door:
-    """The door of the process that runs now; `decision` is what it answers once it is kept."""
+class Endpoint:
+    """The endpoint of the process that runs now; `decision` is what it answers once it is kept."""
 
     def __init__(self, backend: object = None, process: greenlet | None = None) -> None:
         self.process = getcurrent() if process is None else process
         self.course = self.process.course
         self.number = next(self.course.numbers)
-        self.course.doors[self.number] = self
+        self.course.endpoints[self.number] = self
         self.open = True
         self.waiting: list[Connection] = []
         self.kept: Requesters | None = None
         self.decision: object = None
         secret = self.number.to_bytes(16, "little")
-        here, outside = (Address(f"door {self.number}", port, secret) for port in (0, 1))
+        here, outside = (Address(f"endpoint {self.number}", port, secret) for port in (0, 1))
         info = RankInfo(self.process.number, f"host {self.process.host}", here, _NOTHING, 1)
         self.handle = Handle(info, outside)
 
     @property
-    def listeners(self) -> list[Door]:
+    def listeners(self) -> list[Endpoint]:
         return [self]
 
     def open_if_possible(self, rank: int) -> None:
@@ -58,30 +58,30 @@ class Door:
         self.open = False
 
     def serve(self) -> None:
-        """Answer those who come to a kept door."""
+        """Answer those who come to a kept endpoint."""
         if self.kept is not None and self.open and self.process.awake:
             for requester in self.kept.requested():
                 requester.send(requests.Answer(self.decision))
 
 
-class Kept:
-    """As `weft.world.agreement.Kept`; `Course` is its thread."""
+class LateResponder:
+    """As `weft.world.agreement.LateResponder`; `Course` is its thread."""
 
-    def __init__(self, door: Door, decision: object) -> None:
-        self.door = door
-        door.kept, door.decision = Requesters([door]), decision
+    def __init__(self, endpoint: Endpoint, decision: object) -> None:
+        self.endpoint = endpoint
+        endpoint.kept, endpoint.decision = Requesters([endpoint]), decision
 
     def close(self) -> None:
-        self.door.close()
+        self.endpoint.close()
 
 
 class Connection:
-    """A connection of a process to a door: what is under way in each direction."""
+    """A connection of a process to an endpoint: what is under way in each direction."""
 
-    def __init__(self, caller: greenlet, door: Door) -> None:
-        self.course, self.hosts = door.course, (caller.host, door.process.host)
+    def __init__(self, caller: greenlet, endpoint: Endpoint) -> None:
+        self.course, self.hosts = endpoint.course, (caller.host, endpoint.process.host)
         self.accepted = self.ended = False
-        self.ways: tuple[list, list] = ([], [])  # to the door, from it
+        self.ways: tuple[list, list] = ([], [])  # to the endpoint, from it
 
     def arrived(self, way: int) -> list:
         """Some of what is under way."""
@@ -99,7 +99,7 @@ class Client:
     def __init__(self, address: Address, user: int) -> None:
         self.process = getcurrent()
         self.course = self.process.course
-        self.door = self.course.doors[int(address.host.split()[1])]
+        self.endpoint = self.course.endpoints[int(address.host.split()[1])]
         self.connected = self.refused = self.ended = False
         self.again = 0.0
         self.link: Connection | None = None
@@ -107,11 +107,11 @@ class Client:
     def advance(self) -> bool:
         if self.connected or self.ended:
             return False
-        way = self.course.between(self.process.host, self.door.process.host)
-        if self.link is None and way == "open" and self.door.open:
-            self.link = Connection(self.process, self.door)
-            self.door.waiting.append(self.link)
-        elif self.link is None and (way == "refuses" or (way == "open" and not self.door.open)):
+        way = self.course.between(self.process.host, self.endpoint.process.host)
+        if self.link is None and way == "open" and self.endpoint.open:
+            self.link = Connection(self.process, self.endpoint)
+            self.endpoint.waiting.append(self.link)
+        elif self.link is None and (way == "refuses" or (way == "open" and not self.endpoint.open)):
             self._end(refused=True)
         elif self.link is not None and self.link.accepted:
             self.connected = True
@@ -119,8 +119,8 @@ class Client:
         return self.connected
 
     def _look(self) -> None:
-        here = self.process.host == self.door.process.host
-        if self.link is not None and here and not self.door.open:
+        here = self.process.host == self.endpoint.process.host
+        if self.link is not None and here and not self.endpoint.open:
             self._end(refused=True)
         elif self.link is not None and self.link.ended and not self.link.ways[1]:
             self._end(refused=False)
@@ -172,15 +172,15 @@ class Requester:
 class Requesters:
     """As `weft.world.requests.Requesters`."""
 
-    def __init__(self, listeners: list[Door], ranks: int = 0) -> None:
-        [self.door] = listeners
+    def __init__(self, listeners: list[Endpoint], ranks: int = 0) -> None:
+        [self.endpoint] = listeners
         self.all: list[Requester] = []
 
     def requested(self) -> list[Requester]:
-        for link in self.door.waiting:
+        for link in self.endpoint.waiting:
             link.accepted = True
             self.all.append(Requester(link))
-        self.door.waiting.clear()
+        self.endpoint.waiting.clear()
         found = [each for each in self.all if each.update()]
         self.all = [each for each in self.all if not each.ended]
         return found
@@ -194,10 +194,10 @@ class Requesters:
 
 
 class World:
-    """A world as one of its processes sees it; `key` are the doors of all, by which it is the same."""
+    """A world as one of its processes sees it; `key` are the endpoints of all, by which it is the same."""
 
-    def __init__(self, rank: int, handles: list[Handle], door: Door) -> None:
-        self.rank, self.handles, self.door = rank, handles, door
+    def __init__(self, rank: int, handles: list[Handle], endpoint: Endpoint) -> None:
+        self.rank, self.handles, self.endpoint = rank, handles, endpoint
         self.key = tuple(int(each.info.address.host.split()[1]) for each in handles)
 
 
@@ -241,40 +241,42 @@ class Process(greenlet):
         except WeftError as error:
             self.said = f"{type(error).__name__}: {error}"
             self.world = None
-            for door in self.course.doors.values():
-                if door.process is self and not door.kept:
-                    door.close()
+            for endpoint in self.course.endpoints.values():
+                if endpoint.process is self and not endpoint.kept:
+                    endpoint.close()
 
     def adopt(self, membership: Membership) -> None:
         self.membership = membership
 
     def made(self, world: World) -> None:
         self.world = world
-        self.membership = Membership.of_made(str(world.key), world.rank, world.handles, world.door)
+        self.membership = Membership.of_made(
+            str(world.key), world.rank, world.handles, world.endpoint
+        )
 
     def use(self) -> None:
         """Return once a rank of the world is lost to this one."""
         assert self.world is not None
-        while all(self.course.reaches(self, door) for door in self.world.key):
+        while all(self.course.reaches(self, endpoint) for endpoint in self.world.key):
             getcurrent().parent.switch()
         until = self.course.now + self.course.random.uniform(0, LIMIT)
         while self.course.now < until:
             getcurrent().parent.switch()
 
-    def make(self, known: renewal.Known, door: Door) -> World:
+    def make(self, known: renewal.Known, endpoint: Endpoint) -> World:
         """Make a world of ranks with these handles, or raise."""
-        course, world = self.course, World(known.rank, known.handles, door)
+        course, world = self.course, World(known.rank, known.handles, endpoint)
         come = course.making.setdefault(world.key, {})
-        come[door.number] = "has come"
+        come[endpoint.number] = "has come"
         until = course.now + LIMIT
         try:
             while True:
                 if all(
                     come.get(each) in ("has come", "has made")
-                    and course.between(self.host, course.doors[each].process.host) == "open"
+                    and course.between(self.host, course.endpoints[each].process.host) == "open"
                     for each in world.key
                 ):
-                    come[door.number] = "has made"
+                    come[endpoint.number] = "has made"
                     course.change_network(0.2)  # the worst moment: others have not made it
                     return world
                 if any(come.get(each) == "failed" for each in world.key):
@@ -283,14 +285,14 @@ class Process(greenlet):
                     raise PeerTimeout("some have not come")
                 getcurrent().parent.switch()
         finally:
-            if come[door.number] != "has made":
-                come[door.number] = "failed"
+            if come[endpoint.number] != "has made":
+                come[endpoint.number] = "failed"
 
 
 class Course:
     """One course of events among ranks on these `hosts`, and as many `joiners`, decided by a seed.
 
-    `worlds` are those of which all ranks were in it at some time, by their doors, `beside` two of them at
+    `worlds` are those of which all ranks were in it at some time, by their endpoints, `beside` two of them at
     one time.
     """
 
@@ -300,16 +302,16 @@ class Course:
         self.now = 0.0
         self.numbers = itertools.count()
         self.ways: dict[frozenset[int], str] = {}
-        self.doors: dict[int, Door] = {}
+        self.endpoints: dict[int, Endpoint] = {}
         self.making: dict[tuple[int, ...], dict[int, str]] = {}
         self.worlds: set[tuple[int, ...]] = set()
         self.beside: list[object] = []
         self.hosts = sorted({*hosts})
         self.processes = [Process(self, number, host) for number, host in enumerate(hosts)]
-        doors = [Door(process=each) for each in self.processes]
-        self.first = [door.handle for door in doors]
-        for rank, (process, door) in enumerate(zip(self.processes, doors, strict=True)):
-            process.membership = Membership.of_made("first", rank, self.first, door)
+        endpoints = [Endpoint(process=each) for each in self.processes]
+        self.first = [endpoint.handle for endpoint in endpoints]
+        for rank, (process, endpoint) in enumerate(zip(self.processes, endpoints, strict=True)):
+            process.membership = Membership.of_made("first", rank, self.first, endpoint)
         for number in range(joiners + bool(joiners)):  # one is too many, and comes late
             process = Process(self, len(hosts) + number, self.random.choice(self.hosts))
             process.joins = True
@@ -322,11 +324,11 @@ class Course:
     def between(self, one: int, other: int) -> str:
         return "open" if one == other else self.ways.get(frozenset((one, other)), "open")
 
-    def reaches(self, process: Process, door: int) -> bool:
+    def reaches(self, process: Process, endpoint: int) -> bool:
         """Whether a process reaches another one in its world, or one that is making it still."""
-        other = self.doors[door].process
+        other = self.endpoints[endpoint].process
         assert process.world is not None
-        makes = self.making[process.world.key].get(door) == "has come"
+        makes = self.making[process.world.key].get(endpoint) == "has come"
         in_it = other.world is not None and other.world.key == process.world.key
         return (
             not other.died and (makes or in_it) and self.between(process.host, other.host) == "open"
@@ -342,7 +344,7 @@ class Course:
                 poll=lambda polled, seconds: getcurrent().parent.switch(),
                 time=SimpleNamespace(monotonic=lambda: self.now),
             ),
-            mock.patch.multiple(renewal, Door=Door, Kept=Kept),
+            mock.patch.multiple(renewal, Endpoint=Endpoint, LateResponder=LateResponder),
             mock.patch.object(agreement._native, "Deadline", self._deadline),
         ):
             self._begin()
@@ -355,14 +357,15 @@ class Course:
                 if awake := [each for each in left if each.runs]:
                     self.random.choice(awake).switch()
                     self._look()
-                for door in self.doors.values():
-                    door.serve()
+                for endpoint in self.endpoints.values():
+                    endpoint.serve()
                 self.now += self.random.choice((0.001, 0.01, 0.1, 0.1))
         return self
 
     def _settled(self, left: list[Process]) -> bool:
         return all(
-            each.world is not None and all(self.reaches(each, door) for door in each.world.key)
+            each.world is not None
+            and all(self.reaches(each, endpoint) for endpoint in each.world.key)
             for each in left
         )
 
@@ -373,10 +376,10 @@ class Course:
             key
             for key in held
             if all(
-                (process := self.doors[door].process).world is not None
+                (process := self.endpoints[endpoint].process).world is not None
                 and process.world.key == key
                 and not process.died
-                for door in key
+                for endpoint in key
             )
         ]
         self.worlds.update(whole)
@@ -419,6 +422,6 @@ class Course:
 
     def _die(self, process: Process) -> None:
         process.died = True
-        for door in self.doors.values():
-            if door.process is process:
-                door.close()
+        for endpoint in self.endpoints.values():
+            if endpoint.process is process:
+                endpoint.close()

@@ -39,7 +39,7 @@ def _next(change: Callable[[Membership, Decision], Decision]) -> Callable[..., D
 
 def _forgets(self, who, process, effects):
     """Agrees anew on the world before, though it has adopted a decision for it."""
-    return self._start(who, process._replace(place=None, was_made=True, door=0), effects)
+    return self._start(who, process._replace(place=None, was_made=True, endpoint=0), effects)
 
 
 def _told_of_unknown(self, told):
@@ -180,14 +180,14 @@ RULES = [
         {"hosts": (0, 0)},
     ),
     Changed(
-        "a door is closed with the decision for which it was open",
+        "an endpoint is closed with the decision for which it was open",
         Process,
         "decision",
-        lambda self, door: None,
+        lambda self, endpoint: None,
         {"hosts": (0, 0)},
     ),
     Changed(
-        "a door is closed with the second world after one in doubt",
+        "an endpoint is closed with the second world after one in doubt",
         Explorer,
         "_made",
         _made_without_doubt,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import weft
-from weft.world import door
+from weft.world import endpoint
 from weft.world.listener import Listener
 
 
@@ -22,8 +22,8 @@ def claiming(
     """
     here = int(os.environ["RANK"]) * hosts // int(os.environ["WORLD_SIZE"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(door, "host_identity", lambda: f"host {here}")
-        patch.setattr(door, "listen_to_hosts", lambda rank: Listener("127.0.0.1"))
+        patch.setattr(endpoint, "host_identity", lambda: f"host {here}")
+        patch.setattr(endpoint, "listen_to_hosts", lambda rank: Listener("127.0.0.1"))
         with made() if made else weft.init(timeout=20) as each:
             yield each
 

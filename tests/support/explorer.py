@@ -27,7 +27,7 @@ from weft.world.view import Answer, Ended, Request, View
 
 
 class Address(NamedTuple):
-    secret: bytes  # a process, and which of its doors
+    secret: bytes  # a process, and which of its endpoints
 
 
 class Info(NamedTuple):
@@ -39,7 +39,7 @@ class Handle(NamedTuple):
     info: Info
 
 
-class Door(NamedTuple):
+class Endpoint(NamedTuple):
     handle: Handle
 
 
@@ -51,13 +51,13 @@ class Place(Membership):
 
 
 class Process(NamedTuple):
-    """What one process is. `door` is that of its place: in the decision `place`, or in the first world;
+    """What one process is. `endpoint` is that of its place: in the decision `place`, or in the first world;
     `own` is the next. `visits` are the processes that have called it, and their latest requests, `kept` the
-    doors that answer a decision.
+    endpoints that answer a decision.
     """
 
     phase: str  # late, agreeing, joining, making, made, out, dead
-    door: int = 0
+    endpoint: int = 0
     place: Decision | None = None
     was_made: bool = True
     in_doubt: bool = False
@@ -91,23 +91,23 @@ class Process(NamedTuple):
         handles = self.view.membership.handles
         return {_owner(handles[rank]): handles[rank] for rank in self.view.called}
 
-    def opened(self, door: int) -> bool:
-        """Whether this door of it is open."""
+    def opened(self, endpoint: int) -> bool:
+        """Whether this endpoint of it is open."""
         if self.phase in ("dead", "out"):
             return False
-        own = self.door + (self.phase in ("agreeing", "joining"))
-        return self.door <= door <= own or self.decision(door) is not None
+        own = self.endpoint + (self.phase in ("agreeing", "joining"))
+        return self.endpoint <= endpoint <= own or self.decision(endpoint) is not None
 
-    def decision(self, door: int) -> Decision | None:
-        return dict(self.kept + self.older).get(door)
+    def decision(self, endpoint: int) -> Decision | None:
+        return dict(self.kept + self.older).get(endpoint)
 
-    def serves(self, door: int) -> bool:
-        """Whether it hears who calls at this door."""
-        return self.phase == "agreeing" and door == self.door
+    def serves(self, endpoint: int) -> bool:
+        """Whether it accepts who calls at this endpoint."""
+        return self.phase == "agreeing" and endpoint == self.endpoint
 
 
 class Channel(NamedTuple):
-    """A connection: whether the caller and the door have it open, whether it was reset between them, and what
+    """A connection: whether the caller and the endpoint have it open, whether it was reset between them, and what
     is under way, as numbers.
     """
 
@@ -120,7 +120,7 @@ class Channel(NamedTuple):
 
 class State(NamedTuple):
     processes: tuple[int, ...]
-    channels: tuple[tuple[tuple[int, int, int], Channel], ...]  # caller, called, its door
+    channels: tuple[tuple[tuple[int, int, int], Channel], ...]  # caller, called, its endpoint
     kills: int
     breaks: int
     late: bool = False  # a time limit has passed
@@ -132,8 +132,8 @@ class Violation(Exception):
 
 _SAID = {
     "start": "agrees on who goes on",
-    "asked": "hears a request of process {0}",
-    "answered": "hears an answer of process {0}",
+    "asked": "receives a request of process {0}",
+    "answered": "receives an answer of process {0}",
     "called": "calls process {0}",
     "ended": "finds its call to process {0} ended (refused: {1})",
     "deserted": "finds that process {0} has hung up",
@@ -149,8 +149,8 @@ _SAID = {
 def _named(decision: Decision | None) -> str:
     if decision is None:
         return "the first world"
-    doors = [".".join(map(str, each.info.address.secret)) for each in decision.handles]
-    return f"{decision.name}: {' '.join(doors)}" + " in doubt" * decision.doubtful
+    endpoints = [".".join(map(str, each.info.address.secret)) for each in decision.handles]
+    return f"{decision.name}: {' '.join(endpoints)}" + " in doubt" * decision.doubtful
 
 
 def _tell(explorer: Explorer, process: Process, answer: Answer) -> tuple:
@@ -197,7 +197,7 @@ class Explorer:
             tuple(
                 self.number(Process("late", joiners=joiners))
                 if each < self.ranks
-                else self.number(Process("joining", door=-1, invited=self.first))
+                else self.number(Process("joining", endpoint=-1, invited=self.first))
                 for each in range(len(self.hosts))
             ),
             (),
@@ -217,11 +217,13 @@ class Explorer:
             self.values.append(value)
         return found
 
-    def handle(self, process: int, door: int) -> Handle:
-        return Handle(Info(self.hosts[process], Address(bytes((process, door)))))
+    def handle(self, process: int, endpoint: int) -> Handle:
+        return Handle(Info(self.hosts[process], Address(bytes((process, endpoint)))))
 
-    def _place(self, decision: Decision | None, was_made: bool, process: int, door: int) -> Place:
-        own = Door(self.handle(process, door))
+    def _place(
+        self, decision: Decision | None, was_made: bool, process: int, endpoint: int
+    ) -> Place:
+        own = Endpoint(self.handle(process, endpoint))
         if decision is None:
             return Place.of_made("first", process, self.first, own)
         if not was_made:
@@ -237,8 +239,8 @@ class Explorer:
         return self.number(process), tuple(effects)
 
     def _start(self, who: int, process: Process, effects: list, left: frozenset = frozenset()):
-        place = self.place(process.place, process.was_made, who, process.door)
-        own = self.handle(who, process.door + 1)
+        place = self.place(process.place, process.was_made, who, process.endpoint)
+        own = self.handle(who, process.endpoint + 1)
         process = process._replace(
             phase="agreeing",
             agreements=process.agreements + 1,
@@ -264,7 +266,7 @@ class Explorer:
         effects.append(("keep", frozenset(process.calls)))
         try:
             if view.leader == view.rank:
-                decision = view.decision(requests, joining, not passed, f"{who}.{process.door}")
+                decision = view.decision(requests, joining, not passed, f"{who}.{process.endpoint}")
                 if decision is not None:
                     return self._adopt(who, process, effects, decision)
             elif passed:
@@ -283,16 +285,16 @@ class Explorer:
         if process.phase == "agreeing":
             known = process.view.membership.handles
             again = not process.was_made and decision.previous == (*range(len(known)),)
-            kept = (*process.kept, (process.door, decision))
+            kept = (*process.kept, (process.endpoint, decision))
         else:
             again, kept = False, ()
-        if decision.rank_of(self.handle(who, process.door + 1)) is None:
+        if decision.rank_of(self.handle(who, process.endpoint + 1)) is None:
             if process.phase == "joining":
                 return process._replace(invited=decision.handles, ended=frozenset())
             return self._fail(process, [], "Excluded")
         return process._replace(
             phase="making",
-            door=process.door + 1,
+            endpoint=process.endpoint + 1,
             place=decision,
             met=frozenset(),
             was_made=False,
@@ -322,7 +324,7 @@ class Explorer:
 
     def _asked(self, who: int, process: Process, effects: list, caller: int, number: int):
         request = self.values[number]
-        if not process.view.hears(request):
+        if not process.view.accepts(request):
             return self._deserted(who, process, effects, caller)
         visits = {**dict(process.visits), caller: request}
         process = process._replace(
@@ -350,7 +352,7 @@ class Explorer:
 
     def _ended(self, who: int, process: Process, effects: list, called: int, refused: bool):
         if process.phase == "joining":
-            own = self.handle(who, process.door + 1)
+            own = self.handle(who, process.endpoint + 1)
             if not views.is_gone(Ended(refused), process.calls[called], own):
                 return process
             process = process._replace(ended=process.ended | {called})
@@ -440,7 +442,7 @@ class Explorer:
         )
 
     def _wanted(self, number: int) -> tuple[tuple[int, int], ...]:
-        """Whom a process wants to have called, and at which doors."""
+        """Whom a process wants to have called, and at which endpoints."""
         calls = self.values[number].calls
         return tuple((called, handle.info.address.secret[1]) for called, handle in calls.items())
 
@@ -449,7 +451,7 @@ class Explorer:
         processes = [self.values[each] for each in state.processes]
         channels = dict(state.channels)
         for key, channel in state.channels:
-            caller, called, door = key
+            caller, called, endpoint = key
             if channel.answered and channel.requests:
                 change = {key: channel._replace(requests=channel.requests[1:])}
                 first = channel.requests[0]
@@ -466,18 +468,18 @@ class Explorer:
                 died = processes[called].phase == "dead"
                 yield self._event(state, caller, "ended", called, died, channels=change)
         for who, process in enumerate(processes):
-            for called, door in self.wanted(state.processes[who]):
-                key = (who, called, door)
+            for called, endpoint in self.wanted(state.processes[who]):
+                key = (who, called, endpoint)
                 if key in channels and channels[key].called:
                     continue
                 other = processes[called]
-                if not other.opened(door):
+                if not other.opened(endpoint):
                     yield self._event(state, who, "ended", called, True)
                     continue
-                if (decision := other.decision(door)) is not None:
+                if (decision := other.decision(endpoint)) is not None:
                     answers = (self.number(Answer(decision)),)
                     call = Channel(answered=False, answers=answers)
-                elif other.serves(door):
+                elif other.serves(endpoint):
                     call = Channel(requests=(self._request(who, process),))
                 else:
                     continue
@@ -493,7 +495,9 @@ class Explorer:
 
     def _request(self, who: int, process: Process) -> int:
         if process.phase == "joining":
-            return self.number(Request(__version__, -1, b"", self.handle(who, process.door + 1)))
+            return self.number(
+                Request(__version__, -1, b"", self.handle(who, process.endpoint + 1))
+            )
         return self.number(process.shared)
 
     def lost(self, processes: list[Process], process: Process) -> bool:
@@ -533,8 +537,8 @@ class Explorer:
                     change = _sorted({**channels, key: channel._replace(broken=True)})
                     yield ("reset", caller, called), state._replace(channels=change, breaks=left)
             for who in range(len(processes)):
-                for called, door in self.wanted(state.processes[who]):
-                    key = (who, called, door)
+                for called, endpoint in self.wanted(state.processes[who]):
+                    key = (who, called, endpoint)
                     open_call = key in channels and channels[key].called
                     if self.hosts[who] != self.hosts[called] and not open_call:
                         yield self._event(state, who, "ended", called, True, breaks=left)

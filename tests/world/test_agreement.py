@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.agreements import Course
-from support.explorer import Door, Explorer
+from support.explorer import Endpoint, Explorer
 
 from weft.world import membership, view
 
@@ -63,12 +63,12 @@ def test_the_page_has_the_rule_of_the_code():
 
 
 def places():
-    """The places of process 1 in two decisions that have its door."""
-    doors = [Explorer((0, 0, 0)).handle(each, 1) for each in range(3)]
-    own = Door(doors[1])
-    with_0, with_2 = doors[:2], doors[1:]
+    """The places of process 1 in two decisions that have its endpoint."""
+    endpoints = [Explorer((0, 0, 0)).handle(each, 1) for each in range(3)]
+    own = Endpoint(endpoints[1])
+    with_0, with_2 = endpoints[:2], endpoints[1:]
     return [
-        membership.Membership.of_made("", each.index(doors[1]), each, own)
+        membership.Membership.of_made("", each.index(endpoints[1]), each, own)
         for each in (with_0, with_2)
     ]
 
@@ -77,16 +77,16 @@ def test_a_rank_of_another_decision_is_not_heard():
     with_0, with_2 = places()
     own = Explorer((0, 0, 0)).handle(1, 2)
     asked = view.View(with_0, own, 0, 1.0)
-    known = view.Request("", 0, with_0.doors, own)
-    assert asked.hears(known)
-    assert not asked.hears(known._replace(world=with_2.doors))
-    assert not asked.hears(known._replace(rank=1))
-    assert not asked.hears(known._replace(rank=2))
-    assert asked.hears(known._replace(rank=-1, world=b""))
+    known = view.Request("", 0, with_0.endpoints, own)
+    assert asked.accepts(known)
+    assert not asked.accepts(known._replace(world=with_2.endpoints))
+    assert not asked.accepts(known._replace(rank=1))
+    assert not asked.accepts(known._replace(rank=2))
+    assert asked.accepts(known._replace(rank=-1, world=b""))
 
 
 def test_the_request_of_a_rank_that_is_gone_since_does_not_count():
     with_0, _ = places()
     own = Explorer((0, 0, 0)).handle(1, 2)
     asked = view.View(with_0, own, 0, 1.0, gone=frozenset({0}))
-    assert asked.taking_part([view.Request("", 0, with_0.doors, own)]) == {}
+    assert asked.taking_part([view.Request("", 0, with_0.endpoints, own)]) == {}

@@ -69,7 +69,7 @@ TWO_DECISIONS = """
     answered 2 0, answered 2 0, passed 1, made 0, unmade 1, unmade 2, called 1 2, asked 2 1, passed 2
 """
 """Ranks 0 and 1 have decided each on a world with rank 2, which has adopted that of rank 0 and not come to
-make it, while rank 0 has made it; and rank 1 asks rank 2, at the door that both decisions have.
+make it, while rank 0 has made it; and rank 1 asks rank 2, at the endpoint that both decisions have.
 """
 BOTH_GO_ON = ", answered 1 2, answered 1 2, made 2, made 1, start 0, passed 0, made 0"
 
@@ -90,6 +90,6 @@ def followed(course):
 def test_two_go_on_where_ranks_hear_those_of_another_decision(monkeypatch):
     explorer, state = followed(TWO_DECISIONS)
     assert explorer.values[state.processes[2]].said == "PeerTimeout"
-    monkeypatch.setattr(View, "hears", lambda self, request: request.rank != self.rank)
+    monkeypatch.setattr(View, "accepts", lambda self, request: request.rank != self.rank)
     explorer, state = followed(TWO_DECISIONS + BOTH_GO_ON)
     assert "two worlds go on" in explorer.wrong(state)

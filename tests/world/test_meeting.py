@@ -146,7 +146,7 @@ def again(_, step):
     "step",
     [
         "weft.world.placement.bind_as_launched",
-        "weft.world.world.Door",
+        "weft.world.world.Endpoint",
         "weft._native.create_mapping",
     ],
 )

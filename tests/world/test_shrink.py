@@ -21,7 +21,7 @@ from support.process_resources import leaked, resources
 from support.ranks import die, named_memory, none_left, sockets, start
 
 import weft
-from weft.world import Door, handle_of, init_by_store, reconfigure
+from weft.world import Endpoint, handle_of, init_by_store, reconfigure
 from weft.world.listener import Listener
 
 LIMIT = 20.0
@@ -174,8 +174,10 @@ def test_two_losses_at_once(victims):
 def on_claimed_hosts(store, world, hosts, victims, limit):
     rank = int(os.environ["RANK"]) - 1
     with (
-        mock.patch("weft.world.door.host_identity", return_value=f"host {hosts[rank]}"),
-        mock.patch("weft.world.door.listen_to_hosts", side_effect=lambda _: Listener("127.0.0.1")),
+        mock.patch("weft.world.endpoint.host_identity", return_value=f"host {hosts[rank]}"),
+        mock.patch(
+            "weft.world.endpoint.listen_to_hosts", side_effect=lambda _: Listener("127.0.0.1")
+        ),
     ):
         world = init_by_store(dist.PrefixStore("hosts", store), rank, len(hosts), LIMIT)
         all_make(store, world, CALLS["collective"])
@@ -217,18 +219,18 @@ def test_the_last_of_a_host_is_missed_by_a_minority():
 
 
 STEPS = [
-    "weft.world.door.Door.__init__",
+    "weft.world.endpoint.Endpoint.__init__",
     "weft.world.agreement.Agreement._wait",
-    "weft.world.agreement.Agreement._tell",
+    "weft.world.agreement.Agreement._answer_all",
     "weft.world.requests.Connection.send",
-    "weft.world.agreement.Kept.__init__",
+    "weft.world.agreement.LateResponder.__init__",
     "weft.world.connect.connect",
     "weft.world.listener.Outbound.advance",
     "weft.world.listener.Connector._identify",
     "weft.world.connect.Connections",
     "weft._native.create_mapping",
     "weft._native.attach_mapping",
-    "weft.world.agreement.Kept.close",
+    "weft.world.agreement.LateResponder.close",
 ]
 
 
@@ -279,7 +281,7 @@ def suspended_ranks(store, world, suspended):
     before = world
     try:
         world = before.shrink(timeout=0.5).shrink()
-        # those that are left out may know of both doors
+        # those that are left out may know of both endpoints
         assert before.rank in suspended or len(world.kept) == 2
         found = [*world.global_ranks], numbers(world)
     except weft.WeftError as error:
@@ -496,16 +498,16 @@ def test_shrink_ends_an_asynchronous_call_that_others_do_not_make():
 def by_handles(store, world):
     """Processes 1 to 4 have no world; the last dies before the second."""
     number = int(os.environ["RANK"]) - 1
-    door = Door(weft.world.backend.Backend())
-    store.set(f"handle {number}", handle_of(door))
+    endpoint = Endpoint(weft.world.backend.Backend())
+    store.set(f"handle {number}", handle_of(endpoint))
     handles = [store.get(f"handle {each}").decode() for each in (2, 0, 3, 1)]
     with pytest.raises(ValueError, match="must include"):
-        reconfigure("none", handles[:1] if number != 2 else handles[1:2], door, LIMIT)
+        reconfigure("none", handles[:1] if number != 2 else handles[1:2], endpoint, LIMIT)
     if number == 3:
         die()
     with pytest.raises((weft.PeerLost, weft.PeerTimeout)):
-        reconfigure("first", handles, door, LIMIT)
-    made = reconfigure("second", [handles[at] for at in (0, 1, 3)], door, LIMIT)
+        reconfigure("first", handles, endpoint, LIMIT)
+    made = reconfigure("second", [handles[at] for at in (0, 1, 3)], endpoint, LIMIT)
     found = number, made.rank, numbers(made)
     # threads, files and memory of a world that is over end with the last reference to it
     gc.disable()
@@ -576,12 +578,12 @@ def wrong_numbers(world):
     """Connections of strangers do not disturb an agreement."""
     import socket
 
-    door = world.membership.door
+    endpoint = world.membership.endpoint
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-        stranger.connect(door.here.address.at)
+        stranger.connect(endpoint.here.address.at)
         stranger.send(b"x" * 100)
         silent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        silent.connect(door.here.address.at)
+        silent.connect(endpoint.here.address.at)
         weft.barrier()
         new = world.shrink()
         silent.close()

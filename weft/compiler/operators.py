@@ -73,7 +73,7 @@ def _run(
             "make one with weft.enable_async_tp(group), on all of its ranks"
         )
 
-    with world.tell_refusal:
+    with world.report_refusal:
         results: list[Tensor] = worlds.run_in_order(
             group, partial(driver.call, fused_operator.check, world, operands, options)
         )

@@ -102,7 +102,7 @@ class Engine(ABC):
         self.world.check()
         weights = weights or {}
         rows = plan.pieces if rows is None else rows
-        with self.world.tell_refusal:
+        with self.world.report_refusal:
             self._prove(plan)
             program = self.program(plan, tensors, rows)
             program.check_operands(tensors, weights)

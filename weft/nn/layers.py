@@ -173,7 +173,7 @@ class ShardedLinear(nn.Linear):
                 if accepted is not None:
                     return x, accepted
             dtypes = DTYPES if weight is None else _dtypes_of_inputs(weight)
-            with self.world.tell_refusal:
+            with self.world.report_refusal:
                 x = waited(x)
                 arguments.check_input(x, "input", self.world, dtypes, traced=True)
                 check_untransformed(x, "input")

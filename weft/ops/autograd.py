@@ -44,7 +44,7 @@ def register(operator: FusedOperator) -> None:
         none = [None] * len(weights)
         operands = Operands(a, weights, [x if x.numel() else None for x in biases] or none, none)
         own = recorded_world(world)
-        with own.tell_refusal:  # of a backward pass, or a compiled graph
+        with own.report_refusal:  # of a backward pass, or a compiled graph
             return driver.call(operator.check, own, operands, options)
 
     made = torch.library.custom_op(f"weft::{operator.name}", run, mutates_args=(), schema=_SCHEMA)

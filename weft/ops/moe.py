@@ -172,7 +172,7 @@ def _run(
     world: Sequence[int],
 ) -> Tensor:
     own = autograd.recorded_world(world)
-    with torch.no_grad(), own.tell_refusal:
+    with torch.no_grad(), own.report_refusal:
         experts = Experts(gate_up.detach(), down.detach(), first=first, activation=activation)
         if sizes is not None:
             visits.check_sizes(sizes, experts, own)
@@ -212,7 +212,7 @@ def _gradients(
     if sizes is not None:
         experts = Experts(gate_up.detach(), down.detach(), first=first, activation=activation)
         layer = Layer(x, chosen, scores, experts, sizes, algorithm, chunk_rows, own, timeout)
-        with own.tell_refusal:
+        with own.report_refusal:
             return layer.gradients(grad)
     for_x, for_scores, *for_weights = gradients(
         grad, x, chosen, scores, gate_up, down, first, activation

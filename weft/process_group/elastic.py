@@ -22,13 +22,13 @@ class Elastic:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self.listener: worlds.Door | None = None  # for the next connection
+        self.listener: worlds.Endpoint | None = None  # for the next connection
         self.used: set[int] = set()
 
     def handle(self) -> str:
         """The text by which others name this process in the next connection."""
         if self.listener is None:
-            self.listener = worlds.Door(Backend())
+            self.listener = worlds.Endpoint(Backend())
         return worlds.handle_of(self.listener)
 
     def connect(

@@ -1,6 +1,6 @@
 """Worlds of ranks: start, rendezvous, shared memory, one-sided calls and failures."""
 
-from weft.world.door import Door as Door
+from weft.world.endpoint import Endpoint as Endpoint
 from weft.world.registry import by_number as by_number
 from weft.world.registry import default_here as default_here
 from weft.world.renewal import handle_of as handle_of

@@ -13,7 +13,7 @@ import weft._native as _native
 from weft.errors import Excluded, MismatchError, PeerLost, PeerTimeout, WeftError
 from weft.outside import printable_lines
 from weft.version import __version__
-from weft.world.door import Door, Handle
+from weft.world.endpoint import Endpoint, Handle
 from weft.world.lanes import started
 from weft.world.listener import PROVING, poll
 from weft.world.membership import Decision
@@ -23,12 +23,12 @@ from weft.world.view import Answer, Ended, Request, View, is_gone, joining
 _LOOK = 0.05  # seconds between looks at time limits
 _FOREVER = 1e6
 _UNKNOWN = 0.05  # seconds without an answer after which others are asked about a rank
-_TOLD = (PeerTimeout, PeerLost, Excluded, MismatchError, WeftError)
+_SHARED = (PeerTimeout, PeerLost, Excluded, MismatchError, WeftError)
 """The errors that end an attempt on all ranks."""
 
 
 class _Calls:
-    """Calls of this process to the doors of `handles`, by rank."""
+    """Calls of this process to the endpoints of `handles`, by rank."""
 
     def __init__(self, handles: Sequence[Handle], own: Handle) -> None:
         self.handles, self.own = handles, own
@@ -38,8 +38,8 @@ class _Calls:
         self._again: dict[int, float] = {}  # when a rank whose call has ended may be called again
 
     def call(self, ranks: Iterable[int], request: Request) -> None:
-        """Have open calls, with this request, to these ranks, as far as there are doors that can be
-        reached from here, and to no others.
+        """Have open calls, with this request, to these ranks, as far as there are endpoints that
+        can be reached from here, and to no others.
         """
         ranks = {*ranks}
         for rank in {*self.open} - ranks:
@@ -96,7 +96,9 @@ class Agreement:
     def __init__(self, view: View) -> None:
         self.view = view
         self.calls = _Calls(view.membership.handles, view.own)
-        self.requesters = Requesters(view.membership.door.listeners, len(view.membership.handles))
+        self.requesters = Requesters(
+            view.membership.endpoint.listeners, len(view.membership.handles)
+        )
         self.joining: tuple[Handle, ...] = ()
         self.patience = _native.Deadline(view.timeout)
         self.unanswered = _native.Deadline(_UNKNOWN)
@@ -113,13 +115,13 @@ class Agreement:
             while True:
                 decision = self._answered() or self._step()
                 if decision is not None:
-                    self._tell(Answer(decision))
+                    self._answer_all(Answer(decision))
                     if decision.rank_of(self.view.own) is None:
                         raise left_out(self.view.rank, decision)
                     return decision
                 self._wait()
         except WeftError as error:
-            self._tell(Answer(None, type(error).__name__, str(error)))
+            self._answer_all(Answer(None, type(error).__name__, str(error)))
             raise
         finally:
             self.calls.close()
@@ -176,22 +178,22 @@ class Agreement:
             )
             requester.ended = True
             return
-        if not self.view.hears(request):
+        if not self.view.accepts(request):
             requester.request = None
             return
         self.view = self.view.after_request(request)
         requester.send(self.view.answer())
 
     def _share(self) -> None:
-        """Tell those with whom this rank is connected what it has learned."""
+        """Send those with whom this rank is connected what it has learned."""
         self.joining = joining(self._requests())
         request = self.view.request(self.joining)
         if request != self._shared:
             self._shared = request
             self.calls.ask_again(request)
-            self._tell(self.view.answer())
+            self._answer_all(self.view.answer())
 
-    def _tell(self, answer: Answer) -> None:
+    def _answer_all(self, answer: Answer) -> None:
         """Answer all who have asked this rank."""
         for requester in self.requesters.all:
             if requester.request and not requester.ended:
@@ -201,7 +203,7 @@ class Agreement:
 def outcome(answer: Answer) -> Decision | None:
     """The decision of an answer, if it has one. Raises the error that ends the attempt."""
     if answer.error:
-        kind = next((each for each in _TOLD if each.__name__ == answer.error), WeftError)
+        kind = next((each for each in _SHARED if each.__name__ == answer.error), WeftError)
         raise kind(printable_lines(answer.text))
     found: Decision | None = answer.decision
     return found
@@ -219,8 +221,8 @@ def left_out(rank: int, decision: Decision) -> Excluded:
 def join(handles: Sequence[Handle], own: Handle, timeout: float) -> Decision:
     """The decision that includes this process, which asks the ranks with these handles to join.
 
-    Raises `PeerTimeout` if it is not let in, `PeerLost` if no rank is left, `WeftError` if no door
-    can be reached from this host.
+    Raises `PeerTimeout` if it is not let in, `PeerLost` if no rank is left, `WeftError` if no
+    endpoint can be reached from this host.
     """
     deadline = _native.Deadline(timeout)
     while not deadline.passed:
@@ -263,17 +265,19 @@ def _further(calls: _Calls, deadline: _native.Deadline) -> Decision | None:
     return None
 
 
-class Kept:
-    """A door at which a thread tells late callers of the `decision` that their ranks have made."""
+class LateResponder:
+    """An endpoint at which a thread answers late callers with the `decision` that their ranks
+    have made.
+    """
 
-    def __init__(self, door: Door, decision: Decision) -> None:
-        self.door = door
+    def __init__(self, endpoint: Endpoint, decision: Decision) -> None:
+        self.endpoint = endpoint
         self.decision = decision
         self._over = os.eventfd(0)
         self._thread = started(lambda error: None, self._serve)
 
     def close(self) -> None:
-        """Close the door."""
+        """Close the endpoint."""
         os.eventfd_write(self._over, 1)
         self._thread.join()
         self.disown()
@@ -281,10 +285,10 @@ class Kept:
     def disown(self) -> None:
         """In a forked child: close its copies of the sockets."""
         os.close(self._over)
-        self.door.close()
+        self.endpoint.close()
 
     def _serve(self) -> None:
-        requesters = Requesters(self.door.listeners)
+        requesters = Requesters(self.endpoint.listeners)
         with contextlib.closing(requesters):
             over = self._over, select.POLLIN
             while self._over not in poll([over, *requesters.polled()], PROVING):

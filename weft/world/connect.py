@@ -11,7 +11,7 @@ import weft._native as _native
 from weft.errors import WeftError
 from weft.schedules.levels import numbered
 from weft.world.backend import Backend
-from weft.world.door import Door, Handle
+from weft.world.endpoint import Endpoint, Handle
 from weft.world.listener import INTERFACE, Address, another_user, connect
 from weft.world.network import Network
 from weft.world.rendezvous import RankInfo, StoreRendezvous
@@ -52,20 +52,20 @@ class Connections(NamedTuple):
 
 @contextlib.contextmanager
 def connections(
-    rendezvous: Rendezvous, door: Door, timeout: float, backend: Backend
+    rendezvous: Rendezvous, endpoint: Endpoint, timeout: float, backend: Backend
 ) -> Iterator[Connections]:
     """Connect to all ranks of a rendezvous; what is open is closed if the ``with`` block fails.
     Raises as `weft.init`.
     """
     rank = rendezvous.rank
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as unless_made:
-        infos = stack.enter_context(rendezvous.exchange(door.info, timeout))
+        infos = stack.enter_context(rendezvous.exchange(endpoint.info, timeout))
         backend.meet([info.device for info in infos])
         others = {peer: info for peer, info in enumerate(infos) if peer != rank}
         local = {
             peer: (info.pid, info.address)
             for peer, info in others.items()
-            if info.host == door.info.host
+            if info.host == endpoint.info.host
         }
         for peer in local:
             if infos[peer].user != os.getuid():
@@ -74,10 +74,10 @@ def connections(
         if remote and backend.stream_ordered:
             raise WeftError("ranks with GPUs must be on one host in this version of weft")
         try:
-            ends = connect(rank, door.here, local, timeout)
+            ends = connect(rank, endpoint.here, local, timeout)
             for end in ends.values():
                 stack.enter_context(end)
-            outside = door.open_to_hosts(rank) if remote else None
+            outside = endpoint.open_to_hosts(rank) if remote else None
         except BaseException as error:
             if remote:
                 rendezvous.give_up(error)
@@ -98,12 +98,12 @@ def connections(
                 raise WeftError(
                     f"ranks {unreachable} have no address for other hosts: set {INTERFACE} there"
                 )
-            assert door.of_world is not None
+            assert endpoint.of_world is not None
             network = Network(
                 rank,
                 numbered(info.host for info in infos),
                 mesh,
-                door.of_world,
+                endpoint.of_world,
                 {peer: (infos[peer].pid, addresses[peer].of_world) for peer in remote},
                 timeout,
                 agreed({peer: each.offer for peer, each in enumerate(addresses)}),

@@ -108,7 +108,7 @@ class LocalWorld:
                     self._listeners[rank],
                     {peer: (os.getpid(), self._listeners[peer].address) for peer in elsewhere},
                     self._timeout,
-                    transports.told(),
+                    transports.chosen(),
                 )
                 network.connect(self._timeout)
             world = World(rank, infos, mesh, self._timeout, self._backend, network)

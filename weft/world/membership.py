@@ -24,7 +24,7 @@ silent and is left out learns of it from those that went on (`Excluded`).
 
 If a rank of the next world is lost before it is made, the others agree again, from the decision.
 The halves above are then counted twice: of the last world that was made, since other decisions may
-have been adopted by ranks that this one does not hear of, and of the decided one, which may have
+have been adopted by ranks that this one cannot reach, and of the decided one, which may have
 been made for others of its ranks. Only ranks with one decision agree again: in another one their
 numbers mean others. So if a leader is killed between its answers, or is slow, and others decide
 without it, each decision may lack ranks that have adopted another, and all raise `PeerTimeout`.
@@ -41,7 +41,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from weft.world.door import Door, Handle
+from weft.world.endpoint import Endpoint, Handle
 
 
 class Decision(NamedTuple):
@@ -70,39 +70,41 @@ class Decision(NamedTuple):
 @dataclass
 class Membership:
     """A rank's place in the world `name`, or in one that was decided and not yet made: the handles
-    of all ranks and this one's `door`. `in_doubt` tells of a world that is made whether a rank was
-    left out that may be alive, and know of this door. The rest is as of `Decision`.
+    of all ranks and this one's `endpoint`. `in_doubt` tells of a world that is made whether a rank
+    was left out that may be alive, and know of this endpoint. The rest is as of `Decision`.
     """
 
     name: str
     rank: int
     handles: Sequence[Handle]
     global_ranks: Sequence[int]
-    door: Door
+    endpoint: Endpoint
     made: Sequence[int]
     made_ranks: int
     doubtful: bool = False
     in_doubt: bool = False
 
     @classmethod
-    def of_made(cls, name: str, rank: int, handles: Sequence[Handle], door: Door) -> Membership:
+    def of_made(
+        cls, name: str, rank: int, handles: Sequence[Handle], endpoint: Endpoint
+    ) -> Membership:
         """The place of a rank in a world that is made, and is no part of a larger job."""
         ranks = len(handles)
-        return cls(name, rank, handles, range(ranks), door, range(ranks), ranks)
+        return cls(name, rank, handles, range(ranks), endpoint, range(ranks), ranks)
 
     @classmethod
-    def decided(cls, decision: Decision, door: Door) -> Membership | None:
-        """The place of the rank with this door; None if it is left out."""
-        rank = decision.rank_of(door.handle)
+    def decided(cls, decision: Decision, endpoint: Endpoint) -> Membership | None:
+        """The place of the rank with this endpoint; None if it is left out."""
+        rank = decision.rank_of(endpoint.handle)
         if rank is None:
             return None
         name, handles, _, numbers, made, made_ranks, doubtful, _ = decision
-        return cls(name, rank, handles, numbers, door, made, made_ranks, doubtful)
+        return cls(name, rank, handles, numbers, endpoint, made, made_ranks, doubtful)
 
     @functools.cached_property
-    def doors(self) -> bytes:
-        """Of all ranks, by which the world is known. A rank has one door for all decisions that it
-        may be in, of which it adopts one, and is of another rank in others.
+    def endpoints(self) -> bytes:
+        """Of all ranks, by which the world is known. A rank has one endpoint for all decisions that
+        it may be in, of which it adopts one, and is of another rank in others.
         """
         secrets = [each.info.address.secret for each in self.handles]
         return hashlib.sha256(b"".join(secrets)).digest()[:16]

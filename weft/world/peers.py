@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from weft.world.backend import Backend
 
 _log = logging.getLogger("weft")
-_TOLD = "_told"
-"""The attribute of an error of which peers were told."""
+_REPORTED = "_reported"
+"""The attribute of an error that peers have been sent."""
 _SPINS = 200
 """Tests of a counter before a wait yields: some microseconds.
 
@@ -160,7 +160,7 @@ class Peers:
         # of a part of a call that all ranks must complete
         self.fail_on_error: AbstractContextManager[None] = OnError(self.fail)
         # of what precedes the first signal of a call
-        self.tell_refusal: AbstractContextManager[None] = OnError(self.refuse)
+        self.report_refusal: AbstractContextManager[None] = OnError(self.refuse)
         self.exclusive: AbstractContextManager[None] = Exclusive(self)
         self.mesh = mesh
         here = [info for info in infos if info.host == infos[rank].host]
@@ -326,16 +326,16 @@ class Peers:
         return error  # type: ignore[return-value]
 
     def refuse(self, error: BaseException) -> None:
-        """Tell peers, once, that this rank does not make its next call because of `error`, which
+        """Inform peers, once, that this rank does not make its next call because of `error`, which
         has sent nothing. If they make the call, and this rank does not make it after all within a
         second, they raise `MismatchError` with the error's text.
         """
         alike = isinstance(error, SymmetricMemoryError)  # all ranks raise it together
         if self.closed is not None or self.forked or alike or not isinstance(error, Exception):
             return
-        if getattr(error, _TOLD, False):
+        if getattr(error, _REPORTED, False):
             return
-        setattr(error, _TOLD, True)
+        setattr(error, _REPORTED, True)
         place = places.here()
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         if place:
@@ -375,7 +375,7 @@ class Peers:
         doing = "to make the world"
         here = [*filter(self.hosts.here, range(self.ranks))]
         elsewhere = [peer for peer in self.others if not self.hosts.here(peer)]
-        # what messages tell of ranks on other hosts is kept behind the part of one rank of this
+        # the calls of ranks on other hosts is kept behind the part of one rank of this
         sizes = {rank: size + (rank == here[0]) * len(elsewhere) * header for rank in here}
         try:
             own, file = _native.create_mapping(sizes[self.rank])

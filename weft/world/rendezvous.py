@@ -157,7 +157,7 @@ class StoreRendezvous:
             raise
 
     def give_up(self, error: BaseException) -> None:
-        """Tell all ranks the reason, in place of this rank's next record."""
+        """Send all ranks the reason, in place of this rank's next record."""
         with contextlib.suppress(RuntimeError):  # the store is gone, for its readers too
             self._publish(next(self.rounds), _announcement(None, error))
 

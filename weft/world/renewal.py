@@ -14,10 +14,10 @@ from typing import TypeVar
 
 from weft.errors import PeerLost, PeerTimeout
 from weft.world import agreement
-from weft.world.agreement import Agreement, Kept
+from weft.world.agreement import Agreement, LateResponder
 from weft.world.backend import Backend
 from weft.world.connect import Known
-from weft.world.door import Door, Handle
+from weft.world.endpoint import Endpoint, Handle
 from weft.world.membership import Decision, Membership
 from weft.world.view import View
 from weft.world.wire import decode, encode
@@ -25,7 +25,7 @@ from weft.world.wire import decode, encode
 _LONGEST = 8 << 20  # bytes of a text that was compressed: thousands of handles
 World = TypeVar("World")
 Kind = TypeVar("Kind")
-Make = Callable[[Known, Door], World]
+Make = Callable[[Known, Endpoint], World]
 """Makes the world of ranks that have each other's handles; raises as `weft.init`."""
 
 
@@ -37,34 +37,34 @@ def renew(
     make: Make[World],
     adopt: Callable[[Membership], object],
     left: Collection[int],
-) -> tuple[World, list[Kept]]:
-    """The world after that of `membership`, with so many `joiners`, and the doors that are kept for
-    ranks that were left out. `adopt` is called with the place in each world that was decided;
+) -> tuple[World, list[LateResponder]]:
+    """The world after that of `membership`, with so many `joiners`, and the endpoints that are kept
+    for ranks that were left out. `adopt` is called with the place in each world that was decided;
     `left` are ranks that have said that they leave for good.
 
     Raises as `Agreement.run`, and as `make` if the same ranks fail to make their world again.
     """
-    own = _door(membership, joiners, backend)
+    own = _endpoint(membership, joiners, backend)
     try:
         decision = Agreement(View(membership, own.handle, joiners, timeout, frozenset(left))).run()
     except BaseException:
         own.close()
         raise
-    kept = [Kept(membership.door, decision)]
+    kept = [LateResponder(membership.endpoint, decision)]
     return follow(decision, own, timeout, backend, make, adopt, kept, membership.in_doubt)
 
 
 def follow(
     decision: Decision,
-    own: Door,
+    own: Endpoint,
     timeout: float,
     backend: Backend,
     make: Make[World],
     adopt: Callable[[Membership], object],
-    kept: Sequence[Kept] = (),
+    kept: Sequence[LateResponder] = (),
     in_doubt: bool = False,
-) -> tuple[World, list[Kept]]:
-    """As `renew`, from a decision on, in which this process has the door `own`."""
+) -> tuple[World, list[LateResponder]]:
+    """As `renew`, from a decision on, in which this process has the endpoint `own`."""
     kept = [*kept]
     again = False  # whether the same ranks have failed to make their world before
     with contextlib.ExitStack() as unless_made:
@@ -80,12 +80,12 @@ def follow(
             except (PeerLost, PeerTimeout):
                 if again:
                     raise
-            following = _door(membership, decision.joiners, backend)
+            following = _endpoint(membership, decision.joiners, backend)
             unless_made.callback(following.close)
             view = View(membership, following.handle, decision.joiners, timeout)
             decision = Agreement(view).run()
             again = decision.previous == (*range(len(membership.handles)),)
-            kept.append(Kept(own, decision))
+            kept.append(LateResponder(own, decision))
             own = following
         unless_made.pop_all()
     if not (decision.doubtful or in_doubt):  # then nobody else can call
@@ -94,18 +94,18 @@ def follow(
     return made, kept
 
 
-def _close(kept: Sequence[Kept]) -> None:
+def _close(kept: Sequence[LateResponder]) -> None:
     for each in kept:
         each.close()
 
 
 def join(
     handles: Sequence[Handle], starting: float, timeout: float, backend: Backend, make: Make[World]
-) -> tuple[World, Membership, list[Kept]]:
+) -> tuple[World, Membership, list[LateResponder]]:
     """As `renew`, for a process that joins the ranks with these `handles` within `starting`
     seconds, and its place in the world.
     """
-    own = Door(backend)
+    own = Endpoint(backend)
     own.open_if_possible(-1)
     try:
         decision = agreement.join(handles, own.handle, starting)
@@ -117,18 +117,18 @@ def join(
     return made, places[-1], kept
 
 
-def _door(membership: Membership, joiners: int, backend: Backend) -> Door:
-    door = Door(backend)
+def _endpoint(membership: Membership, joiners: int, backend: Backend) -> Endpoint:
+    endpoint = Endpoint(backend)
     if joiners or membership.several_hosts:
-        door.open_if_possible(membership.rank)
-    return door
+        endpoint.open_if_possible(membership.rank)
+    return endpoint
 
 
 def invitation(membership: Membership) -> str:
     """A text by which other processes find the ranks of a world."""
-    membership.door.open_if_possible(membership.rank)
+    membership.endpoint.open_if_possible(membership.rank)
     handles = [*membership.handles]
-    handles[membership.rank] = membership.door.handle
+    handles[membership.rank] = membership.endpoint.handle
     return _text(handles)
 
 
@@ -137,15 +137,15 @@ def invited(text: str) -> list[Handle]:
     return _value(text, list[Handle], "invitation must be what world.invitation() returned")
 
 
-def handle_of(door: Door) -> str:
-    """The handle of a door, which is opened to other hosts if possible, as a text."""
-    door.open_if_possible(-1)
-    return _text(door.handle)
+def handle_of(endpoint: Endpoint) -> str:
+    """The handle of an endpoint, which is opened to other hosts if possible, as a text."""
+    endpoint.open_if_possible(-1)
+    return _text(endpoint.handle)
 
 
 def handle_in(text: str) -> Handle:
     """The handle in a text. Raises `ValueError` for any other text."""
-    return _value(text, Handle, "a handle must be what handle_of(door) returned")
+    return _value(text, Handle, "a handle must be what handle_of(endpoint) returned")
 
 
 def _text(value: object) -> str:

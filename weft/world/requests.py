@@ -1,8 +1,8 @@
 """Requests to ranks while they agree on who goes on, and the answers: a client sends requests to
-a door, whose rank answers.
+an endpoint, whose rank answers.
 
-Both ends first prove that they have the key of the door (`weft.world.handshake`). A message is its
-length and JSON.
+Both ends first prove that they have the key of the endpoint (`weft.world.handshake`). A message is
+its length and JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from weft.errors import WeftError
-from weft.world.door import key
+from weft.world.endpoint import key
 from weft.world.handshake import Caller, OtherUser, Peer
 from weft.world.listener import UNPROVED, Address, Listener, Unproved
 from weft.world.membership import Decision
@@ -85,8 +85,9 @@ class Connection:
 
 
 class Client(Connection):
-    """A connection that this process opens to a rank's door, which on this host `user` has opened:
-    `connected` once both are proved, `refused` if nothing listens there, or the process has ended.
+    """A connection that this process opens to a rank's endpoint, which on this host `user` has
+    opened: `connected` once both are proved, `refused` if nothing listens there, or the process has
+    ended.
     """
 
     def __init__(self, address: Address, user: int | None = None) -> None:
@@ -167,7 +168,7 @@ class Client(Connection):
 
 
 class Requester(Connection):
-    """A connection of a process that has the key of a door, which it has proved: its latest
+    """A connection of a process that has the key of an endpoint, which it has proved: its latest
     `request`, None before the first.
     """
 
@@ -197,7 +198,7 @@ class Requester(Connection):
 
 
 class Requesters:
-    """The processes of this user that are connected to a door's `listeners`: `all` of them."""
+    """The processes of this user that are connected to an endpoint's `listeners`: `all` of them."""
 
     def __init__(self, listeners: Sequence[Listener], ranks: int = 0) -> None:
         self.all = list[Requester]()

@@ -15,7 +15,7 @@ from weft.schedules.device_options import DEFAULT, DeviceOptions
 from weft.world import placement, registry, renewal
 from weft.world.backend import Backend, backend_of
 from weft.world.connect import Known, Rendezvous
-from weft.world.door import Door
+from weft.world.endpoint import Endpoint
 from weft.world.rendezvous import StoreRendezvous, member, rendezvous_of
 from weft.world.shared_store import STARTING, launched
 from weft.world.variables import translated
@@ -142,8 +142,8 @@ def join(invitation: str, *, timeout: float | None = None, comm_threads: int = 1
     limit, starting = (_TIMEOUT, STARTING) if timeout is None else (limited(timeout),) * 2
     placement.bind_as_launched()
 
-    def make(rendezvous: Rendezvous, door: Door) -> World:
-        return connect(rendezvous, limit, backend, door)
+    def make(rendezvous: Rendezvous, endpoint: Endpoint) -> World:
+        return connect(rendezvous, limit, backend, endpoint)
 
     made, membership, kept = renewal.join(handles, starting, limit, backend, make)
     place(made, membership, kept)
@@ -152,21 +152,25 @@ def join(invitation: str, *, timeout: float | None = None, comm_threads: int = 1
 
 
 def reconfigure(
-    name: str, handles: Sequence[str], door: Door, timeout: float, backend: Backend | None = None
+    name: str,
+    handles: Sequence[str],
+    endpoint: Endpoint,
+    timeout: float,
+    backend: Backend | None = None,
 ) -> World:
     """Make a world of exactly the processes with these handles, in this order, by nothing else:
-    each calls this with one `name`, the same handles, and its own door. It does not become the
+    each calls this with one `name`, the same handles, and its own endpoint. It does not become the
     default.
 
-    A handle is the text `handle_of(door)`, passed on by any means. Whoever calls this decides who
-    is alive: nothing is agreed. After an error the door serves for another attempt with another
-    name; after success it is the world's, and closed with it. Raises as `init`, and `ValueError`
-    unless the door's handle is among `handles`.
+    A handle is the text `handle_of(endpoint)`, passed on by any means. Whoever calls this decides
+    who is alive: nothing is agreed. After an error the endpoint serves for another attempt with
+    another name; after success it is the world's, and closed with it. Raises as `init`, and
+    `ValueError` unless the endpoint's handle is among `handles`.
     """
     places = [renewal.handle_in(each) for each in handles]
-    if door.handle not in places:
-        raise ValueError("handles must include that of the door")
-    rank = places.index(door.handle)
-    with door.named(name):
+    if endpoint.handle not in places:
+        raise ValueError("handles must include that of the endpoint")
+    rank = places.index(endpoint.handle)
+    with endpoint.named(name):
         known = Known(rank, [each.named(name) for each in places])
-        return connect(known, limited(timeout), backend or Backend(), door)
+        return connect(known, limited(timeout), backend or Backend(), endpoint)

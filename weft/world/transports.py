@@ -31,8 +31,8 @@ def offered() -> str:
     return TCP if chosen else _EITHER if ucx_devices() else ""
 
 
-def told() -> str:
-    """The transport of ranks that are in one process: TCP, unless the user has told otherwise.
+def chosen() -> str:
+    """The transport of ranks that are in one process: TCP, unless the user has chosen otherwise.
     Raises as `agreed`.
     """
     return agreed({0: offered()}) if variables.value(VARIABLE) == UCX else TCP
@@ -40,9 +40,9 @@ def told() -> str:
 
 def agreed(offers: Mapping[int, str]) -> str:
     """The transport of a world of several hosts, from what each rank offers: UCX if all ranks
-    have a device for it, or are told to use it; TCP otherwise.
+    have a device for it, or the user has chosen it; TCP otherwise.
 
-    Raises `WeftError` if a rank is told to use UCX that cannot, or that others do not offer.
+    Raises `WeftError` if the user has chosen UCX on a rank that cannot use it, or not on all.
     """
     for rank, offer in offers.items():
         if offer.startswith(_MISSING):
@@ -52,10 +52,10 @@ def agreed(offers: Mapping[int, str]) -> str:
                 f"libucx-cu12), or set {VARIABLE}=tcp on all ranks"
             )
     without = [rank for rank, offer in offers.items() if offer not in (UCX, _EITHER)]
-    told = [rank for rank, offer in offers.items() if offer == UCX]
-    if told and without:
+    chose = [rank for rank, offer in offers.items() if offer == UCX]
+    if chose and without:
         raise WeftError(
-            f"{VARIABLE} is ucx on ranks {told}, but not on ranks {without}: set it to one value "
+            f"{VARIABLE} is ucx on ranks {chose}, but not on ranks {without}: set it to one value "
             "on all ranks"
         )
     return TCP if without else UCX

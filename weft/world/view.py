@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from weft.errors import MismatchError, PeerTimeout
 from weft.version import __version__
-from weft.world.door import Handle
+from weft.world.endpoint import Handle
 from weft.world.membership import Decision, Membership
 
 _NONE = frozenset[int]()
@@ -18,8 +18,8 @@ _NONE = frozenset[int]()
 
 class Request(NamedTuple):
     """What a process asks of a rank: to go on with it. Its rank, -1 of a joiner, in which world (by
-    its doors), its handle in the next one, the joiners that it expects, those that have called it,
-    the ranks that it knows to be gone, and those that it waits for and cannot tell.
+    its endpoints), its handle in the next one, the joiners that it expects, those that have called
+    it, the ranks that it knows to be gone, and those that it waits for in vain.
     """
 
     version: str
@@ -58,7 +58,7 @@ def is_gone(ended: Ended, called: Handle, own: Handle) -> bool:
 
 
 def joining(requests: Iterable[Request]) -> tuple[Handle, ...]:
-    """Those that join, by a call or through a rank that has told of them."""
+    """Those that join, by a call or through a rank that has named them."""
     found = {}
     for request in requests:
         for handle in [request.handle] if request.rank < 0 else request.joining:
@@ -108,14 +108,14 @@ class View(NamedTuple):
         each = enumerate(self.membership.handles)
         return frozenset(rank for rank, handle in each if handle.info.host in hosts) - {self.rank}
 
-    def hears(self, request: Request) -> bool:
+    def accepts(self, request: Request) -> bool:
         """Whether a request is that of a joiner, or of another rank of its world."""
         known = request.rank < len(self.membership.handles) and request.rank != self.rank
-        return request.rank < 0 or (known and request.world == self.membership.doors)
+        return request.rank < 0 or (known and request.world == self.membership.endpoints)
 
     def request(self, joining: tuple[Handle, ...]) -> Request:
         known = self.joiners, joining, self.gone, self.unknown
-        return Request(__version__, self.rank, self.membership.doors, self.own, *known)
+        return Request(__version__, self.rank, self.membership.endpoints, self.own, *known)
 
     def answer(self) -> Answer:
         return Answer(gone=self.gone, unknown=self.unknown)
@@ -135,10 +135,10 @@ class View(NamedTuple):
         hung_up, answered = self.hung_up | {rank}, self.answered - {rank}
         return self._replace(gone=self.gone | gone, hung_up=hung_up, answered=answered)
 
-    def _after(self, told: Request | Answer) -> View:
-        """After what a rank has told: ranks that are gone, or that it waits for in vain."""
-        gone = told.gone & {*range(len(self.membership.handles))} - {self.rank}
-        asked = told.unknown & self.on({self.own.info.host})
+    def _after(self, message: Request | Answer) -> View:
+        """After a message of a rank: ranks that are gone, or that it waits for in vain."""
+        gone = message.gone & {*range(len(self.membership.handles))} - {self.rank}
+        asked = message.unknown & self.on({self.own.info.host})
         return self._replace(gone=self.gone | gone, asked=self.asked | asked)
 
     def taking_part(self, requests: Iterable[Request]) -> dict[int, Request]:

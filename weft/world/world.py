@@ -27,10 +27,10 @@ from weft.plan import Plan
 from weft.schedules.device_options import DeviceOptions
 from weft.uncompiled import untraced
 from weft.world import memory, registry, renewal, stopped
-from weft.world.agreement import Kept
+from weft.world.agreement import LateResponder
 from weft.world.backend import Backend
 from weft.world.connect import Rendezvous, connections
-from weft.world.door import Door
+from weft.world.endpoint import Endpoint
 from weft.world.forked import keep
 from weft.world.membership import Membership
 from weft.world.network import Network
@@ -98,7 +98,7 @@ class World(Peers):
         self.repeats: _native.CallCache | None = None  # the cache of its calls; None once closed
         self.recorder: Recorder | None = None
         self.membership: Membership | None = None  # None of a rank of a local world
-        self.kept: Sequence[Kept] = ()  # doors of earlier worlds
+        self.kept: Sequence[LateResponder] = ()  # endpoints of earlier worlds
         self.emulated_link: tuple[float, float] | None = None
         # number 0 is no world's: a world of streams puts its copies on them
         self.transfers = _native.Transfers(
@@ -116,7 +116,7 @@ class World(Peers):
         in shape or dtype.
         """
         self.check()
-        with self.tell_refusal:
+        with self.report_refusal:
             dims = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
             try:
                 sizes = [operator.index(n) for n in dims]  # type: ignore[arg-type]
@@ -147,7 +147,7 @@ class World(Peers):
         On a GPU the counters are in its memory.
         """
         self.check()
-        with self.tell_refusal:
+        with self.report_refusal:
             if not (isinstance(count, int) and count > 0):
                 raise ValueError(f"count must be a positive integer; got {count!r}")
             check_size(count, "count")
@@ -296,7 +296,7 @@ class World(Peers):
         if self.membership is None or self.stream_ordered:
             kind = "a local world" if self.membership is None else "a world of streams"
             raise WeftError(f"{kind} cannot shrink or grow; make a new one with {self.maker}")
-        if self.membership.door.closed:
+        if self.membership.endpoint.closed:
             self.check()
 
     def _renewed(self, joiners: int, timeout: float | None, by: str) -> World:
@@ -310,8 +310,8 @@ class World(Peers):
         def adopt(membership: Membership) -> None:
             self.membership = membership
 
-        def make(rendezvous: Rendezvous, door: Door) -> World:
-            return connect(rendezvous, limit, self.backend, door)
+        def make(rendezvous: Rendezvous, endpoint: Endpoint) -> World:
+            return connect(rendezvous, limit, self.backend, endpoint)
 
         try:
             made, kept = renewal.renew(
@@ -319,7 +319,7 @@ class World(Peers):
             )
         except BaseException:
             if self.closed is not None:
-                self.membership.door.close()
+                self.membership.endpoint.close()
             raise
         place(made, self.membership, [*self.kept, *kept])
         self.kept = ()
@@ -338,9 +338,9 @@ class World(Peers):
         """Let go of what refers to this world in turn: with the last reference of the program its
         threads, files and memory are freed, not with a garbage collection some time later.
         """
-        self.membership = None  # the door of the latest is the new world's
+        self.membership = None  # the endpoint of the latest is the new world's
         self.engine = None
-        self.fail_on_error = self.tell_refusal = self.exclusive = contextlib.nullcontext()
+        self.fail_on_error = self.report_refusal = self.exclusive = contextlib.nullcontext()
         if self.network is not None:
             self.network.fail = lambda error, culprit: None
 
@@ -356,7 +356,7 @@ class World(Peers):
         self.mesh.disown()
         self.transfers.disown()
         if self.membership is not None:
-            self.membership.door.close()
+            self.membership.endpoint.close()
         for each in self.kept:
             each.disown()
         if self.network is not None:
@@ -372,7 +372,7 @@ class World(Peers):
             return
         self._leave(for_good=True)
         if self.membership is not None:
-            self.membership.door.close()
+            self.membership.endpoint.close()
         for each in self.kept:
             each.close()
         self.kept = ()
@@ -385,8 +385,8 @@ class World(Peers):
             self.network.timeout = seconds
 
     def _leave(self, for_good: bool = False) -> None:
-        """As `close`, but for the doors at which peers learn whether this rank goes on; unless it
-        leaves `for_good`.
+        """As `close`, but for the endpoints at which peers learn whether this rank goes on; unless
+        it leaves `for_good`.
         """
         if self.network is not None:
             self.network.lanes.finish_transfers()
@@ -443,20 +443,20 @@ for _name, _right in _OTHER_NAMES.items():
 
 
 def connect(
-    rendezvous: Rendezvous, timeout: float, backend: Backend, door: Door | None = None
+    rendezvous: Rendezvous, timeout: float, backend: Backend, endpoint: Endpoint | None = None
 ) -> World:
-    """A world of the ranks of a rendezvous; they find this one by its `door`, a new one if none is
-    given, which is closed on failure.
+    """A world of the ranks of a rendezvous; they find this one by its `endpoint`, a new one if none
+    is given, which is closed on failure.
     """
     with contextlib.ExitStack() as unless_made:
-        if door is None:
+        if endpoint is None:
             try:
-                door = Door(backend)
+                endpoint = Endpoint(backend)
             except BaseException as error:
                 rendezvous.give_up(error)
                 raise
-            unless_made.callback(door.close)
-        with connections(rendezvous, door, timeout, backend) as (
+            unless_made.callback(endpoint.close)
+        with connections(rendezvous, endpoint, timeout, backend) as (
             rank,
             infos,
             mesh,
@@ -464,7 +464,7 @@ def connect(
             handles,
         ):
             world = World(rank, infos, mesh, timeout, backend, network)
-        world.membership = Membership.of_made(world.identity, rank, handles, door)
+        world.membership = Membership.of_made(world.identity, rank, handles, endpoint)
         log_made(world)
         stopped.report_first(lambda: [*registry.alive.values()])
         with world.fail_on_error:
@@ -473,8 +473,8 @@ def connect(
         return world
 
 
-def place(world: World, membership: Membership, kept: Sequence[Kept]) -> None:
-    """Give a new world its place after the one before, of which doors are kept."""
+def place(world: World, membership: Membership, kept: Sequence[LateResponder]) -> None:
+    """Give a new world its place after the one before, of which endpoints are kept."""
     assert world.membership is not None
     world.global_ranks = world.membership.global_ranks = [*membership.global_ranks]
     world.membership.in_doubt = membership.doubtful

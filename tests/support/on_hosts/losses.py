@@ -13,7 +13,7 @@ import torch
 
 import weft
 from support.process_resources import leaked, resources
-from weft.world import door, network, registry
+from weft.world import endpoint, network, registry
 
 LIMIT = 2.0  # seconds that a wait may take where something goes wrong
 
@@ -62,7 +62,7 @@ def gives_up():
     with pytest.MonkeyPatch.context() as patch:
         if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
             patch.setattr(
-                door,
+                endpoint,
                 "listen_to_hosts",
                 lambda rank: (_ for _ in ()).throw(weft.WeftError("no address")),
             )

@@ -1,9 +1,9 @@
-"""Doors: the sockets at which a process is reached as a rank, while a world is made and as long as
-it lives.
+"""Endpoints: the sockets at which a process is reached as a rank, while a world is made and as long
+as it lives.
 
-While a door is open its process may take part in the next world. Where the kernel of the host says
-that nothing listens at a door any more, its process has ended, or has left its world. So a door is
-how ranks of a host tell a peer that has ended from one that is slow or suspended.
+While an endpoint is open its process may take part in the next world. Where the kernel of the host
+says that nothing listens at an endpoint any more, its process has ended, or has left its world. So
+an endpoint is how ranks of a host tell a peer that has ended from one that is slow or suspended.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft.world.listener import Address, Listener, listen_to_hosts
 from weft.world.rendezvous import RankInfo, host_identity
 
 NOWHERE = Address("", 0, b"")
-"""The address of a door that ranks on other hosts do not reach."""
+"""The address of an endpoint that ranks on other hosts do not reach."""
 
 
 class Handle(NamedTuple):
@@ -47,7 +47,7 @@ class Handle(NamedTuple):
         return self.outside if self.outside.port else None
 
 
-class Door:
+class Endpoint:
     """The listening sockets of this process in one world, closed with it.
 
     Attributes: `here` (the listener on this host), `outside` (that for other hosts, None before
@@ -84,7 +84,7 @@ class Door:
     @contextlib.contextmanager
     def named(self, name: str) -> Iterator[None]:
         """Accept connections of the world `name` alone from now on; if the block fails, those of
-        the door's handle again.
+        the endpoint's handle again.
         """
         before = [(each, each.address) for each in self._open]
         for listener, address in before:
@@ -139,8 +139,10 @@ class Door:
 
 
 def key(address: Address) -> bytes:
-    """What a message to a door begins with; connections of a world begin with the secret itself."""
-    return hashlib.sha256(b"door" + address.secret).digest()[:16]
+    """What a message to an endpoint begins with; connections of a world begin with the secret
+    itself.
+    """
+    return hashlib.sha256(b"endpoint" + address.secret).digest()[:16]
 
 
 def _named(address: Address, name: str) -> Address:
