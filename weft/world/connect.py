@@ -78,14 +78,14 @@ def connections(
             for end in ends.values():
                 stack.enter_context(end)
             outside = endpoint.open_to_hosts(rank) if remote else None
+            fds = dict.fromkeys(remote, _native.Mesh.elsewhere) | {
+                peer: end.fileno() for peer, end in ends.items()
+            }
+            mesh = _native.Mesh([fds.get(peer, -1) for peer in range(len(infos))])
         except BaseException as error:
             if remote:
                 rendezvous.give_up(error)
             raise
-        fds = dict.fromkeys(remote, _native.Mesh.elsewhere) | {
-            peer: end.fileno() for peer, end in ends.items()
-        }
-        mesh = _native.Mesh([fds.get(peer, -1) for peer in range(len(infos))])
         unless_made.callback(mesh.close)
         for end in ends.values():
             end.detach()

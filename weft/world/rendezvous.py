@@ -139,9 +139,8 @@ class StoreRendezvous:
             if not met(self.store, keys, timeout):
                 missing = [at for at, key in enumerate(keys) if not self.store.check([key])]
             messages = [] if missing else self.store.multi_get(keys)
-            readers = PrefixStore(f"{number} read", self.store)
             if not missing:
-                count_reader(readers, self.ranks)
+                count_reader(self._readers(number), self.ranks)
         if missing:
             raise PeerTimeout(
                 f"rank {self.rank} waited {timeout:g} s for the address of {listed(missing)} "
@@ -153,13 +152,15 @@ class StoreRendezvous:
                 for peer, message in enumerate(messages)
             ]
         except BaseException:
-            wait_for_readers(readers, _READ)  # the store may end with this process
+            wait_for_readers(self._readers(number), _READ)  # the store may end with this process
             raise
 
     def give_up(self, error: BaseException) -> None:
         """Send all ranks the reason, in place of this rank's next record."""
         with contextlib.suppress(RuntimeError):  # the store is gone, for its readers too
-            self._publish(next(self.rounds), _announcement(None, error))
+            number = next(self.rounds)
+            self._publish(number, _announcement(None, error))
+            count_reader(self._readers(number), self.ranks)  # it reads none
 
     @contextlib.contextmanager
     def _loss_of_store(self) -> Iterator[None]:
@@ -170,6 +171,10 @@ class StoreRendezvous:
                 f"rank {self.rank} lost the store while it waited for the addresses of "
                 f"{self.ranks} ranks: {error}"
             ) from error
+
+    def _readers(self, number: int) -> Store:
+        """The part of the store for those that have read the records of an exchange."""
+        return PrefixStore(f"{number} read", self.store)
 
     def _publish(self, number: int, announcement: bytes) -> None:
         """Put this rank's message of an exchange into the store."""
