@@ -27,7 +27,7 @@ from support.storm.calls import Call, calls, compiled, group_calls
 from support.storm.machine import starved
 from support.storm.trial import RIGHT, Kind, Trial
 from weft.process_group.worlds import operations_of
-from weft.world import registry
+from weft.world import registry, shared_store
 
 HANGS = 30.0  # seconds after which an unfinished rank counts as hanging
 _CLONE_NEWNET = 0x40000000
@@ -126,6 +126,7 @@ class Part:
             registry.default = None
             if dist.is_initialized():
                 dist.destroy_process_group()
+            shared_store._served.clear()  # which this process would serve as long as it lives
             if kind.alone:  # a store that torch makes of a launcher's variables keeps its pipe
                 before["files"] += [one for one in resources()["files"] if "pipe:" in one]
             self.report("left", kept=leaked(before, self.trial.place == "compile"))
