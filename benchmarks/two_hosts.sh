@@ -1,8 +1,8 @@
 #!/bin/sh
 # Run a Python program on two hosts: network namespaces joined by a link of GBPS Gbit/s each way
 # (0: not limited), with one rank and one core each. Needs root, iproute2 and two cores.
-# usage: [NETEM="delay 10ms loss 1%"] benchmarks/two_hosts.sh GBPS -m weft bench …     or a script
-# in place of -m weft; NETEM are the faults of the link each way, as of tc-netem(8)
+# usage: [LOSS=1] benchmarks/two_hosts.sh GBPS -m weft bench …     or a script in place of -m weft;
+# with LOSS a host loses so many of 100 packets that arrive (needs nft)
 set -eu
 gbps=$1 python=${PYTHON:-.venv/bin/python} first=weft$$a second=weft$$b
 shift
@@ -18,7 +18,6 @@ trap 'exit 130' INT TERM
 
 burst=$((gbps * 31250)) # bytes: packets are larger than on a wire before their segmentation
 [ $burst -ge 73728 ] || burst=73728
-[ -z "${NETEM:-}" ] || [ "$gbps" = 0 ] || NETEM="$NETEM rate ${gbps}gbit"
 ip netns add $first
 ip netns add $second
 ip -n $first link add eth0 type veth peer name eth0 netns $second
@@ -29,12 +28,12 @@ for host in $first $second; do
   ip -n $host link set eth0 up
   # BBR mistakes a core that computes for a slow link
   ip netns exec $host sysctl -qw net.ipv4.tcp_congestion_control=reno
-  if [ -n "${NETEM:-}" ]; then
-    # shellcheck disable=SC2086 # several arguments
-    tc -n $host qdisc add dev eth0 root netem limit 100000 $NETEM
-  elif [ "$gbps" != 0 ]; then
+  [ "$gbps" = 0 ] ||
     tc -n $host qdisc add dev eth0 root tbf rate "${gbps}gbit" burst $burst latency 50ms
-  fi
+  [ -z "${LOSS:-}" ] || ip netns exec $host nft "
+    add table inet loss
+    add chain inet loss arrival { type filter hook input priority 0; }
+    add rule inet loss arrival iifname eth0 numgen random mod 100 < $LOSS drop"
   number=$((number + 1))
 done
 
