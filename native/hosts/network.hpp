@@ -19,9 +19,8 @@
 //     keeps nothing else for ever that follows in the connection, such as a message that it
 //     receives before. Rows of a peer are placed in their order.
 // R7  A rank that leaves says first that it sends nothing more but control messages, and waits
-// until
-//     its peers have said the same. Then its farewell can overtake no rows. It hangs up last. A
-//     peer that hangs up without having said so, or having left, has died.
+//     until its peers have said the same. Then its farewell can overtake no rows. It hangs up last.
+//     A peer that hangs up without having said so, or having left, has died.
 #pragma once
 
 #include <atomic>

@@ -54,7 +54,7 @@ void each_row(const Strided& rows, size_t position, size_t size, Copy copy) {
   }
 }
 
-char zeros[4 << 10];  // nobody writes them
+char zeros[4 << 10], valid[] = {1};  // nobody writes them
 
 // Whether an error tells no more than that the peer has hung up.
 bool hung_up(int error) { return error == EPIPE || error == ECONNRESET; }
@@ -134,9 +134,11 @@ bool TcpTransport::put(int number, const Label& label, const std::vector<Strided
   Peer& peer = peers_[number];
   out.parts.clear();
   out.at = out.position = 0;
-  for (const Strided& each : rows)
+  for (const Strided& each : rows) {
     out.parts.push_back(
         {{label.kind, label.lane, {}, label.call, label.digest, each.bytes()}, true, each});
+    out.parts.push_back({{}, false, {valid, 1, 1, 1}});
+  }
   const std::lock_guard lock(peer.sending);
   if (peer.broken || peer.ending || aborted_.load(std::memory_order_relaxed)) return true;
   Sent sent = Sent::full;
@@ -287,19 +289,19 @@ void TcpTransport::abort() {
 }
 
 // Drop the rows that are queued for a peer. Of a message of which a part is sent the peer expects
-// the rest, to which something may follow: zeros.
+// the rest, to which something may follow: zeros, the last of which says that they are not valid.
 void TcpTransport::keep_announcements(Peer& peer) {
   std::deque<Outgoing> kept;
   for (Outgoing& out : peer.queue) {
     if (out.text) {
       kept.push_back(std::move(out));
-    } else if (out.position) {
-      const Part& part = out.parts[out.at];
+    } else if (const Part& part = out.parts[out.at]; out.position || !part.headed) {
       const size_t head = part.headed * sizeof(Header);
       const auto* const header = reinterpret_cast<const char*>(&part.header);
       const std::string of_header(header + std::min(out.position, head), header + head);
       Outgoing rest = outgoing(std::make_shared<const std::string>(of_header));
-      const size_t bytes = part.bytes() - std::max(out.position, head), row = sizeof zeros;
+      const size_t row = sizeof zeros,
+                   bytes = part.bytes() - std::max(out.position, head) + part.headed;
       if (bytes >= row) rest.parts.push_back({{}, false, {zeros, bytes / row, row, 0}});
       if (bytes % row) rest.parts.push_back({{}, false, {zeros, 1, bytes % row, row}});
       kept.push_back(std::move(rest));
@@ -473,9 +475,10 @@ bool TcpTransport::consume(Peer& peer) {
       });
     peer.position += size;
     peer.begin += size;
-    if (peer.position < peer.header.bytes) return true;
+    if (peer.position < peer.header.bytes || peer.begin == peer.end) return true;
     peer.in_message = false;
-    if (peer.place.state == Place::here) receiver_.raise(peer.number);
+    const bool is_valid = peer.ahead[peer.begin++];
+    if (is_valid && peer.place.state == Place::here) receiver_.raise(peer.number);
   }
   return true;
 }

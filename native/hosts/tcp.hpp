@@ -1,8 +1,9 @@
 // A transport of one TCP connection to each peer that is connected.
 //
-// A message is a header of 32 bytes, and then its rows or its text. What has arrived is read into a
-// small buffer, from where short messages are copied to their places; the rest of a long one is
-// read there directly.
+// A message is a header of 32 bytes, and then its text, or its rows and a byte that is 1, or 0 if
+// the rows are not valid: after an abort the rest of a message that was sent in part is. What has
+// arrived is read into a small buffer, from where short messages are copied to their places; the
+// rest of a long one is read there directly.
 #pragma once
 
 #include <sys/uio.h>
@@ -49,7 +50,7 @@ class TcpTransport : public Transport {
   static_assert(sizeof(Header) == 32);
   static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "headers are in the order of the host");
 
-  // A part of what is sent: a header, if any, and rows.
+  // A part of what is sent: a header, if any, and rows or the byte behind rows.
   struct Part {
     Header header;
     bool headed;

@@ -35,7 +35,7 @@ HEADER = struct.Struct("<BB6xQQQ")  # of a message: kind, operation, request, me
 REQUEST = struct.Struct(
     "<9Q"
 )  # offset, run and axes; memory of counters, whether to set, selection
-REGION = 6
+REGION, VALID = 6, b"\1"
 PUT, GET, CHANGE, VALUE, DONE = range(1, 6)
 PIECE = 1 << 20  # bytes of a request, at most
 
@@ -132,6 +132,7 @@ def next_of(connection):
         kind, operation, number, _, size = HEADER.unpack(received(connection, HEADER.size))
         contents = received(connection, size)
         if kind == REGION:
+            assert received(connection, 1) == VALID
             return operation, number, contents
 
 
@@ -140,13 +141,13 @@ def received(connection, size):
 
 
 def answer(operation, request, data=b""):
-    return HEADER.pack(REGION, operation, request, 0, len(data)) + data
+    return HEADER.pack(REGION, operation, request, 0, len(data)) + data + VALID
 
 
 def request(operation, memory, layout=(0, 0), axes=(), change=(0,) * 6, data=b""):
     body = REQUEST.pack(*layout, len(axes), *change)
     body += b"".join(struct.pack("<2Q", *axis) for axis in axes) + data
-    return HEADER.pack(REGION, operation, 1, memory, len(body)) + body
+    return HEADER.pack(REGION, operation, 1, memory, len(body)) + body + VALID
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -329,7 +330,9 @@ WRONG = {
     "many axes": request(GET, 1, (0, 8), ((1, 8),) * 9),
     "too short": HEADER.pack(REGION, PUT, 1, 1, 71) + bytes(71),
     "endless": HEADER.pack(REGION, PUT, 1, 1, 1 << 40),
-    "axes that are missing": HEADER.pack(REGION, GET, 1, 1, 72) + REQUEST.pack(0, 8, 3, *[0] * 6),
+    "axes that are missing": HEADER.pack(REGION, GET, 1, 1, 72)
+    + REQUEST.pack(0, 8, 3, *[0] * 6)
+    + VALID,
     "an answer to nothing": answer(DONE, 1),
     "a value for nothing": answer(VALUE, 1, bytes(8)),
 }

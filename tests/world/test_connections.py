@@ -87,6 +87,17 @@ def test_a_failure_reaches_a_peer():
             weft.all_gather(torch.ones(2, 2), world=worlds[0])
 
 
+def test_a_failure_while_rows_are_sent_reaches_a_peer():
+    """More than a connection takes: the peer receives none of them as rows."""
+    with two_worlds() as worlds:
+        many = torch.ones(1, 24 << 20)
+        weft.all_gather_async(many, world=worlds[1])
+        weft.all_reduce_async(torch.ones(2), world=worlds[1])
+        worlds[1].fail(RuntimeError("broken"))
+        with pytest.raises(PeerLost, match=r"rank 1 .* failed with RuntimeError: broken"):
+            weft.all_gather(many, world=worlds[0])
+
+
 def test_closing_ends_the_wait_for_a_peer_that_receives_nothing():
     with one_world() as (world, _):
         handle = weft.all_gather_async(torch.ones(16 << 20), world=world)
@@ -208,8 +219,8 @@ def test_unexpected_rows_name_their_sender(lane, size, problem):
 
 @pytest.mark.parametrize("how", ["farewell", "failure", "death"])
 def test_a_peer_that_is_gone_in_the_middle_of_a_message(how):
-    """Half of a message is sent, and one that dies has sent half of another one: what waits for the
-    rest ends, and nothing is left.
+    """Half of a message is sent, and another one does not arrive, or as rows that are not valid: what
+    waits for the rest ends, and nothing is left.
     """
     many = torch.ones(1, 4 << 20)  # by threads of torch, which stay
     before = resources()
@@ -219,7 +230,8 @@ def test_a_peer_that_is_gone_in_the_middle_of_a_message(how):
         if how == "farewell":
             peer.sendall(HEADER.pack(END, 0, 0, 0, 0) + control(b"f"))
         elif how == "failure":
-            peer.sendall(control(b"aKeyError\n1\nhalfway"))
+            rows = HEADER.pack(kind, lane, call, digest, size) + bytes(size)
+            peer.sendall(rows + b"\0" + control(b"aKeyError\n1\nhalfway"))
         else:
             peer.sendall(HEADER.pack(kind, lane, call, digest, size) + bytes(size // 2))
         peer.close()
