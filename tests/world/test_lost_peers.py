@@ -142,7 +142,7 @@ def absent(world, how):
     store, waited = store_of_all(), store_of_all()
     if world.rank != 1:
         try:
-            init_by_store(store, world.rank, world.ranks, 0.5)
+            init_by_store(store, world.rank, world.ranks, 2.0)
         finally:
             waited.set(f"{world.rank}", "")
             if world.rank == 0:  # it has the store
@@ -151,7 +151,7 @@ def absent(world, how):
         waited.wait(["0", "2"])
     else:
         with at("weft.world.rendezvous.StoreRendezvous.exchange", die):
-            init_by_store(store, world.rank, world.ranks, 0.5)
+            init_by_store(store, world.rank, world.ranks, 2.0)
 
 
 @pytest.mark.parametrize("how", ["late", "dies"])
@@ -160,7 +160,7 @@ def test_a_rank_that_tells_no_address_is_named_in_time(how):
     assert (outcomes[1] is None) == (how == "dies")
     for outcome in (outcomes[0], outcomes[2]):
         assert isinstance(outcome.error, weft.PeerTimeout), outcome
-        assert "waited 0.5 s for the address of rank 1" in str(outcome.error)
+        assert "waited 2 s for the address of rank 1 " in str(outcome.error)
 
 
 def few_files(world, spare):
