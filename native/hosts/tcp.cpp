@@ -54,7 +54,7 @@ void each_row(const Strided& rows, size_t position, size_t size, Copy copy) {
   }
 }
 
-char zeros[4 << 10], valid[] = {1};  // nobody writes them
+char zeros[4 << 10], one_byte[] = {1};  // nobody writes them
 
 // Whether an error tells no more than that the peer has hung up.
 bool hung_up(int error) { return error == EPIPE || error == ECONNRESET; }
@@ -137,7 +137,7 @@ bool TcpTransport::put(int number, const Label& label, const std::vector<Strided
   for (const Strided& each : rows) {
     out.parts.push_back(
         {{label.kind, label.lane, {}, label.call, label.digest, each.bytes()}, true, each});
-    out.parts.push_back({{}, false, {valid, 1, 1, 1}});
+    out.parts.push_back({{}, false, {one_byte, 1, 1, 1}});
   }
   const std::lock_guard lock(peer.sending);
   if (peer.broken || peer.ending || aborted_.load(std::memory_order_relaxed)) return true;
