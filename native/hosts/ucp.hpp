@@ -24,6 +24,7 @@ enum Status : int8_t {
   kUnreachable = -6,
   kBusy = -15,
   kCanceled = -16,
+  kConnectionReset = -25,
   kLast = -100
 };
 

@@ -28,7 +28,7 @@ constexpr unsigned kLooks = 16;            // polls of which one looks for all e
 // of epoll, beside the numbers of peers
 constexpr uint64_t kWoken = ~uint64_t{0}, kArrived = kWoken - 1;
 // what an abort may take to send the ends of what was sent
-constexpr std::chrono::milliseconds kFlushing{100};
+constexpr std::chrono::milliseconds kFlushing{500};
 
 // A message without rows, in front of its text.
 struct TextHeader {
@@ -502,10 +502,23 @@ bool UcxTransport::deliver(Peer& peer) {
     any = true;
   }
   if (peer.over) {
+    pass_on_events(peer);
     for (Arrival& arrival : peer.inbox) drop(arrival);
     peer.inbox.clear();
   }
   return any;
+}
+
+// Pass on the events behind a message that never becomes complete: the cause may be among them.
+void UcxTransport::pass_on_events(Peer& peer) {
+  for (Arrival& arrival : peer.inbox) {
+    if (!peer.failed || arrival.state != Arrival::arrived || arrival.with_sender ||
+        arrival.header.content != Content::texts)
+      continue;
+    receive_texts(peer, static_cast<const char*>(arrival.data), arrival.length, true);
+    drop(arrival);
+    arrival.state = Arrival::missing;
+  }
 }
 
 // Receive the next message of a peer; whether that is complete.
@@ -575,8 +588,8 @@ void UcxTransport::on_fetched(void* request, ucp::Status status, size_t, void* u
   self.list(peer);
 }
 
-// Pass on the messages without rows of a peer.
-void UcxTransport::receive_texts(Peer& peer, const char* texts, size_t size) {
+// Pass on the messages without rows of a peer, all or events.
+void UcxTransport::receive_texts(Peer& peer, const char* texts, size_t size, bool only_events) {
   for (const char* const end = texts + size; texts < end;) {
     TextHeader header{};
     if (static_cast<size_t>(end - texts) < sizeof header)
@@ -589,7 +602,8 @@ void UcxTransport::receive_texts(Peer& peer, const char* texts, size_t size) {
     if (header.size > longest_text(header.kind) || header.size > static_cast<size_t>(end - texts))
       return garbled(peer, "a text of " + std::to_string(header.size) + " bytes");
     const Label label{header.kind, header.lane, header.call, header.digest};
-    receiver_.announced(peer.number, label, {texts, header.size});
+    if (!only_events || header.kind == Kind::control)
+      receiver_.announced(peer.number, label, {texts, header.size});
     texts += header.size;
   }
 }
@@ -619,9 +633,12 @@ void UcxTransport::fail(Peer& peer, ucp::Status status) {
 // Report peers that have failed; rows that are still with them are lost.
 void UcxTransport::report_failed() {
   for (Peer* peer : failed_) {
+    pass_on_events(*peer);
     for (Arrival& arrival : peer->inbox)
       if (arrival.with_sender) drop(arrival);
-    if (!peer->ended) ended_.emplace_back(peer->number, ucp_.status_string(peer->failure));
+    const bool hung_up = peer->failure == ucp::kConnectionReset;
+    if (!peer->ended)
+      ended_.emplace_back(peer->number, hung_up ? "" : ucp_.status_string(peer->failure));
     queues_.store(true, std::memory_order_release);  // what waits is dropped
   }
   failed_.clear();

@@ -127,7 +127,8 @@ class UcxTransport : public Transport {
   bool deliver(Peer& peer);
   bool receive(Peer& peer, Arrival& arrival);
   void fetch(Peer& peer, Arrival& arrival);
-  void receive_texts(Peer& peer, const char* texts, size_t size);
+  void pass_on_events(Peer& peer);
+  void receive_texts(Peer& peer, const char* texts, size_t size, bool only_events = false);
   void garbled(Peer& peer, const std::string& why);
   void drop(Arrival& arrival);
   void fail(Peer& peer, ucp::Status status);
