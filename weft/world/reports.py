@@ -56,8 +56,9 @@ def _of_rank(before: Hook) -> Hook:
             return
         with contextlib.redirect_stderr(io.StringIO()) as printed:
             before(kind, error, trace)
-        for line in printed.getvalue().splitlines():
-            print(f"[rank{_rank()}]: {line}" if line else "", file=sys.stderr)
+        lines = printed.getvalue().splitlines()
+        text = "\n".join(f"[rank{_rank()}]: {line}" if line else "" for line in lines)
+        sys.stderr.write(text + "\n")  # at once, since other ranks write there, too
 
     return report
 
