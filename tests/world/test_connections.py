@@ -232,6 +232,9 @@ def test_a_peer_that_is_gone_in_the_middle_of_a_message(how):
         elif how == "failure":
             rows = HEADER.pack(kind, lane, call, digest, size) + bytes(size)
             peer.sendall(rows + b"\0" + control(b"aKeyError\n1\nhalfway"))
+            deadline = time.monotonic() + LIMIT
+            while not world.mesh.failure()[0] and time.monotonic() < deadline:
+                time.sleep(0.001)  # a rank hangs up once its failure has arrived
         else:
             peer.sendall(HEADER.pack(kind, lane, call, digest, size) + bytes(size // 2))
         peer.close()
