@@ -41,7 +41,7 @@ Control::~Control() {
 }
 
 // The first of these ranks that has not left, -1 if all have.
-int Control::first_left(const std::vector<int>& order) const {
+int Control::first_present(const std::vector<int>& order) const {
   const auto stays = [&](int rank) { return rank == rank_ || !mesh_->left(rank); };
   const auto found = std::find_if(order.begin(), order.end(), stays);
   return found == order.end() ? -1 : *found;
@@ -53,8 +53,8 @@ void Control::post(int rank, const std::string& event) {
   if (rank == rank_ && is_failure(event)) network_->send_control_to_connected(rank, event);
   if (rank == rank_ && is_farewell(event)) leaving_ = true;
   for (const auto& [host, link] : links_) {
-    const int other = first_left(link.there);
-    if (first_left(link.here) != rank_ || other < 0) continue;
+    const int other = first_present(link.there);
+    if (first_present(link.here) != rank_ || other < 0) continue;
     network_->need(other);
     network_->send_control(other, rank, event);
   }
@@ -64,16 +64,16 @@ void Control::left(int rank) {
   const std::lock_guard lock(mutex_);
   if (leaving_) return;
   const auto before = [&](const std::vector<int>& order) {  // the one that is the first now
-    const auto last = std::find(order.begin(), order.end(), first_left(order));
+    const auto last = std::find(order.begin(), order.end(), first_present(order));
     return std::find(order.begin(), last, rank) != last;
   };
   for (const auto& [host, link] : links_)
-    if (first_left(link.here) == rank_ && (before(link.here) || before(link.there)))
+    if (first_present(link.here) == rank_ && (before(link.here) || before(link.there)))
       send_again(link);
 }
 
 void Control::send_again(const Link& link) {
-  const int other = first_left(link.there);
+  const int other = first_present(link.there);
   if (other < 0) return;
   network_->need(other);
   for (const auto& [of, event] : events_) network_->send_control(other, of.first, event);

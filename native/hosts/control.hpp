@@ -47,7 +47,7 @@ class Control : public Outside, private ControlReceiver {
   };
 
   bool receive(int peer, int rank, const std::string& event) override;
-  int first_left(const std::vector<int>& order) const;
+  int first_present(const std::vector<int>& order) const;
   void send_again(const Link& link);
 
   const int rank_;

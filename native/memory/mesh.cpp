@@ -290,14 +290,9 @@ bool Mesh::deliver(int rank, const std::string& event) {
 
 void Mesh::disconnected(int peer) {
   if (left(peer)) return;  // M3
-  const Failure failure{"PeerLost", peer, ""};
   if (failed()) return;
-  if (here(peer)) {
-    post(peer, abort_event(failure));
-    fail(failure);
-  } else {
-    deliver(peer, abort_event(failure));
-  }
+  const std::string event = abort_event({"PeerLost", peer, ""});
+  here(peer) ? handle_event(peer, event) : deliver(peer, event);
 }
 
 void Mesh::attach(Outside* outside) {

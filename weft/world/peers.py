@@ -375,7 +375,7 @@ class Peers:
         doing = "to make the world"
         here = [*filter(self.hosts.here, range(self.ranks))]
         elsewhere = [peer for peer in self.others if not self.hosts.here(peer)]
-        # the calls of ranks on other hosts is kept behind the part of one rank of this
+        # the calls of ranks on other hosts are kept behind the part of one rank of this
         sizes = {rank: size + (rank == here[0]) * len(elsewhere) * header for rank in here}
         try:
             own, file = _native.create_mapping(sizes[self.rank])
