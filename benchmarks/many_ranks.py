@@ -32,10 +32,10 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed import TCPStore
 
+from weft.bootstrap.endpoint import Endpoint
+from weft.bootstrap.rendezvous import StoreRendezvous
 from weft.process_group import compiled
 from weft.world.backend import Backend
-from weft.world.endpoint import Endpoint
-from weft.world.rendezvous import StoreRendezvous
 
 LIMIT = 300.0
 """Seconds within which all ranks must have ended."""

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from weft.kernels.int8 import quantize
     from weft.kernels.packed import PackedWeight, pack
     from weft.kernels.weights import PreparedWeight
+    from weft.launchers.launcher import launch
     from weft.nn.warmup import warmup
     from weft.ops.all_gather import all_gather, all_gather_async
     from weft.ops.all_gather_matmul import all_gather_matmul
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
     from weft.plan.proof import verify
     from weft.schedules.device_options import DeviceOptions
     from weft.world import World, init, join
-    from weft.world.launcher import launch
     from weft.world.local import LocalWorld, local_world
     from weft.world.signals import Signals
 
@@ -73,7 +73,7 @@ _HOMES = {
         "SymmetricMemoryError",
         "WeftError",
     ],
-    "weft.world.launcher": ["launch"],
+    "weft.launchers.launcher": ["launch"],
     "weft.world.local": ["LocalWorld", "local_world"],
     "weft.compiler.async_tp": ["enable_async_tp"],
     "weft.kernels.experts": ["Experts", "PackedExperts", "pack_experts"],

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.world import World, placement
+from weft.host import placement
+from weft.world import World
 
 ALONE = "one process"
 

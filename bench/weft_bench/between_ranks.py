@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
+from weft.bootstrap.shared_store import launched
+from weft.launchers.variables import translated
 from weft.measure import timing
 from weft.measure.timing import TIMEOUT, in_threads
 from weft.world import World, registry
 from weft.world.registry import of_thread
-from weft.world.shared_store import launched
 from weft.world.values import all_gather_values
-from weft.world.variables import translated
 
 Own = TypeVar("Own")
 

@@ -21,11 +21,11 @@ from torch import Tensor
 import weft._native as _native
 import weft.cache as cache
 from weft.cli.values import Shape, parse_sizes
+from weft.host.placement import time_of_thread
 from weft.measure.progress import progress
 from weft.measure.timing import Statistics, largest
 from weft.measure.versions import versions
 from weft.world import World
-from weft.world.placement import time_of_thread
 from weft_bench import nccl
 from weft_bench.verification import RUNS, Check
 

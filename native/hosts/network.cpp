@@ -489,7 +489,7 @@ void Network::abort() {
 void Network::close(double seconds) {
   for (size_t peer = 0; peer < peers_.size(); ++peer) transport_->end(static_cast<int>(peer));
   std::vector<bool> open(peers_.size(), true);
-  drive_until(seconds, [&] {
+  const auto closed = [&] {
     const std::unique_lock driving(driving_, std::try_to_lock);
     for (size_t peer = 0; peer < peers_.size() && driving; ++peer) {
       const int number = static_cast<int>(peer);
@@ -497,7 +497,13 @@ void Network::close(double seconds) {
       open[peer] = transport_->open(number) || (connecting && !mesh_->left(number));
     }
     return std::none_of(open.begin(), open.end(), [](bool each) { return each; });
-  });
+  };
+  constexpr int kWaits = 10;
+  for (int wait = 0; wait < kWaits; ++wait) {
+    const uint64_t before = transport_->bytes_sent();
+    drive_until(seconds, closed);
+    if (closed() || transport_->bytes_sent() == before) break;
+  }
   abort();
 }
 

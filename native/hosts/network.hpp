@@ -168,7 +168,8 @@ class Network : public Driver, private Transport::Receiver {
     return ended(peer) || (mesh_->left(peer) && !peers_[peer].connected.load());
   }
   void abort();
-  // Hang up, once peers have what was sent to them and have hung up, or after so many seconds.
+  // Hang up, once peers have what was sent to them and have hung up, or after so many seconds in
+  // which nothing is sent, at most ten times as many.
   void close(double seconds);
   // End the thread; after `abort`.
   void stop();

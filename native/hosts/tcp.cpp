@@ -223,6 +223,7 @@ TcpTransport::Sent TcpTransport::send(Peer& peer, Outgoing& out, size_t most) {
       return Sent::broken;
     }
     total += static_cast<size_t>(n);
+    bytes_sent_.fetch_add(static_cast<uint64_t>(n), std::memory_order_relaxed);
     for (size_t left = static_cast<size_t>(n); out.at < out.parts.size();) {
       const size_t rest = out.parts[out.at].bytes() - out.position;
       if (left < rest) {

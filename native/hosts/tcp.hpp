@@ -34,6 +34,7 @@ class TcpTransport : public Transport {
   bool waiting() const override { return waiting_.load(std::memory_order_acquire); }
   bool resumes() const override { return resumes_.load(std::memory_order_acquire); }
   bool unsent() const override { return unsent_.load(std::memory_order_acquire); }
+  uint64_t bytes_sent() const override { return bytes_sent_.load(std::memory_order_relaxed); }
   void wake() override;
   void end(int peer) override;
   void abort() override;
@@ -107,6 +108,7 @@ class TcpTransport : public Transport {
   bool any_ = false;  // whether anything was received or sent
   std::atomic<bool> waiting_{false};
   std::atomic<int> unsent_{0};
+  std::atomic<uint64_t> bytes_sent_{0};
   std::atomic<bool> aborted_{false};
   std::mutex resuming_;                     // of the following
   std::vector<std::pair<Peer*, int>> new_;  // connections, by their sockets

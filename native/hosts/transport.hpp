@@ -131,6 +131,8 @@ class Transport {
   virtual bool resumes() const = 0;
   // Whether some puts are not done.
   virtual bool unsent() const = 0;
+  // The number of bytes that have been sent; 0 where that is not known.
+  virtual uint64_t bytes_sent() const { return 0; }
   // End a wait in `progress`, of any thread.
   virtual void wake() = 0;
 

@@ -1065,7 +1065,7 @@ def test_a_wrong_output_fails_the_benchmark(monkeypatch, tmp_path):
         return [fn(*arguments)]
 
     monkeypatch.setattr(weft, "all_gather_matmul", wrong)
-    monkeypatch.setattr(import_module("weft.world.launcher"), "launch", in_this_process)
+    monkeypatch.setattr(import_module("weft.launchers.launcher"), "launch", in_this_process)
     outcome = CliRunner().invoke(
         app,
         ["bench", "all-gather-matmul", "-n", "1", *SMALL, "--json", str(tmp_path / "result.json")],
@@ -1200,7 +1200,7 @@ def test_help_and_plans_do_not_load_torch():
     ],
 )
 def test_files_that_cannot_be_written_are_refused_before_measuring(arguments, monkeypatch):
-    monkeypatch.setattr(import_module("weft.world.launcher"), "launch", None)
+    monkeypatch.setattr(import_module("weft.launchers.launcher"), "launch", None)
     outcome = CliRunner().invoke(app, arguments)
     assert outcome.exit_code == 2, outcome.output
     assert "cannot be" in outcome.output
@@ -1219,7 +1219,7 @@ def test_an_existing_file_stays_until_there_is_a_result(tmp_path):
     "arguments", [["tune", "all-gather-matmul", "--shape", "8x8x8"], ["calibrate"]]
 )
 def test_nothing_is_measured_without_a_cache_directory(arguments, monkeypatch):
-    monkeypatch.setattr(import_module("weft.world.launcher"), "launch", None)
+    monkeypatch.setattr(import_module("weft.launchers.launcher"), "launch", None)
     monkeypatch.setenv("WEFT_CACHE", "/proc/nowhere")
     outcome = CliRunner().invoke(app, arguments)
     assert outcome.exit_code == 2, outcome.output

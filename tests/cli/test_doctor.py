@@ -15,9 +15,9 @@ from weft.cli import app
 from weft.doctor import checks as doctor
 from weft.doctor import cores as placed
 from weft.doctor.memory import Memory
+from weft.host import topology
+from weft.host.topology import Core, Topology
 from weft.schedules.thresholds import Thresholds
-from weft.world import topology
-from weft.world.topology import Core, Topology
 
 RATES = {"float32": 80.0}
 PLENTY = Memory(20 << 30, 0, 10 << 30)

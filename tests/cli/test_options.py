@@ -265,7 +265,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("command", "option", "why"), REFUSED, ids=[row[0] for row in REFUSED])
 def test_an_option_without_an_effect_is_refused(command, option, why, monkeypatch):
-    monkeypatch.setattr(import_module("weft.world.launcher"), "launch", None)
+    monkeypatch.setattr(import_module("weft.launchers.launcher"), "launch", None)
     outcome, said = invoke(*command.split())
     assert outcome.exit_code == 2, said
     assert option in said

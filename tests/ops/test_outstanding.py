@@ -7,7 +7,7 @@ import torch
 from support.ranks import on_ranks, start
 
 import weft
-from weft.world import peer_memory
+from weft.bootstrap import peer_memory
 
 MANY = 60
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from support.ranks import group, on_ranks, start
 
 import weft
+from weft.bootstrap.stores import leave_together
 from weft.process_group.worlds import operations_of
-from weft.world.stores import leave_together
 
 SOON = 5.0  # seconds; survivors take milliseconds, and the machine may be busy
 LONG = timedelta(seconds=60)

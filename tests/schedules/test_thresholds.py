@@ -11,11 +11,11 @@ import torch
 from support.ranks import on_ranks
 
 import weft
+from weft.host import placement
+from weft.host.topology import Core, Topology
 from weft.schedules.levels import SIGNAL_LATENCY, nested
 from weft.schedules.thresholds import EAGER_BUFFER_BYTES, Thresholds, agreed
 from weft.world import local as local_worlds
-from weft.world import placement
-from weft.world.topology import Core, Topology
 
 KIB = 1 << 10
 

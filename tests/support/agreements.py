@@ -1,4 +1,4 @@
-"""Many courses of worlds that follow each other: processes run `weft.world.renewal` and `.agreement` as
+"""Many courses of worlds that follow each other: processes run `weft.membership.renewal` and `.agreement` as
 they are, over a network, a clock and deaths that a seed decides, in one thread.
 
 Each process is a greenlet, which goes on with the others wherever it would wait. A message arrives at any
@@ -16,12 +16,12 @@ from unittest import mock
 
 from greenlet import getcurrent, greenlet
 
+from weft.bootstrap.endpoint import Handle
+from weft.bootstrap.listener import Address
+from weft.bootstrap.rendezvous import RankInfo
 from weft.errors import PeerLost, PeerTimeout, WeftError
-from weft.world import agreement, renewal, requests
-from weft.world.endpoint import Handle
-from weft.world.listener import Address
-from weft.world.membership import Membership
-from weft.world.rendezvous import RankInfo
+from weft.membership import agreement, renewal, requests
+from weft.membership.decision import Membership
 
 LIMIT = 20.0
 """The time limit of ranks, in the seconds of the clock."""
@@ -65,7 +65,7 @@ class Endpoint:
 
 
 class LateResponder:
-    """As `weft.world.agreement.LateResponder`; `Course` is its thread."""
+    """As `weft.membership.agreement.LateResponder`; `Course` is its thread."""
 
     def __init__(self, endpoint: Endpoint, decision: object) -> None:
         self.endpoint = endpoint
@@ -94,7 +94,7 @@ class Connection:
 
 
 class Client:
-    """As `weft.world.requests.Client`."""
+    """As `weft.membership.requests.Client`."""
 
     def __init__(self, address: Address, user: int) -> None:
         self.process = getcurrent()
@@ -148,7 +148,7 @@ class Client:
 
 
 class Requester:
-    """As `weft.world.requests.Requester`."""
+    """As `weft.membership.requests.Requester`."""
 
     def __init__(self, link: Connection) -> None:
         self.link = link
@@ -170,7 +170,7 @@ class Requester:
 
 
 class Requesters:
-    """As `weft.world.requests.Requesters`."""
+    """As `weft.membership.requests.Requesters`."""
 
     def __init__(self, listeners: list[Endpoint], ranks: int = 0) -> None:
         [self.endpoint] = listeners

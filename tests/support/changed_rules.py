@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from support.explorer import Explorer, Process
-from weft.world import membership, view
-from weft.world.membership import Decision, Membership
-from weft.world.view import View
+from weft.membership import decision as membership
+from weft.membership import view
+from weft.membership.decision import Decision, Membership
+from weft.membership.view import View
 
 
 class Changed(NamedTuple):

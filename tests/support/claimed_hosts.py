@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import weft
-from weft.world import endpoint
-from weft.world.listener import Listener
+from weft.bootstrap import endpoint
+from weft.bootstrap.listener import Listener
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Every course of the agreement of a few ranks: `weft.world.view` and `.membership` run as they are, in every
+"""Every course of the agreement of a few ranks: `weft.membership.view` and `.membership` run as they are, in every
 order of events.
 
 A state is what each process knows, and what is under way between them. Any event that is possible may be
@@ -19,11 +19,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from weft.errors import WeftError
+from weft.membership import view as views
+from weft.membership.agreement import outcome
+from weft.membership.decision import Decision, Membership
+from weft.membership.view import Answer, Ended, Request, View
 from weft.version import __version__
-from weft.world import view as views
-from weft.world.agreement import outcome
-from weft.world.membership import Decision, Membership
-from weft.world.view import Answer, Ended, Request, View
 
 
 class Address(NamedTuple):

@@ -12,11 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import weft._native as _native
+from weft.bootstrap.connector import connect
+from weft.bootstrap.listener import Address, Listener
+from weft.bootstrap.rendezvous import RankInfo
 from weft.world import World
 from weft.world.backend import Backend
-from weft.world.listener import Address, Listener, connect
 from weft.world.network import Network
-from weft.world.rendezvous import RankInfo
 
 LIMIT = 20.0  # seconds
 RANKS = 2

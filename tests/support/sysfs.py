@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from weft.world.topology import numbers
+from weft.host.topology import numbers
 
 if sys.version_info >= (3, 11):
     import tomllib

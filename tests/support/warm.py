@@ -10,9 +10,10 @@ import multiprocessing.popen_forkserver  # noqa: F401
 from torch._dynamo import trace_rules
 
 from support.ranks import collect_less_often
-from weft.world import placement, wire
-from weft.world.rendezvous import Announcement, RankInfo
-from weft.world.variables import launcher_variables
+from weft.bootstrap import wire
+from weft.bootstrap.rendezvous import Announcement, RankInfo
+from weft.host import placement
+from weft.launchers.variables import launcher_variables
 
 _COLLAPSE = 25  # MADV_COLLAPSE
 _HUGE = 1 << 21  # bytes of a huge page

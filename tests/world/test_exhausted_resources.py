@@ -19,10 +19,11 @@ from support.ranks import die, on_ranks, start
 
 import weft
 import weft._native as _native
+from weft.bootstrap import peer_memory
 from weft.doctor import memory as doctor_memory
 from weft.engines import engine
 from weft.plan import Buffer, Copy, Notify, Plan, Region, Signal, Wait
-from weft.world import memory, peer_memory
+from weft.world import memory
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="it needs root")
 

@@ -116,13 +116,13 @@ def joins(world, how, step):
     ("how", "step"),
     [
         ("dies", "weft.world.connect.connect"),
-        ("dies", "weft.world.listener.Outbound.advance"),
-        ("dies", "weft.world.listener.Connector._identify"),
+        ("dies", "weft.bootstrap.connector.Outbound.advance"),
+        ("dies", "weft.bootstrap.connector.Connector._identify"),
         ("dies", "weft.world.connect.Connections"),
         ("dies", "weft._native.create_mapping"),
         ("dies", "weft.world.peers.send"),
         ("dies", "weft._native.attach_mapping"),
-        ("lacks", "weft.world.listener.Outbound.advance"),
+        ("lacks", "weft.bootstrap.connector.Outbound.advance"),
         ("lacks", "weft._native.create_mapping"),
         ("lacks", "weft._native.attach_mapping"),
     ],
@@ -150,7 +150,7 @@ def absent(world, how):
     elif how == "late":
         waited.wait(["0", "2"])
     else:
-        with at("weft.world.rendezvous.StoreRendezvous.exchange", die):
+        with at("weft.bootstrap.rendezvous.StoreRendezvous.exchange", die):
             init_by_store(store, world.rank, world.ranks, 2.0)
 
 

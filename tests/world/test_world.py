@@ -14,8 +14,8 @@ from support.ranks import beside_gloo, meet, named_memory, none_left, on_ranks, 
 
 import weft
 import weft._native as _native
+from weft.launchers.variables import launcher_variables, translated
 from weft.world import memory
-from weft.world.variables import launcher_variables, translated
 
 
 def peers_see_each_other(world):

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.world import shared_store
-from weft.world.variables import launcher_variables
+from weft.bootstrap import shared_store
+from weft.launchers.variables import launcher_variables
 
 TWO_RANKS = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 

@@ -161,7 +161,7 @@ def world_size(ranks: int | None) -> tuple[int | None, int]:
     """This process's rank in a job that a launcher started, None without a launcher; and the number
     of ranks.
     """
-    from weft.world.variables import launcher_variables
+    from weft.launchers.variables import launcher_variables
 
     variables = launcher_variables(os.environ)
     if variables is None:
@@ -180,8 +180,8 @@ def threads_for(threads: int | None, ranks: int) -> int:
     """Compute threads per rank: `threads`, or this host's cores divided among its ranks, which are
     all `ranks` without a launcher.
     """
-    from weft.world.placement import threads_per_rank
-    from weft.world.variables import launcher_variables
+    from weft.host.placement import threads_per_rank
+    from weft.launchers.variables import launcher_variables
 
     return threads or threads_per_rank(
         int((launcher_variables(os.environ) or {}).get("LOCAL_WORLD_SIZE", ranks))

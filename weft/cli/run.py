@@ -69,7 +69,7 @@ def run(
         for option in _options_of_run(arguments or []):
             text = f"weft run: {option} after {script} is the script's; for weft run: "
             typer.echo(f"{text}weft run {option} {script}", err=True)
-    from weft.world.launcher import run as run_ranks
+    from weft.launchers.launcher import run as run_ranks
 
     if replace_gloo:
         os.environ["WEFT_REPLACES_GLOO"] = "1"

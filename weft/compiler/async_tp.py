@@ -15,11 +15,11 @@ from torch._inductor import config, custom_graph_pass
 from torch.distributed import distributed_c10d
 from torch.fx import Graph
 
+from weft.bootstrap.rendezvous import member
 from weft.compiler import operators, patterns, rewrite
 from weft.ops import operator
 from weft.process_group import worlds
 from weft.schedules.operators import OPERATORS
-from weft.world.rendezvous import member
 
 _log = logging.getLogger("weft")
 _Pass: Any = getattr(

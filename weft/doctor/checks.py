@@ -27,14 +27,21 @@ from rich.table import Table
 from torch.distributed.distributed_c10d import PrefixStore
 
 import weft._native as _native
+from weft.bootstrap import transports
+from weft.bootstrap.interfaces import addresses, family_of, named_interface
+from weft.bootstrap.rendezvous import StoreRendezvous, host_identity
+from weft.bootstrap.shared_store import launched
 from weft.checks import name as dtype_name
 from weft.doctor import cores, memory
 from weft.doctor.cores import RankReport
 from weft.doctor.tables import table
 from weft.engines.recording import clock_offsets
 from weft.errors import SymmetricMemoryError
+from weft.host import placement
+from weft.host.topology import listed, read_text
 from weft.kernels.packed import pack
 from weft.kernels.products import multiply
+from weft.launchers.variables import launcher_variables, translated
 from weft.measure.progress import progress
 from weft.measure.versions import versions
 from weft.ops import stored
@@ -45,14 +52,9 @@ from weft.predict.machine import calibrated
 from weft.process_group import in_place_of_gloo
 from weft.schedules.levels import OVERSUBSCRIBED_SIGNAL_LATENCY, SIGNAL_LATENCY
 from weft.schedules.thresholds import Thresholds
-from weft.world import World, init, placement, transports
-from weft.world.listener import addresses, family_of, named_interface
-from weft.world.rendezvous import StoreRendezvous, host_identity
-from weft.world.shared_store import launched
+from weft.world import World, init
 from weft.world.signals import Signals
-from weft.world.topology import listed, read_text
 from weft.world.values import all_gather_values
-from weft.world.variables import launcher_variables, translated
 
 PING = 1  # bytes of a small message
 ROUNDS = 20  # small messages

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from weft.doctor.memory import Memory
 from weft.doctor.tables import table
-from weft.world import control_groups
-from weft.world.topology import Core, Topology, listed, read_text, usable
+from weft.host import control_groups
+from weft.host.topology import Core, Topology, listed, read_text, usable
 
 BUSY = 0.1
 """Part of its time for which a thread waits for a core, from which on the machine is busy."""

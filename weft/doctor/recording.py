@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from weft.bootstrap.wire import convert
 from weft.outside import read_json
 from weft.world import flight
-from weft.world.wire import convert
 
 
 class RecordedCall(NamedTuple):

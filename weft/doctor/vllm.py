@@ -15,10 +15,10 @@ from rich.markup import escape
 from weft import installation
 from weft.doctor.memory import MORE_SHARED_MEMORY
 from weft.doctor.tables import table
+from weft.host import placement
+from weft.host.topology import listed, numbers
 from weft.vllm import settings, surface
 from weft.vllm.package import OTHER, installed
-from weft.world import placement
-from weft.world.topology import listed, numbers
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 SHARED_MEMORY = 512 << 20  # bytes that vLLM's queue of messages and weft's buffers may need

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
 from weft import installation
+from weft.bootstrap.rendezvous import StoreRendezvous
 from weft.errors import WeftError
 from weft.gpu import driver, memory
 from weft.gpu.options import check_queues
@@ -21,7 +22,6 @@ from weft.gpu.signals import DeviceSignals
 from weft.schedules.device_options import DEFAULT, DeviceOptions
 from weft.world.backend import Backend
 from weft.world.peers import Peers
-from weft.world.rendezvous import StoreRendezvous
 from weft.world.signals import Signals
 
 _TRITON = "3.6"

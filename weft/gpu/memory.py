@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 import weft._native as _native
+from weft.bootstrap.rendezvous import StoreRendezvous
 from weft.checks import name as dtype_name
 from weft.world import memory
 from weft.world.peers import Peers
-from weft.world.rendezvous import StoreRendezvous
 
 _parts: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 """Parts of the ranks of this process, by address."""

@@ -13,7 +13,7 @@ def on_ranks(
     measure: Callable[..., Found], ranks: int, *args: Any, threads: int | None = None
 ) -> Found:
     """The result of rank 0 of ``measure(*args)`` on `ranks` new ranks, see `weft.launch`."""
-    from weft.world.launcher import launch
+    from weft.launchers.launcher import launch
 
     found: Found = launch(_measure, ranks, measure, *args, threads=threads)[0]
     return found

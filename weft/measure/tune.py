@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.engines import engine
+from weft.host.placement import waited_for_core
 from weft.kernels.packed import pack
 from weft.measure.launched import on_ranks
 from weft.measure.progress import progress
@@ -27,7 +28,6 @@ from weft.plan.binding import bind
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Variant, Workload
 from weft.world import World
-from weft.world.placement import waited_for_core
 
 _PIECES = (1, 2, 4, 8, 16)
 """Pieces of a rank's rows that are tried on streams."""

@@ -35,11 +35,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from weft._native import CallsLeft
+from weft.host.placement import waited_for_core
 from weft.ops import stored
 from weft.ops.call import Choice, Selection
 from weft.ops.stored import Measured
 from weft.schedules.workload import Variant, Workload
-from weft.world.placement import waited_for_core
 
 _CANDIDATES = 16
 """The maximum number of candidates of a class."""

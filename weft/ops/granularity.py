@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from weft.bootstrap.peer_memory import LEAST_BYTES
 from weft.ops.collective import Plans, class_bytes
 from weft.plan import Plan
 from weft.schedules.staging import SHARED_SLOTS
 from weft.schedules.thresholds import EAGER_BUFFER_BYTES
 from weft.schedules.workload import PIECES
 from weft.world import World
-from weft.world.peer_memory import LEAST_BYTES
 
 SENT_BYTES = 64 << 10
 """The minimum size of a piece that is put to peers: the overhead of a message takes longer than to

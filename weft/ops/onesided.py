@@ -389,7 +389,7 @@ def _begin(
     description = _Copy(put, peer, local.nbytes)
     if own.network is not None:  # one queue, also for the peers of this host
         tensors = remote, local
-        made = own.network.lanes.transfer(lambda: _make_later(tensors, own, copy, description))
+        made = own.network.copies.submit(lambda: _make_later(tensors, own, copy, description))
         return QueuedTransfer(own, made, description)
     if isinstance(copy, _native.StridedCopy):
         return Transfer(own, own.transfers.submit((remote, local), copy), description)

@@ -12,11 +12,11 @@ from typing import TypeVar
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 import weft._native as _native
+from weft.bootstrap.stores import arrived, leave_together
 from weft.errors import PeerLost, PeerTimeout, SymmetricMemoryError, WeftError
 from weft.outside import printable_lines
 from weft.world import World
 from weft.world.peers import receive, send_to_all
-from weft.world.stores import arrived, leave_together
 
 Made = TypeVar("Made")
 

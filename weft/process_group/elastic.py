@@ -11,7 +11,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 import weft.world as worlds
 from weft.errors import WeftError
 from weft.process_group.operations import Operations
-from weft.world.backend import Backend
 
 
 class Elastic:
@@ -28,7 +27,7 @@ class Elastic:
     def handle(self) -> str:
         """The text by which others name this process in the next connection."""
         if self.listener is None:
-            self.listener = worlds.Endpoint(Backend())
+            self.listener = worlds.Endpoint()
         return worlds.handle_of(self.listener)
 
     def connect(

@@ -13,12 +13,12 @@ from torch._C._distributed_c10d import ErrorType
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 import weft._native as _native
+from weft.bootstrap.stores import arrived, leave_together
 from weft.errors import PeerLost, PeerTimeout, WeftError
 from weft.process_group.messages import Messages
 from weft.process_group.work_queue import WorkQueue
 from weft.uncompiled import uncompiled_methods
 from weft.world import World, init_by_store
-from weft.world.stores import arrived, leave_together
 
 _log = logging.getLogger("weft")
 _READ = 2.0  # seconds in which ranks that wait in a monitored barrier read that it is over

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 
 import weft._native as _native
+from weft.bootstrap.rendezvous import time_left
 from weft.errors import PeerTimeout, WeftError
 from weft.uncompiled import uncompiled_methods
 from weft.world import World
-from weft.world.rendezvous import time_left
 
 _log = logging.getLogger("weft")
 Done = Callable[[BaseException | None], object]

@@ -1,10 +1,10 @@
 """Worlds of ranks: start, rendezvous, shared memory, one-sided calls and failures."""
 
-from weft.world.endpoint import Endpoint as Endpoint
+from weft.bootstrap.endpoint import Endpoint as Endpoint
+from weft.launchers.reports import report_uncaught
+from weft.membership.renewal import handle_of as handle_of
 from weft.world.registry import by_number as by_number
 from weft.world.registry import default_here as default_here
-from weft.world.renewal import handle_of as handle_of
-from weft.world.reports import report_uncaught
 from weft.world.start import init as init
 from weft.world.start import init_by_store as init_by_store
 from weft.world.start import join as join

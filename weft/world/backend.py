@@ -17,8 +17,8 @@ from weft.world import memory
 from weft.world.signals import Signals
 
 if TYPE_CHECKING:
+    from weft.bootstrap.rendezvous import StoreRendezvous
     from weft.world.peers import Peers
-    from weft.world.rendezvous import StoreRendezvous
 
 
 class Backend:

@@ -5,37 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import weft._native as _native
+from weft.bootstrap.connector import another_user, connect
+from weft.bootstrap.endpoint import Endpoint, Handle, Rendezvous
+from weft.bootstrap.interfaces import INTERFACE
+from weft.bootstrap.rendezvous import RankInfo
+from weft.bootstrap.transports import agreed
 from weft.errors import WeftError
 from weft.schedules.levels import numbered
 from weft.world.backend import Backend
-from weft.world.endpoint import Endpoint, Handle
-from weft.world.listener import INTERFACE, Address, another_user, connect
 from weft.world.network import Network
-from weft.world.rendezvous import RankInfo, StoreRendezvous
-from weft.world.transports import agreed
-
-
-class Known:
-    """The rendezvous of ranks that have each other's handles already."""
-
-    def __init__(self, rank: int, handles: Sequence[Handle]) -> None:
-        self.rank = rank
-        self.handles = handles
-
-    @contextlib.contextmanager
-    def exchange(self, own: RankInfo | Address, timeout: float) -> Iterator[list[Any]]:
-        """The records of all ranks of the kind of this rank's `own`."""
-        of_process = isinstance(own, RankInfo)
-        yield [each.info if of_process else each.outside for each in self.handles]
-
-    def give_up(self, error: BaseException) -> None:
-        """Nobody waits for this rank's records."""
-
-
-Rendezvous = StoreRendezvous | Known
 
 
 class Connections(NamedTuple):

@@ -20,18 +20,19 @@ from typing import Any
 import torch
 
 import weft._native as _native
+from weft.bootstrap import transports
+from weft.bootstrap.listener import Address, Listener
+from weft.bootstrap.peer_memory import probe
+from weft.bootstrap.rendezvous import RankInfo, host_identity
 from weft.checks import check_call, check_ranks, integers, limited
 from weft.errors import PeerLost, WeftError
+from weft.host.placement import threads_per_rank, thresholds
+from weft.launchers import hints
 from weft.schedules.device_options import DEFAULT, DeviceOptions
 from weft.schedules.levels import numbered
-from weft.world import hints, transports
 from weft.world.backend import Backend, backend_of
-from weft.world.listener import Address, Listener
 from weft.world.network import Network
-from weft.world.peer_memory import probe
-from weft.world.placement import threads_per_rank, thresholds
 from weft.world.registry import default_here, of_thread
-from weft.world.rendezvous import RankInfo, host_identity
 from weft.world.world import LOCAL_MAKER, World, log_made
 
 _LOOPBACK = "127.0.0.1"

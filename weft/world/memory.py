@@ -19,9 +19,9 @@ import torch
 import weft._native as _native
 from weft.checks import name as dtype_name
 from weft.errors import SymmetricMemoryError
-from weft.world import control_groups
+from weft.host import control_groups
+from weft.host.topology import read_text
 from weft.world.peers import Peers, attach, receive, send_to_all
-from weft.world.topology import read_text
 
 
 class DeviceSegment:

@@ -18,11 +18,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import weft._native as _native
+from weft.bootstrap.connector import Connector, wait_for
+from weft.bootstrap.listener import Address, Listener
+from weft.bootstrap.opening import poll
+from weft.bootstrap.threads import join, started
+from weft.bootstrap.transports import TCP, UCX
 from weft.errors import MismatchError, PeerLost, SymmetricMemoryError
 from weft.outside import printable_lines
-from weft.world.lanes import Lanes, join, started
-from weft.world.listener import Address, Connector, Listener, poll, wait_for
-from weft.world.transports import TCP, UCX
+from weft.world.background import BackgroundCopies
 
 _NOTICED = 0.5  # seconds until all threads have noticed that a peer hung up
 _LINGER = 0.5  # seconds that peers have to receive messages under way and to hang up
@@ -50,7 +53,7 @@ class Network:
     by those connections. `timeout` is the seconds in which a peer must send the rest of its rows to
     a rank that leaves. `connect` and then `start` are to be called first.
 
-    Attributes: `native` and `regions` (of one-sided calls), from `start` on; `lanes`.
+    Attributes: `native` and `regions` (of one-sided calls), from `start` on; `copies`.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class Network:
         self._dropped = deque[int]()  # memory in which this rank has no tensor any more
         self._wake, self._woken = socket.socketpair()  # the thread, when there are
         self._wake.setblocking(False)
-        self.lanes = Lanes(lambda error: self.fail(error, rank))
+        self.copies = BackgroundCopies()
         self.thread: threading.Thread | None = None
         self._resolving = list[threading.Thread]()  # what is wrong with peers
         self._stopping = False  # the thread
@@ -86,7 +89,7 @@ class Network:
         self.closed = False
 
     def connect(self, timeout: float) -> None:
-        """Make the connections that every two hosts have; raises as `listener.connect`."""
+        """Make the connections that every two hosts have; raises as `connector.connect`."""
         wait_for(self.connector, first_links(self.hosts, self.rank).values(), self.rank, timeout)
 
     def start(
@@ -139,7 +142,7 @@ class Network:
         all that it sent, or after the time limits.
         """
         assert self.native is not None
-        self.lanes.end(time.monotonic() + _LINGER)
+        self.copies.end(time.monotonic() + _LINGER)
         self.native.finish(self.timeout, _LINGER)
 
     def close(self) -> None:
@@ -159,7 +162,7 @@ class Network:
             self.mesh.acknowledged(_LINGER)
             self.native.close(_LINGER)
         deadline = time.monotonic() + _LINGER
-        self.lanes.end(deadline)
+        self.copies.end(deadline)
         self._stopping = True
         self._look()
         if self.thread is not None:

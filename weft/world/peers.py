@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import weft._native as _native
 import weft.errors as errors
+from weft.bootstrap import peer_memory
+from weft.bootstrap.rendezvous import RankInfo
 from weft.errors import MismatchError, PeerLost, PeerTimeout, SymmetricMemoryError, WeftError
 from weft.outside import printable, printable_lines
 from weft.schedules.device_options import DEFAULT
@@ -27,10 +29,9 @@ from weft.schedules.levels import (
     numbered,
 )
 from weft.schedules.thresholds import agreed
-from weft.world import details, flight, peer_memory, places
+from weft.world import details, flight, places
 from weft.world.hosts import Hosts
 from weft.world.network import Network
-from weft.world.rendezvous import RankInfo
 
 if TYPE_CHECKING:
     from weft.world.backend import Backend

@@ -10,15 +10,16 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import Store
 
+from weft.bootstrap.endpoint import Endpoint, Known, Rendezvous
+from weft.bootstrap.rendezvous import StoreRendezvous, member, rendezvous_of
+from weft.bootstrap.shared_store import STARTING, launched
 from weft.checks import limited
+from weft.host import placement
+from weft.launchers.variables import translated
+from weft.membership import renewal
 from weft.schedules.device_options import DEFAULT, DeviceOptions
-from weft.world import placement, registry, renewal
+from weft.world import registry
 from weft.world.backend import Backend, backend_of
-from weft.world.connect import Known, Rendezvous
-from weft.world.endpoint import Endpoint
-from weft.world.rendezvous import StoreRendezvous, member, rendezvous_of
-from weft.world.shared_store import STARTING, launched
-from weft.world.variables import translated
 from weft.world.world import World, connect, place
 
 _TIMEOUT = 30.0  # default seconds of every wait of a world
@@ -145,7 +146,7 @@ def join(invitation: str, *, timeout: float | None = None, comm_threads: int = 1
     def make(rendezvous: Rendezvous, endpoint: Endpoint) -> World:
         return connect(rendezvous, limit, backend, endpoint)
 
-    made, membership, kept = renewal.join(handles, starting, limit, backend, make)
+    made, membership, kept = renewal.join(handles, starting, limit, backend.device_id, make)
     place(made, membership, kept)
     registry.make_default(made)
     return made

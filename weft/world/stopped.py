@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from weft.world import flight, reports
+from weft.launchers import reports
+from weft.world import flight
 
 if TYPE_CHECKING:
     from weft.world.peers import Peers

@@ -7,9 +7,9 @@ from __future__ import annotations
 from typing import TypeVar
 
 import weft._native as _native
+from weft.bootstrap.wire import decode, encode
 from weft.world.memory import exchange
 from weft.world.peers import Peers
-from weft.world.wire import decode, encode
 
 Kind = TypeVar("Kind")
 _CALL = "the exchange of values"
@@ -17,8 +17,8 @@ _PIECE = 15000  # characters, with which a note of a world is not cut
 
 
 def all_gather_values(world: Peers, own: Kind, kind: type[Kind]) -> list[Kind]:
-    """The value of each rank, which `weft.world.wire` can encode. Raises `ValueError` if one is not
-    of type `kind`.
+    """The value of each rank, which `weft.bootstrap.wire` can encode. Raises `ValueError` if one is
+    not of type `kind`.
     """
     return [decode(text.encode(), kind) for text in all_gather_texts(world, encode(own).decode())]
 

@@ -13,6 +13,9 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 import weft._native as _native
+from weft.bootstrap.endpoint import Endpoint, Rendezvous
+from weft.bootstrap.forked import keep
+from weft.bootstrap.rendezvous import RankInfo
 from weft.checks import (
     check_dtype,
     check_number,
@@ -23,19 +26,17 @@ from weft.checks import (
     limited,
 )
 from weft.errors import WeftError
+from weft.membership import renewal
+from weft.membership.agreement import LateResponder
+from weft.membership.decision import Membership
 from weft.plan import Plan
 from weft.schedules.device_options import DeviceOptions
 from weft.uncompiled import untraced
-from weft.world import memory, registry, renewal, stopped
-from weft.world.agreement import LateResponder
+from weft.world import memory, registry, stopped
 from weft.world.backend import Backend
-from weft.world.connect import Rendezvous, connections
-from weft.world.endpoint import Endpoint
-from weft.world.forked import keep
-from weft.world.membership import Membership
+from weft.world.connect import connections
 from weft.world.network import Network
 from weft.world.peers import Peers
-from weft.world.rendezvous import RankInfo
 from weft.world.signals import Signals
 
 
@@ -315,7 +316,7 @@ class World(Peers):
 
         try:
             made, kept = renewal.renew(
-                self.membership, joiners, limit, self.backend, make, adopt, left
+                self.membership, joiners, limit, self.backend.device_id, make, adopt, left
             )
         except BaseException:
             if self.closed is not None:
@@ -389,7 +390,7 @@ class World(Peers):
         it leaves `for_good`.
         """
         if self.network is not None:
-            self.network.lanes.finish_transfers()
+            self.network.copies.finish()
         self.transfers.finish()
         if self.engine is not None:
             self.engine.finish_transfers()
@@ -451,7 +452,7 @@ def connect(
     with contextlib.ExitStack() as unless_made:
         if endpoint is None:
             try:
-                endpoint = Endpoint(backend)
+                endpoint = Endpoint(backend.device_id)
             except BaseException as error:
                 rendezvous.give_up(error)
                 raise

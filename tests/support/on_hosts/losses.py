@@ -13,7 +13,8 @@ import torch
 
 import weft
 from support.process_resources import leaked, resources
-from weft.world import endpoint, network, registry
+from weft.bootstrap import endpoint
+from weft.world import network, registry
 
 LIMIT = 2.0  # seconds that a wait may take where something goes wrong
 

@@ -26,8 +26,9 @@ from support.process_resources import leaked, resources
 from support.storm.calls import Call, calls, compiled, group_calls
 from support.storm.machine import starved
 from support.storm.trial import RIGHT, Kind, Trial
+from weft.bootstrap import shared_store
 from weft.process_group.worlds import operations_of
-from weft.world import registry, shared_store
+from weft.world import registry
 
 HANGS = 30.0  # seconds after which an unfinished rank counts as hanging
 _CLONE_NEWNET = 0x40000000

@@ -1,0 +1,212 @@
+"""What a rank knows of the others while they agree (`weft.membership`), and what follows.
+
+All of it are pure functions: `tests/support/explorer.py` runs them in every order of events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from weft.bootstrap.endpoint import Handle
+from weft.errors import MismatchError, PeerTimeout
+from weft.membership.decision import Decision, Membership
+from weft.version import __version__
+
+_NONE = frozenset[int]()
+
+
+class Request(NamedTuple):
+    """What a process asks of a rank: to go on with it. Its rank, -1 of a joiner, in which world (by
+    its endpoints), its handle in the next one, the joiners that it expects, those that have called
+    it, the ranks that it knows to be gone, and those that it waits for in vain.
+    """
+
+    version: str
+    rank: int
+    world: bytes
+    handle: Handle
+    joiners: int = 0
+    joining: tuple[Handle, ...] = ()
+    gone: frozenset[int] = _NONE
+    unknown: frozenset[int] = _NONE
+
+
+class Answer(NamedTuple):
+    """The answer to a request: a `decision`, or the `error` that ends the attempt, by the name of
+    its class and its text; without either, that the rank is alive, and the ranks of a `Request`.
+    """
+
+    decision: Any = None
+    error: str = ""
+    text: str = ""
+    gone: frozenset[int] = _NONE
+    unknown: frozenset[int] = _NONE
+
+
+class Ended(NamedTuple):
+    """The end of a call; `refused` if nothing listens there, or the process has ended."""
+
+    refused: bool
+
+
+def is_gone(ended: Ended, called: Handle, own: Handle) -> bool:
+    """Whether a process is gone for certain, which only the kernel that both share can tell: a
+    refusal on the way to another host says nothing of it.
+    """
+    return ended.refused and called.info.host == own.info.host
+
+
+def joining(requests: Iterable[Request]) -> tuple[Handle, ...]:
+    """Those that join, by a call or through a rank that has named them."""
+    found = {}
+    for request in requests:
+        for handle in [request.handle] if request.rank < 0 else request.joining:
+            found[handle.info.address.secret] = handle
+    return tuple(found.values())
+
+
+class View(NamedTuple):
+    """What a rank knows of the others in its place, `membership`: those that are `gone` or
+    `silent`, its `leader`, the ranks that it has `called`, of these those that have `answered`,
+    those whose latest call has ended (`hung_up`), those elsewhere that it waits for in vain
+    (`unknown`), and those of its host for which others do (`asked`).
+
+    `own` is its handle in the next world, `joiners` the number of processes that join, `timeout`
+    the seconds for which it waits for a rank that is silent.
+    """
+
+    membership: Membership
+    own: Handle
+    joiners: int
+    timeout: float
+    gone: frozenset[int] = _NONE
+    leader: int = -1
+    silent: frozenset[int] = _NONE
+    called: frozenset[int] = _NONE
+    answered: frozenset[int] = _NONE
+    hung_up: frozenset[int] = _NONE
+    unknown: frozenset[int] = _NONE
+    asked: frozenset[int] = _NONE
+
+    @property
+    def rank(self) -> int:
+        return self.membership.rank
+
+    @property
+    def others(self) -> list[int]:
+        """All other ranks that are not gone."""
+        ranks = range(len(self.membership.handles))
+        return [rank for rank in ranks if rank != self.rank and rank not in self.gone]
+
+    @property
+    def lower(self) -> frozenset[int]:
+        return frozenset(rank for rank in self.others if rank < self.rank)
+
+    def on(self, hosts: Collection[str]) -> frozenset[int]:
+        """The other ranks on these hosts."""
+        each = enumerate(self.membership.handles)
+        return frozenset(rank for rank, handle in each if handle.info.host in hosts) - {self.rank}
+
+    def accepts(self, request: Request) -> bool:
+        """Whether a request is that of a joiner, or of another rank of its world."""
+        known = request.rank < len(self.membership.handles) and request.rank != self.rank
+        return request.rank < 0 or (known and request.world == self.membership.endpoints)
+
+    def request(self, joining: tuple[Handle, ...]) -> Request:
+        known = self.joiners, joining, self.gone, self.unknown
+        return Request(__version__, self.rank, self.membership.endpoints, self.own, *known)
+
+    def answer(self) -> Answer:
+        return Answer(gone=self.gone, unknown=self.unknown)
+
+    def after_request(self, request: Request) -> View:
+        silent, gone = self.silent - {request.rank}, self.gone - {request.rank}
+        return self._replace(silent=silent, gone=gone)._after(request)
+
+    def after_answer(self, rank: int, answer: Answer) -> View:
+        silent, hung_up = self.silent - {rank}, self.hung_up - {rank}
+        view = self._replace(silent=silent, hung_up=hung_up, answered=self.answered | {rank})
+        return view._after(answer)
+
+    def after_end(self, rank: int, ended: Ended) -> View:
+        """After the end of the call to a rank."""
+        gone = {rank} if is_gone(ended, self.membership.handles[rank], self.own) else _NONE
+        hung_up, answered = self.hung_up | {rank}, self.answered - {rank}
+        return self._replace(gone=self.gone | gone, hung_up=hung_up, answered=answered)
+
+    def _after(self, message: Request | Answer) -> View:
+        """After a message of a rank: ranks that are gone, or that it waits for in vain."""
+        gone = message.gone & {*range(len(self.membership.handles))} - {self.rank}
+        asked = message.unknown & self.on({self.own.info.host})
+        return self._replace(gone=self.gone | gone, asked=self.asked | asked)
+
+    def taking_part(self, requests: Iterable[Request]) -> dict[int, Request]:
+        """Of all requests those of ranks, as far as these are not gone since."""
+        return {each.rank: each for each in requests if each.rank in self.others}
+
+    def missing(self, requests: Mapping[int, Request]) -> list[int]:
+        return [rank for rank in self.others if rank not in requests]
+
+    def waiting(self, requests: Mapping[int, Request], unanswered: bool) -> View:
+        """With its leader, and the ranks that it calls: those that it waits for. Of those of other
+        hosts that do not answer (`unanswered`: for a while), it asks ranks beside them, which find
+        out whether they are gone; it does so for others.
+        """
+        leader = min(self.lower - self.silent, default=self.rank)
+        if leader == self.rank:
+            awaited = frozenset(self.missing(requests))
+        else:  # after a silent one all at once, so that the time limit passes once for all of them
+            awaited = self.lower if self.silent else frozenset({leader})
+        in_vain = awaited if unanswered and leader == self.leader else self.hung_up & awaited
+        unknown = in_vain - self.answered - self.on({self.own.info.host})
+        beside = self.on({self.membership.handles[rank].info.host for rank in unknown})
+        called = (awaited | beside | self.asked) - self.gone
+        answered = self.answered & called
+        return self._replace(leader=leader, unknown=unknown, called=called, answered=answered)
+
+    def impatient(self) -> View:
+        """After the time limit: its leader is silent. If that was alive when it was called, it has
+        had its own time limit since, and this rank waits no longer than for another silent one.
+        """
+        if self.leader in self.answered:
+            return self._replace(answered=self.answered - {self.leader})
+        silent = self.lower - self.answered if self.silent else {self.leader}
+        return self._replace(silent=self.silent | silent)
+
+    def decision(
+        self, requests: Mapping[int, Request], joining: tuple[Handle, ...], patient: bool, name: str
+    ) -> Decision | None:
+        """The decision, if this rank, which leads, can make it. Raises as `Agreement.run`."""
+        members = {self.rank: self.own} | {rank: each.handle for rank, each in requests.items()}
+        made = self.membership.made
+        for rank, request in requests.items():
+            if made[rank] >= 0 and made[self.rank] >= 0 and request.joiners != self.joiners:
+                raise MismatchError(
+                    f"the ranks do not make the same call: rank {self.rank} expects "
+                    f"{self.joiners} joiners, rank {rank} expects {request.joiners}"
+                )
+        missing = self.missing(requests)
+        expected = self.joiners - sum(made[rank] < 0 for rank in members)
+        if patient and ({*missing} - self.silent or len(joining) < expected):
+            return None
+        in_doubt = missing or self.membership.doubtful
+        if in_doubt and not self.membership.may_go_on(sorted(members)):
+            raise PeerTimeout(self._too_few(sorted(members), missing))
+        if len(joining) < expected:
+            raise PeerTimeout(
+                f"rank {self.rank} waited {self.timeout:g} s for {expected} to join, of which "
+                f"{len(joining)} did: start them with weft.join(world.invitation()), or give "
+                "a larger timeout="
+            )
+        return self.membership.next(
+            name, members, joining[: max(0, expected)], self.joiners, bool(missing)
+        )
+
+    def _too_few(self, members: list[int], missing: list[int]) -> str:
+        silent = f"ranks {missing} do not answer" if missing else "a rank was silent before"
+        return (
+            f"rank {self.rank} waited {self.timeout:g} s for all ranks to go on: {silent}, and may "
+            f"be alive, while ranks {members} are not more than half of the "
+            f"{self.membership.made_ranks} ranks of the world, so they do not go on without them"
+        )
