@@ -31,7 +31,11 @@ if TYPE_CHECKING:
         SymmetricMemoryError,
         WeftError,
     )
-    from weft.kernels.experts import Experts, PackedExperts, pack_experts
+    from weft.experts.moe import moe
+    from weft.experts.packed import PackedExperts, pack_experts
+    from weft.experts.sums import expert_sums
+    from weft.experts.weights import Experts
+    from weft.explanation import explain
     from weft.kernels.function import weight
     from weft.kernels.int8 import quantize
     from weft.kernels.packed import PackedWeight, pack
@@ -47,12 +51,9 @@ if TYPE_CHECKING:
     from weft.ops.all_to_all_matmul_all_to_all import all_to_all_matmul_all_to_all
     from weft.ops.barrier import barrier
     from weft.ops.broadcast import broadcast, broadcast_async
-    from weft.ops.expert_sums import expert_sums
-    from weft.ops.explain import explain
     from weft.ops.matmul_all_reduce import matmul_all_reduce
     from weft.ops.matmul_all_to_all import matmul_all_to_all
     from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
-    from weft.ops.moe import moe
     from weft.ops.onesided import Transfer, get, get_async, put, put_async, put_notify
     from weft.ops.reduce_scatter import reduce_scatter, reduce_scatter_async
     from weft.ops.signalling import notify, test, wait
@@ -76,7 +77,11 @@ _HOMES = {
     "weft.launchers.launcher": ["launch"],
     "weft.world.local": ["LocalWorld", "local_world"],
     "weft.compiler.async_tp": ["enable_async_tp"],
-    "weft.kernels.experts": ["Experts", "PackedExperts", "pack_experts"],
+    "weft.experts.moe": ["moe"],
+    "weft.experts.packed": ["PackedExperts", "pack_experts"],
+    "weft.experts.sums": ["expert_sums"],
+    "weft.experts.weights": ["Experts"],
+    "weft.explanation": ["explain"],
     "weft.kernels.function": ["weight"],
     "weft.kernels.int8": ["quantize"],
     "weft.kernels.packed": ["PackedWeight", "pack"],
@@ -87,9 +92,6 @@ _HOMES = {
     "weft.ops.all_to_all": ["all_to_all_async"],
     "weft.ops.broadcast": ["broadcast_async"],
     "weft.ops.reduce_scatter": ["reduce_scatter_async"],
-    "weft.ops.expert_sums": ["expert_sums"],
-    "weft.ops.explain": ["explain"],
-    "weft.ops.moe": ["moe"],
     "weft.ops.onesided": ["Transfer", "get", "get_async", "put", "put_async", "put_notify"],
     "weft.ops.signalling": ["notify", "test", "wait"],
     "weft.plan": ["Launch", "Plan"],

@@ -20,15 +20,15 @@ from rich.text import Text
 from torch import Tensor
 
 from weft.engines import engine
-from weft.kernels.experts import pack_experts
+from weft.experts import visits
+from weft.experts.moe import moe
+from weft.experts.packed import pack_experts
+from weft.experts.sums import expert_sums
+from weft.experts.ways import LAYER
 from weft.measure.timing import Stopwatch, largest
-from weft.ops import visits
 from weft.ops.all_reduce import all_reduce
 from weft.ops.all_to_all import all_to_all
 from weft.ops.autotune import Class, Trial
-from weft.ops.expert_sums import expert_sums
-from weft.ops.moe import moe
-from weft.ops.ways import LAYER
 from weft.plan.trace import Trace
 from weft.predict import figures
 from weft.schedules.operators import OPERATORS

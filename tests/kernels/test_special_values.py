@@ -20,8 +20,8 @@ import torch
 import weft
 import weft.kernels
 from weft import _native
+from weft.experts.methods import ACTIVATIONS, METHODS
 from weft.kernels import compression, half, int8
-from weft.kernels.expert_methods import ACTIVATIONS, METHODS
 from weft.kernels.float8 import ScaledWeight
 from weft.kernels.weights import FLOAT8, PreparedWeight
 from weft.plan.compression import BLOCK

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.over_hosts import groupings
 
 from weft.engines.reference import Call, run
-from weft.ops import visits
+from weft.experts import visits
 from weft.plan import Copy
 from weft.plan.binding import bind
 from weft.plan.messages import lower_to_messages

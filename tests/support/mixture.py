@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import weft
+from weft.experts.methods import ACTIVATIONS
+from weft.experts.packed import PackedExperts
 from weft.kernels import half
-from weft.kernels.expert_methods import ACTIVATIONS
-from weft.kernels.experts import PackedExperts
 
 
 class Mixture(NamedTuple):

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.kernels.experts import Experts
+from weft.experts.sums import expert_sums
+from weft.experts.weights import Experts
 from weft.nn.expert_parallel import activation, convert, obstacle, unlike
 from weft.nn.layers import note
-from weft.ops.expert_sums import expert_sums
 
 
 def register() -> None:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from weft.kernels.experts import Experts
+from weft.experts.moe import moe
+from weft.experts.weights import Experts
 from weft.nn.frozen import FrozenExperts
 from weft.nn.layers import autocasts, note
 from weft.nn.layout import chunk_sizes, local
-from weft.ops.moe import moe
 from weft.world import World, current
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from weft.kernels.experts import PackedExperts, pack_experts
+from weft.experts.packed import PackedExperts, pack_experts
 from weft.kernels.packed import PackedWeight, pack
 
 

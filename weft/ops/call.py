@@ -117,6 +117,10 @@ class Choice(ABC):
     def cut(self, variant: Variant) -> str:
         """A variant and the size of its transfers, in words."""
 
+    def describe(self, variant: Variant) -> str:
+        """More words about a variant, for `explain`."""
+        return ""
+
     def log(self, selection: Selection) -> None:
         """Log the selection for calls of this class at level INFO, on rank 0, as for all ranks."""
         if self.world.rank == 0 and _log.isEnabledFor(logging.INFO):
@@ -173,7 +177,3 @@ class Call(Choice):
     def finish(self) -> Any:
         """The results, once the plan was executed."""
         return self.results
-
-    def describe(self, variant: Variant) -> str:
-        """More words about a variant, for `explain`."""
-        return ""

@@ -1,5 +1,6 @@
 """The ways of tokens to the experts that they chose: rows visit each rank, or each host, that has
-such experts. By ``auto`` both are measured, each in its algorithms.
+such experts. An algorithm belongs to one of them; by ``auto`` both are measured, each in its
+algorithms.
 
 The ways are operators, which take other rows of the same tokens. The numbers of both are exchanged
 at once, so that all ranks know the class of a call before they choose.
@@ -8,12 +9,15 @@ at once, so that all ranks know the class of a call before they choose.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from weft.checks import name as dtype_name
+from weft.experts.visits import Visits, add_up, find
 from weft.kernels.weights import Weight
 from weft.ops import all_gather_matmul_reduce_scatter as to_hosts
 from weft.ops import all_to_all_matmul_all_to_all as to_ranks
@@ -24,7 +28,6 @@ from weft.ops.fused import SAME_BITS, FusedCall
 from weft.ops.operator import FusedOperator
 from weft.ops.options import Operands, Options
 from weft.ops.split_sizes import Exchanged
-from weft.ops.visits import Visits, add_up, find
 from weft.schedules.exchanges import Counts, ToAll
 from weft.schedules.peers import one_rank_per_host
 from weft.schedules.workload import Variant, Workload, size_class
@@ -44,13 +47,13 @@ class Rows(NamedTuple):
 
 class Way(NamedTuple):
     """A way: an operator, its `check`, this rank's visits, and the numbers of all ranks' rows for
-    each rank, or host.
+    each part, which is a rank, or a host.
     """
 
     operator: FusedOperator
     check: Callable[[World, Operands, Options, Exchanged], FusedCall]
     visits: Visits
-    counts: Counts
+    counts: Counts = ()
 
     @property
     def algorithms(self) -> tuple[str, ...]:
@@ -58,23 +61,19 @@ class Way(NamedTuple):
 
     @property
     def largest(self) -> tuple[int, ...]:
-        """The most rows that each rank gives to one rank, or host."""
+        """The most rows that each rank gives to one part."""
         return tuple(map(max, self.counts))
 
 
 class Ways(Choice):
-    """The choice among ways, of which the first is the rule's."""
+    """The choice among ways, of which the first is the rule's; of one for an algorithm that the
+    caller asks for.
+    """
 
-    def __init__(
-        self,
-        ways: Sequence[Way],
-        rows: Rows,
-        chunk_rows: int | None,
-        world: World,
-        timeout: float | None,
-    ) -> None:
-        super().__init__(world, timeout)
-        self.ways, self.rows, self.row_limit = ways, rows, chunk_rows
+    def __init__(self, ways: Sequence[Way], rows: Rows, options: Options, world: World) -> None:
+        super().__init__(world, options.timeout)
+        self.ways, self.rows, self.options = ways, rows, options
+        self.row_limit = options.chunk_rows
         self._given, self._calls = dict[str, Tensor](), dict[str, FusedCall]()
 
     def way(self, algorithm: str) -> Way:
@@ -92,11 +91,11 @@ class Ways(Choice):
         """The checked call of a way."""
         name = way.operator.name
         if name not in self._calls:
-            options = Options(
+            options = replace(
+                self.options,
                 out_dtype=self.rows.out_dtype,
-                chunk_rows=self.row_limit,
-                timeout=self.timeout,
                 input_split_sizes=way.visits.counts,
+                experts_of_ranks=None,
             )
             operands = Operands(self.given(way), [self.rows.weight], [None], [None])
             exchanged = Exchanged(way.counts, (), False)
@@ -111,8 +110,8 @@ class Ways(Choice):
 
     @property
     def similar(self) -> Workload | None:
-        own = self.own_class
-        if not max(own.rows) or torch.are_deterministic_algorithms_enabled():
+        own, asked = self.own_class, self.options.algorithm != "auto"
+        if asked or not max(own.rows) or torch.are_deterministic_algorithms_enabled():
             return None
         rows = max(own.rows) if self.row_limit is not None else size_class(max(own.rows))
         return own._replace(rows=(rows,) * self.world.ranks)
@@ -148,37 +147,67 @@ class Ways(Choice):
 
     def cut(self, variant: Variant) -> str:
         way = self.way(variant.algorithm)
-        return f"{way.operator.name} by {self.call(way).cut(variant)}"
+        each = "host" if way.operator is to_hosts.OPERATOR else "rank"
+        return f"rows visit each {each}, {way.operator.name} by {self.call(way).cut(variant)}"
 
 
-def fastest(
-    chosen: Tensor,
-    sizes: Sequence[int],
-    rows: Rows,
-    chunk_rows: int | None,
-    world: World,
-    timeout: float | None,
-) -> Tensor:
-    """What the weights of all ranks contribute to each token, by the way and the algorithm that
-    were measured to be the fastest; collective.
+def visit(chosen: Tensor, rows: Rows, options: Options, world: World) -> Tensor:
+    """What the weights of all ranks contribute to each token; collective. ``auto`` takes the way
+    and the algorithm that were measured to be the fastest.
     """
-    of = find(chosen, sizes, world.hosts), find(chosen, sizes, world.hosts, for_hosts=True)
-    ranks = world.ranks
-    numbers = [count for visits in of for count in visits.counts]
-    given = split_sizes.exchange(world, LAYER, ToAll(len(numbers)), numbers, None, timeout=timeout)
-    ways = [
-        Way(to_ranks.OPERATOR, to_ranks.check, of[0], tuple(row[:ranks] for row in given.counts)),
-        Way(to_hosts.OPERATOR, to_hosts.check, of[1], tuple(row[ranks:] for row in given.counts)),
+    found = _ways(chosen, options, world)
+    numbers = [count for way in found for count in way.visits.counts]
+    to_all, timeout = ToAll(len(numbers)), options.timeout
+    given = split_sizes.exchange(world, LAYER, to_all, numbers, None, timeout=timeout)
+    choice = Ways(_with_counts(found, given.counts), rows, options, world)
+    with torch.no_grad():
+        asked, key = options.algorithm, None
+        selection = select(choice) if asked == "auto" else None
+        variant = None if selection is None else selection.variant
+        way = choice.way(asked if variant is None else variant.algorithm)
+        if given.again and (selection is None or selection.trial is None):
+            choices = rows.out_dtype, asked, variant, options.chunk_rows, way.counts
+            key = way.check, choices, choice.given(way), None, (rows.weight,), (None,)
+            if (cached := driver.repeat(key, world, timeout)) is not None:
+                return add_up(cached, way.visits)
+        selection = selection or choice.rule()
+        (back,) = driver.selected(choice.call(way), selection, choice, key)
+        return add_up(back, way.visits)
+
+
+def alike(chosen: Tensor, rows: Rows, options: Options, world: World) -> Ways:
+    """The choice of a call in which all ranks have as many rows as this one; nothing is sent."""
+    found = _ways(chosen, options, world)
+    numbers = [count for way in found for count in way.visits.counts]
+    return Ways(_with_counts(found, (numbers,) * world.ranks), rows, options, world)
+
+
+def _ways(chosen: Tensor, options: Options, world: World) -> list[Way]:
+    """The ways that have an algorithm, with this rank's visits; by ``auto`` all that differ."""
+    algorithm, sizes, hosts = options.algorithm, options.experts_of_ranks, world.hosts
+    assert sizes is not None
+    operators = [(to_ranks.OPERATOR, to_ranks.check), (to_hosts.OPERATOR, to_hosts.check)]
+    auto = algorithm == "auto"
+    if auto and one_rank_per_host(hosts):  # both are the same then
+        operators = operators[:1]
+    found = [
+        Way(operator, check, find(chosen, sizes, hosts, operator is to_hosts.OPERATOR))
+        for operator, check in operators
+        if auto or algorithm in operator.schedule.algorithms
     ]
-    if one_rank_per_host(world.hosts):  # both are the same then
-        ways.pop()
-    choice = Ways(ways, rows, chunk_rows, world, timeout)
-    selection = select(choice)
-    way, key = choice.way(selection.variant.algorithm), None
-    if given.again and selection.trial is None:
-        options = rows.out_dtype, selection.variant, chunk_rows, way.counts
-        key = way.check, options, choice.given(way), None, (rows.weight,), (None,)
-        if (cached := driver.repeat(key, world, timeout)) is not None:
-            return add_up(cached, way.visits)
-    (back,) = driver.selected(choice.call(way), selection, choice, key)
-    return add_up(back, way.visits)
+    if not found:
+        names = [name for operator, _ in operators for name in operator.schedule.algorithms]
+        raise ValueError(
+            f"there is no algorithm {algorithm!r}; choose auto or one of {', '.join(names)}, for "
+            "tokens that each rank has of its own"
+        )
+    return found
+
+
+def _with_counts(ways: Sequence[Way], counts: Counts) -> list[Way]:
+    """The ways with the numbers of all ranks' rows, which ranks give one way after the other."""
+    ends = [0, *accumulate(len(way.visits.counts) for way in ways)]
+    return [
+        way._replace(counts=tuple(tuple(row[start:stop]) for row in counts))
+        for way, (start, stop) in zip(ways, pairwise(ends), strict=True)
+    ]

@@ -14,6 +14,7 @@ from support.mixture import Mixture, defined, random
 from support.ranks import everyones, on_ranks
 
 import weft
+from weft.ops.options import Options
 from weft.schedules.matmul_all_reduce import ALGORITHMS
 
 DIVISIONS = {
@@ -187,7 +188,7 @@ def operators(world):
         operands = x, mixture.chosen, scores, gate_up, down, 0, "silu"
         torch.library.opcheck(torch.ops.weft.expert_sums.default, operands)
         torch.library.opcheck(
-            torch.ops.weft.moe.default, (*operands, None, "auto", None, None, world.name)
+            torch.ops.weft.moe.default, (*operands, *Options().values(), world.name)
         )
 
 
@@ -223,23 +224,3 @@ def compiled(world):
 @pytest.mark.data
 def test_compiled():
     on_ranks(compiled, 2, limit=110)
-
-
-def explained(world):
-    mixture = random(300, 8, 6, 4, 2)
-    experts = part(mixture, (0, 2, 4), world.rank)
-    routing = {"chosen": mixture.chosen, "scores": mixture.scores}
-    text = weft.explain(mixture.x, experts, operator="moe", algorithm="ring", **routing)
-    assert text.startswith("moe, by matmul_all_reduce, over 2 ranks: ring, at most")
-    assert text.endswith("b is experts")
-    assert "over 2 ranks" in weft.explain(mixture.x, experts, operator="moe", **routing)
-    with pytest.raises(TypeError, match="scores"):
-        weft.explain(mixture.x, experts, operator="moe", chosen=mixture.chosen)
-    with pytest.raises(ValueError, match="explain sends nothing"):
-        weft.explain(mixture.x, experts, operator="moe", experts_of_ranks=[2, 2], **routing)
-    with pytest.raises(ValueError, match=r"x must be tokens \(T, 8\)"):
-        weft.explain(mixture.x[:, :5], experts, operator="moe", **routing)
-
-
-def test_a_layer_is_explained():
-    on_ranks(explained, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,12 +15,13 @@ from torch import Tensor
 import weft._native as _native
 import weft.cache as cache
 from weft.checks import name
+from weft.experts.routing import by_expert
 from weft.kernels import half, products
 from weft.kernels.packed import PackedWeight, pack
 from weft.kernels.weights import Weight
 
 if TYPE_CHECKING:
-    from weft.kernels.experts import Experts
+    from weft.experts.weights import Experts
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -76,7 +77,7 @@ def each(
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     sums = torch.zeros(len(x), width, dtype=wide, device=x.device)
     factors = scores.reshape(-1, 1)
-    for number, tokens, at in routed(experts, chosen):
+    for number, tokens, at in by_expert(experts, chosen):
         gate_up, down = weights(number)
         both = x.new_empty(len(tokens), 2 * inner)
         products.multiply(x.index_select(0, tokens), gate_up, both)
@@ -85,21 +86,6 @@ def each(
         products.multiply(between, down, result)
         sums.index_add_(0, tokens, result.mul_(factors.index_select(0, at)))
     out.copy_(sums)
-
-
-def routed(experts: Experts, chosen: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """The experts that tokens chose, in order: the number of each among `experts`, its tokens, and
-    the places of these choices in `chosen` (tokens, top), flattened.
-    """
-    numbers, order = chosen.reshape(-1).sort(stable=True)
-    tokens = order // max(chosen.shape[1], 1)
-    found, counts = numbers.unique_consecutive(return_counts=True)
-    start = 0
-    for number, count in zip(found.tolist(), counts.tolist(), strict=True):
-        own, stop = number - experts.first, start + count
-        if 0 <= own < experts.shape.number:
-            yield own, tokens[start:stop], order[start:stop]
-        start = stop
 
 
 def _packed_each(experts: Experts) -> Callable[[int], tuple[PackedWeight, PackedWeight]]:

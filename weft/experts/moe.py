@@ -10,21 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.kernels.experts import Experts
-from weft.ops import autograd, dims, visits
+from weft.experts import own_tokens, visits
+from weft.experts.gradients import Gradients, gradients
+from weft.experts.layer import Layer
+from weft.experts.recorded import LayerOperator
+from weft.experts.routed import RoutedExperts
+from weft.experts.weights import Experts
 from weft.ops.all_reduce import all_reduce
-from weft.ops.expert_sums import (
-    OPERANDS,
-    check_routing,
-    factors,
-    fake_gradients,
-    gradients,
-    recorded,
-    save,
-)
+from weft.ops.autograd import recorded_world
 from weft.ops.matmul_all_reduce import matmul_all_reduce
 from weft.ops.options import Options
-from weft.ops.own_tokens import Layer
 from weft.ops.refusals import tell
 from weft.world import World, current
 
@@ -107,171 +102,82 @@ def moe(
     """
     try:
         world = current(world)
-        sizes = experts_of_ranks
-        check_routing(x, chosen, scores, experts)
-        if not torch.compiler.is_compiling():
-            Options(algorithm=algorithm, chunk_rows=chunk_rows, timeout=timeout).check_types()
+        layer, sizes = Layer(x, chosen, scores, experts), experts_of_ranks
+        layer.check()
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
             experts.check_unchanged()
             sizes = None if sizes is None else visits.check_sizes(sizes, experts, world)
-        if recorded(x, scores, experts):
-            result: Tensor = torch.ops.weft.moe(
-                x,
-                chosen,
-                scores,
-                experts.gate_up,
-                experts.down,
-                experts.first,
-                experts.activation,
-                sizes,
-                algorithm,
-                chunk_rows,
-                timeout,
-                world.name,
-            )
-            return result
-        return _sums(x, chosen, scores, experts, sizes, algorithm, chunk_rows, world, timeout)
+        options = Options(
+            algorithm=algorithm, chunk_rows=chunk_rows, timeout=timeout, experts_of_ranks=sizes
+        )
+        if not compiling:
+            options.check_types()
+        if layer.recorded:
+            return OPERATOR(layer, *options.values(), world.name)
+        return _sums(layer, options, world)
     except Exception as error:
         tell(error, world)
         raise
 
 
-def _sums(
-    x: Tensor,
-    chosen: Tensor,
-    scores: Tensor,
-    experts: Experts,
-    sizes: Sequence[int] | None,
-    algorithm: str,
-    chunk_rows: int | None,
-    world: World,
-    timeout: float | None,
-) -> Tensor:
+def _sums(layer: Layer, options: Options, world: World) -> Tensor:
     """The layer of checked operands, without gradients; collective."""
-    if sizes is not None:
-        layer = Layer(x, chosen, scores, experts, sizes, algorithm, chunk_rows, world, timeout)
-        return layer.sums()
-    weight = experts.routed(chosen.shape[1])
-    rows = weight.rows(dims.adjacent(x), dims.adjacent(chosen), factors(scores, x.dtype))
+    if options.experts_of_ranks is not None:
+        return own_tokens.sums(layer, options, world)
     return matmul_all_reduce(
-        rows, weight, algorithm=algorithm, chunk_rows=chunk_rows, world=world, timeout=timeout
+        *factors(layer),
+        algorithm=options.algorithm,
+        chunk_rows=options.chunk_rows,
+        world=world,
+        timeout=options.timeout,
     )
 
 
-def _run(
-    x: Tensor,
-    chosen: Tensor,
-    scores: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    first: int,
-    activation: str,
-    sizes: Sequence[int] | None,
-    algorithm: str,
-    chunk_rows: int | None,
-    timeout: float | None,
-    world: Sequence[int],
-) -> Tensor:
-    own = autograd.recorded_world(world)
-    with torch.no_grad(), own.report_refusal:
-        experts = Experts(gate_up.detach(), down.detach(), first=first, activation=activation)
-        if sizes is not None:
-            visits.check_sizes(sizes, experts, own)
-        return _sums(
-            x.detach(),
-            chosen,
-            scores.detach(),
-            experts,
-            sizes,
-            algorithm,
-            chunk_rows,
-            own,
-            timeout,
-        )
+def factors(layer: Layer) -> tuple[Tensor, RoutedExperts]:
+    """The rows of all tokens, and the weight by which each rank multiplies them."""
+    x, chosen, scores, experts = layer.ready()
+    weight = experts.routed(chosen.shape[1])
+    return weight.rows(x, chosen, scores), weight
 
 
 def _gradients(
-    grad: Tensor,
-    x: Tensor,
-    chosen: Tensor,
-    scores: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    first: int,
-    activation: str,
-    sizes: Sequence[int] | None,
-    algorithm: str,
-    chunk_rows: int | None,
-    timeout: float | None,
-    of_tokens: bool,
-    world: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    layer: Layer, grad: Tensor, of_tokens: bool, options: Options, world: World
+) -> Gradients:
     """The gradients of x and scores, of tokens that every rank has summed over the ranks if they
     are wanted; and those of this rank's weights.
     """
-    own = autograd.recorded_world(world)
-    if sizes is not None:
-        experts = Experts(gate_up.detach(), down.detach(), first=first, activation=activation)
-        layer = Layer(x, chosen, scores, experts, sizes, algorithm, chunk_rows, own, timeout)
-        with own.report_refusal:
-            return layer.gradients(grad)
-    for_x, for_scores, *for_weights = gradients(
-        grad, x, chosen, scores, gate_up, down, first, activation
-    )
+    if options.experts_of_ranks is not None:
+        return own_tokens.gradients(layer, grad, options, world)
+    for_x, for_scores, for_gate_up, for_down = gradients(layer, grad)
     if of_tokens:
         sums = torch.cat((for_x.view(-1), for_scores.view(-1)))
-        all_reduce(sums, out=sums, world=own, timeout=timeout)
+        all_reduce(sums, out=sums, world=world, timeout=options.timeout)
         for_x, for_scores = (
             part.view(like.shape).clone()  # one operator's results share no memory
             for part, like in zip(
-                sums.split((for_x.numel(), for_scores.numel())), (x, scores), strict=True
+                sums.split((for_x.numel(), for_scores.numel())), (for_x, for_scores), strict=True
             )
         )
-    for_gate_up, for_down = for_weights
     return for_x, for_scores, for_gate_up, for_down
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *operands, sizes, algorithm, chunk_rows, timeout, ctx.world = inputs
-    ctx.exchange = sizes, algorithm, chunk_rows, timeout
-    save(ctx, tuple(operands), output)
+def _recorded_sums(layer: Layer, *others: Any) -> Tensor:
+    *values, name = others
+    options, world = Options.of(values), recorded_world(name)
+    with world.report_refusal:
+        if options.experts_of_ranks is not None:
+            visits.check_sizes(options.experts_of_ranks, layer.experts, world)
+        return _sums(layer, options, world)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, chosen, scores, gate_up, down = ctx.saved_tensors
-    of_tokens = ctx.needs_input_grad[0] or ctx.needs_input_grad[2]
-    for_x, for_scores, for_gate_up, for_down = torch.ops.weft.moe_gradients(
-        grad,
-        x,
-        chosen,
-        scores,
-        gate_up,
-        down,
-        *ctx.options,
-        *ctx.exchange,
-        of_tokens,
-        ctx.world,
-    )
-    of_options = [None] * 7
-    return for_x.to(x.dtype), None, for_scores.to(scores.dtype), for_gate_up, for_down, *of_options
+def _recorded_gradients(layer: Layer, grad: Tensor, of_tokens: bool, *others: Any) -> Gradients:
+    *values, name = others
+    world = recorded_world(name)
+    with world.report_refusal:
+        return _gradients(layer, grad, of_tokens, Options.of(values), world)
 
 
-_OPERANDS = (
-    OPERANDS + ", SymInt[]? experts_of_ranks, str algorithm, SymInt? chunk_rows, float? timeout, "
+OPERATOR = LayerOperator(
+    "moe", _recorded_sums, _recorded_gradients, (Options.schema(), "SymInt[] world")
 )
-_made = torch.library.custom_op(
-    "weft::moe",
-    _run,
-    mutates_args=(),
-    schema=f"({_OPERANDS}SymInt[] world) -> Tensor",
-)
-_made.register_fake(lambda x, *_: x.new_empty(x.shape))
-_made.register_autograd(_backward, setup_context=_save)
-torch.library.custom_op(
-    "weft::moe_gradients",
-    _gradients,
-    mutates_args=(),
-    schema=(
-        f"(Tensor grad, {_OPERANDS}bool of_tokens, SymInt[] world) -> "
-        "(Tensor, Tensor, Tensor, Tensor)"
-    ),
-).register_fake(fake_gradients)

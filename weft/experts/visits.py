@@ -13,7 +13,7 @@ from torch import Tensor
 
 import weft._native as _native
 from weft.checks import name
-from weft.kernels.experts import Experts
+from weft.experts.weights import Experts
 from weft.ops.arguments import check_experts_of_ranks
 from weft.ops.dims import adjacent
 from weft.schedules.peers import Hosts

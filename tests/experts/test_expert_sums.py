@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from support.mixture import Mixture, defined, random
 
 import weft
-from weft.kernels import expert_methods, half
-from weft.kernels.expert_methods import METHODS
+from weft.experts import methods
+from weft.experts.methods import METHODS
+from weft.kernels import half
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 METHODS_HERE = [name for name in METHODS if name != "native" or half.COLUMNS]
@@ -131,7 +132,7 @@ def test_bits_of_a_token_depend_on_no_other_and_on_no_number_of_threads(dtype):
 def test_one_method_is_used_for_any_number_of_rows(each, method):
     """The times of ``each``, those of ``native`` being 1, by the number of rows."""
     times = [{"native": 1.0, "each": time} for time in each]
-    assert expert_methods._fastest(times) == method
+    assert methods._fastest(times) == method
 
 
 @pytest.mark.skipif(not half.COLUMNS, reason="this processor lacks the instructions")

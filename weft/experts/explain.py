@@ -1,0 +1,39 @@
+"""The text on the variant that a layer of experts would select for its operands, and the reason."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.experts.layer import Layer
+from weft.experts.moe import factors, moe
+from weft.experts.own_tokens import rows_of
+from weft.experts.visits import check_sizes
+from weft.experts.ways import LAYER, alike
+from weft.ops.explain import of_operator, text
+from weft.ops.options import Options
+from weft.world import World
+
+
+def of_layer(x: Tensor, experts: Any, given: Mapping[str, Any], world: World) -> str:
+    """The text on `moe` with these arguments. Of tokens that each rank has of its own it is on a
+    call in which all ranks have as many rows for each other as this one.
+    """
+    arguments = inspect.signature(moe).bind(x, experts=experts, **given).arguments
+    layer = Layer(x, arguments.pop("chosen"), arguments.pop("scores"), experts)
+    layer.check()
+    sizes = arguments.pop("experts_of_ranks", None)
+    others = {name: arguments[name] for name in arguments if name not in ("x", "experts")}
+    with torch.no_grad():
+        if sizes is None:
+            by = "matmul_all_reduce"
+            return of_operator(by, *factors(layer), others, world, f"{LAYER}, by {by},")
+        options = Options(experts_of_ranks=check_sizes(sizes, experts, world), **others)
+        options.check_types()
+        choice = alike(layer.chosen, rows_of(layer), options, world)
+        title = f"{LAYER}, if all ranks have as many rows as this one,"
+        return text(title, choice, [choice.call(way) for way in choice.ways])
