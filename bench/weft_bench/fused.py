@@ -29,7 +29,7 @@ from weft.ops import driver
 from weft.ops.autotune import select
 from weft.ops.call import Selection
 from weft.ops.operator import find
-from weft.ops.options import Operands, Options
+from weft.ops.options import Operands, made
 from weft.plan import Copy, Plan
 from weft.plan.binding import bind, split
 from weft.plan.trace import Trace
@@ -176,7 +176,9 @@ class Subject(Views):
             )
         product, own_bias = product_on(world.device), self.problem.own_bias
         compute = partial(product, self.x, self.weight, self.product, bias=own_bias)
-        options = Options(
+        operator = find(settings.operator)
+        options = made(
+            operator.options,
             out_dtype=self.out_dtype,
             algorithm=settings.algorithm,
             chunk_rows=settings.chunk_rows,
@@ -185,7 +187,7 @@ class Subject(Views):
             **self.shares,
         )
         operands = Operands(self.a, [self.weight], [self.problem.bias], [self.out])
-        self.call = find(settings.operator).check(world, operands, options)
+        self.call = operator.check(world, operands, options)
         self.choice = self.call.rule()
         preparing = budget.part(PREPARING)
         if settings.link_gbps == "auto":

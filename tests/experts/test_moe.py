@@ -14,7 +14,7 @@ from support.mixture import Mixture, defined, random
 from support.ranks import everyones, on_ranks
 
 import weft
-from weft.ops.options import Options
+from weft.experts.options import LayerOptions
 from weft.schedules.matmul_all_reduce import ALGORITHMS
 
 DIVISIONS = {
@@ -187,9 +187,7 @@ def operators(world):
         )
         operands = x, mixture.chosen, scores, gate_up, down, 0, "silu"
         torch.library.opcheck(torch.ops.weft.expert_sums.default, operands)
-        torch.library.opcheck(
-            torch.ops.weft.moe.default, (*operands, *Options().values(), world.name)
-        )
+        torch.library.opcheck(torch.ops.weft.moe.default, (*operands, *LayerOptions(), world.name))
 
 
 def test_torch_accepts_the_operators():

@@ -16,8 +16,8 @@ from support.ranks import on_ranks
 import weft
 from weft.engines import engine
 from weft.experts import visits
+from weft.experts.options import LayerOptions
 from weft.ops.call import Selection
-from weft.ops.options import Options
 
 DIVISIONS = {1: [(8,)], 2: [(4, 4), (8, 0), (1, 7)], 3: [(3, 3, 2), (0, 2, 6)], 4: [(0, 0, 8, 0)]}
 """By the number of ranks, the experts of each: uneven, and ranks without one."""
@@ -177,7 +177,7 @@ def compiled(world):
     assert_same(*results)
     x, scores, gate_up, down = tensors
     operands = x, own.chosen, scores, gate_up, down, first, "silu"
-    options = Options(experts_of_ranks=sizes).values()
+    options = LayerOptions(experts_of_ranks=sizes)
     torch.library.opcheck(torch.ops.weft.moe.default, (*operands, *options, world.name))
 
 

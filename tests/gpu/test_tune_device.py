@@ -18,7 +18,8 @@ from weft.engines import engine
 from weft.gpu import tuning
 from weft.measure import tune
 from weft.ops import all_gather_matmul, stored
-from weft.ops.options import Operands, Options
+from weft.ops.options import Operands
+from weft.ops.records import AllGatherMatmul
 from weft.schedules.device_options import DEFAULT, DeviceOptions
 from weft.schedules.workload import Variant, Workload
 from weft.world import current
@@ -72,7 +73,7 @@ def measured_and_used(
 
 def candidates(world: weft.World) -> list[Variant]:
     a, b = torch.ones(512, 16), torch.ones(16, 64)
-    call = all_gather_matmul.check(world, Operands(a, [b], [None], [None]), Options())
+    call = all_gather_matmul.check(world, Operands(a, [b], [None], [None]), AllGatherMatmul())
     return call.candidates(call.rule().variant)
 
 

@@ -15,7 +15,7 @@ from support.inductor import QUICK
 from support.ranks import beside_gloo, on_ranks, start
 
 import weft
-from weft.ops.options import Options
+from weft.ops.records import AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter
 
 
 def check_operators(world):
@@ -33,18 +33,19 @@ def check_operators(world):
                     a,
                     [b, b.detach().clone()],
                     [bias, bias.new_empty(0)],
-                    *Options(dim=dim, keep=True).values(),
+                    *AllGatherMatmul(dim=dim, keep=True),
+                    None,
                     world.name,
                 ),
             )
             torch.library.opcheck(
-                scatter, (a, [b], [bias], *Options(dim=dim, op="avg").values(), world.name)
+                scatter, (a, [b], [bias], *MatmulReduceScatter(dim=dim, op="avg"), None, world.name)
             )
-        torch.library.opcheck(reduce, (a, [b], [bias], *Options().values(), world.name))
+        torch.library.opcheck(reduce, (a, [b], [bias], *MatmulAllReduce(), None, world.name))
         torch.library.opcheck(torch.ops.weft.product.default, (a[0], b))
     half = torch.ones(4, 6, dtype=torch.bfloat16), [torch.ones(6, 8, dtype=torch.bfloat16)]
     torch.library.opcheck(
-        gather, (*half, [], *Options(out_dtype=torch.float32).values(), world.name)
+        gather, (*half, [], *AllGatherMatmul(out_dtype=torch.float32), None, world.name)
     )
 
 

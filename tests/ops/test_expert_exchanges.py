@@ -16,7 +16,7 @@ from support.ranks import on_ranks
 import weft
 from weft.engines import engine
 from weft.ops import driver
-from weft.ops.options import Options
+from weft.ops.records import AllToAllMatmul, MatmulAllToAll
 from weft.schedules.exchanges import Way
 
 
@@ -225,16 +225,17 @@ def compiled(world, experts):
     a, b, c = leaves(*tensors)
     number = max(1, way.experts[world.rank])
     given = {"experts_of_ranks": experts, "output_split_sizes": received}
-    sizes = Options(input_split_sizes=sent, keep=True, **given).values()
+    sizes = AllToAllMatmul(input_split_sizes=sent, keep=True, **given)
     biases = [torch.ones(5)] * number
     torch.library.opcheck(
-        torch.ops.weft.all_to_all_matmul.default, (a, [b] * number, biases, *sizes, world.name)
+        torch.ops.weft.all_to_all_matmul.default,
+        (a, [b] * number, biases, *sizes, None, world.name),
     )
     given["output_split_sizes"] = sent
-    sizes = Options(input_split_sizes=received, **given).values()
+    sizes = MatmulAllToAll(input_split_sizes=received, **given)
     rows = torch.randn(sum(received), 4)
     torch.library.opcheck(
-        torch.ops.weft.matmul_all_to_all.default, (rows, [b] * number, [], *sizes, world.name)
+        torch.ops.weft.matmul_all_to_all.default, (rows, [b] * number, [], *sizes, None, world.name)
     )
     with pytest.raises(Exception, match="give output_split_sizes"):
         torch.compile(weft.all_to_all_matmul, fullgraph=True, backend="eager")(

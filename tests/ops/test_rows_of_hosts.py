@@ -12,7 +12,7 @@ from support.checks.autograd import leaves
 from support.ranks import on_ranks, reference_world, stream_world
 
 import weft
-from weft.ops.options import Options
+from weft.ops.records import AllGatherMatmulReduceScatter
 
 ALGORITHMS = ("auto", "shared", "gathered")
 
@@ -121,10 +121,10 @@ def compiled(world):
         y.square().sum().backward()
         results.append([y, x.grad])
     torch.testing.assert_close(*results)
-    options = Options(input_split_sizes=sent).values()
+    options = AllGatherMatmulReduceScatter(input_split_sizes=sent)
     torch.library.opcheck(
         torch.ops.weft.all_gather_matmul_reduce_scatter.default,
-        (a.requires_grad_(), [b], [], *options, world.name),
+        (a.requires_grad_(), [b], [], *options, None, world.name),
     )
 
 

@@ -13,7 +13,7 @@ from support.exchanges import DIVISIONS, inputs, matrix, of_rank, weights
 from support.ranks import on_ranks
 
 import weft
-from weft.ops.options import Options
+from weft.ops.records import AllToAllMatmulAllToAll
 
 
 def gradients(world, sizes, of_rows, of_weights, of_biases, dtype=torch.float64, tolerance=0):
@@ -126,10 +126,10 @@ def compiled_visits(world):
         results.append([y, *(each.grad for each in operands)])
     torch.testing.assert_close(*results)
     a, b, v = leaves(*tensors)
-    choices = Options(input_split_sizes=sent, experts_of_ranks=experts).values()
+    choices = AllToAllMatmulAllToAll(input_split_sizes=sent, experts_of_ranks=experts)
     torch.library.opcheck(
         torch.ops.weft.all_to_all_matmul_all_to_all.default,
-        (a, [b] * number, [v] * number, *choices, world.name),
+        (a, [b] * number, [v] * number, *choices, None, world.name),
     )
     torch.library.opcheck(
         torch.ops.weft.visit_gradients.default,

@@ -23,7 +23,7 @@ from weft.compiler.custom import define
 from weft.errors import WeftError
 from weft.ops import driver, operator
 from weft.ops.operator import FusedOperator, Pattern, Recorded
-from weft.ops.options import Operands, Options
+from weft.ops.options import Operands, made
 from weft.process_group import worlds
 from weft.schedules.operators import OPERATORS
 
@@ -41,12 +41,13 @@ def _overload(fused_operator: FusedOperator) -> Any:
     def run(*inputs: Any) -> list[Tensor]:
         a, weights, biases, op, dim, keep, _, group, _ = inputs
         operands = Operands(a, weights, biases, [None] * len(weights))
-        options = Options(dim=dim, op=op, keep=keep, own_bias=True)
+        options = made(fused_operator.options, dim=dim, op=op, keep=keep, own_bias=True)
         return [*_run(fused_operator, group, operands, options), a.new_empty(0)]
 
     def shapes(*inputs: Any) -> list[Tensor]:
         a, weights, _, op, dim, keep, ranks, *_ = inputs
-        call = Recorded(a, weights, [], Options(dim=dim, op=op, keep=keep), (0, 0, ranks))
+        options = made(fused_operator.options, dim=dim, op=op, keep=keep)
+        call = Recorded(a, weights, [], options, None, (0, 0, ranks))
         return [*fake(call), a.new_empty(0)]
 
     return define(f"{name}.group{_SCHEMA}", run, shapes)
@@ -63,7 +64,7 @@ def group_of(name: str) -> dist.ProcessGroup | None:
 
 
 def _run(
-    fused_operator: FusedOperator, name: str, operands: Operands, options: Options
+    fused_operator: FusedOperator, name: str, operands: Operands, options: Any
 ) -> list[Tensor]:
     group = group_of(name)
     world = None if group is None else worlds.find(group)
@@ -75,7 +76,7 @@ def _run(
 
     with world.report_refusal:
         results: list[Tensor] = worlds.run_in_order(
-            group, partial(driver.call, fused_operator.check, world, operands, options)
+            group, partial(driver.call, fused_operator, world, operands, options, None)
         )
         return results
 

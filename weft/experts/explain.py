@@ -11,11 +11,12 @@ from torch import Tensor
 
 from weft.experts.layer import Layer
 from weft.experts.moe import factors, moe
+from weft.experts.options import LayerOptions
 from weft.experts.own_tokens import rows_of
 from weft.experts.visits import check_sizes
 from weft.experts.ways import LAYER, alike
 from weft.ops.explain import of_operator, text
-from weft.ops.options import Options
+from weft.ops.options import check_types
 from weft.world import World
 
 
@@ -32,8 +33,8 @@ def of_layer(x: Tensor, experts: Any, given: Mapping[str, Any], world: World) ->
         if sizes is None:
             by = "matmul_all_reduce"
             return of_operator(by, *factors(layer), others, world, f"{LAYER}, by {by},")
-        options = Options(experts_of_ranks=check_sizes(sizes, experts, world), **others)
-        options.check_types()
+        options = LayerOptions(experts_of_ranks=check_sizes(sizes, experts, world), **others)
+        check_types(options)
         choice = alike(layer.chosen, rows_of(layer), options, world)
         title = f"{LAYER}, if all ranks have as many rows as this one,"
         return text(title, choice, [choice.call(way) for way in choice.ways])

@@ -13,13 +13,14 @@ from torch import Tensor
 from weft.experts import own_tokens, visits
 from weft.experts.gradients import Gradients, gradients
 from weft.experts.layer import Layer
+from weft.experts.options import LayerOptions
 from weft.experts.recorded import LayerOperator
 from weft.experts.routed import RoutedExperts
 from weft.experts.weights import Experts
 from weft.ops.all_reduce import all_reduce
 from weft.ops.autograd import recorded_world
 from weft.ops.matmul_all_reduce import matmul_all_reduce
-from weft.ops.options import Options
+from weft.ops.options import check_types, schema
 from weft.ops.refusals import tell
 from weft.world import World, current
 
@@ -108,20 +109,18 @@ def moe(
         if not compiling:
             experts.check_unchanged()
             sizes = None if sizes is None else visits.check_sizes(sizes, experts, world)
-        options = Options(
-            algorithm=algorithm, chunk_rows=chunk_rows, timeout=timeout, experts_of_ranks=sizes
-        )
+        options = LayerOptions(sizes, algorithm, chunk_rows, timeout)
         if not compiling:
-            options.check_types()
+            check_types(options)
         if layer.recorded:
-            return OPERATOR(layer, *options.values(), world.name)
+            return OPERATOR(layer, *options, world.name)
         return _sums(layer, options, world)
     except Exception as error:
         tell(error, world)
         raise
 
 
-def _sums(layer: Layer, options: Options, world: World) -> Tensor:
+def _sums(layer: Layer, options: LayerOptions, world: World) -> Tensor:
     """The layer of checked operands, without gradients; collective."""
     if options.experts_of_ranks is not None:
         return own_tokens.sums(layer, options, world)
@@ -142,7 +141,7 @@ def factors(layer: Layer) -> tuple[Tensor, RoutedExperts]:
 
 
 def _gradients(
-    layer: Layer, grad: Tensor, of_tokens: bool, options: Options, world: World
+    layer: Layer, grad: Tensor, of_tokens: bool, options: LayerOptions, world: World
 ) -> Gradients:
     """The gradients of x and scores, of tokens that every rank has summed over the ranks if they
     are wanted; and those of this rank's weights.
@@ -164,7 +163,7 @@ def _gradients(
 
 def _recorded_sums(layer: Layer, *others: Any) -> Tensor:
     *values, name = others
-    options, world = Options.of(values), recorded_world(name)
+    options, world = LayerOptions(*values), recorded_world(name)
     with world.report_refusal:
         if options.experts_of_ranks is not None:
             visits.check_sizes(options.experts_of_ranks, layer.experts, world)
@@ -175,9 +174,9 @@ def _recorded_gradients(layer: Layer, grad: Tensor, of_tokens: bool, *others: An
     *values, name = others
     world = recorded_world(name)
     with world.report_refusal:
-        return _gradients(layer, grad, of_tokens, Options.of(values), world)
+        return _gradients(layer, grad, of_tokens, LayerOptions(*values), world)
 
 
 OPERATOR = LayerOperator(
-    "moe", _recorded_sums, _recorded_gradients, (Options.schema(), "SymInt[] world")
+    "moe", _recorded_sums, _recorded_gradients, (schema(LayerOptions), "SymInt[] world")
 )

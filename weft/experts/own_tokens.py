@@ -9,10 +9,10 @@ from torch import Tensor
 
 from weft.experts.gradients import Gradients, add_gradients
 from weft.experts.layer import Layer
+from weft.experts.options import LayerOptions
 from weft.experts.routed import RoutedExperts
 from weft.experts.ways import Rows, visit
 from weft.kernels.function import weight
-from weft.ops.options import Options
 from weft.world import World
 
 
@@ -23,12 +23,12 @@ def rows_of(layer: Layer) -> Rows:
     return Rows(lambda tokens: routed.rows(x, chosen, scores, tokens), routed, x.dtype)
 
 
-def sums(layer: Layer, options: Options, world: World) -> Tensor:
+def sums(layer: Layer, options: LayerOptions, world: World) -> Tensor:
     """The layer of checked operands, without gradients; collective."""
     return visit(layer.chosen, rows_of(layer), options, world)
 
 
-def gradients(layer: Layer, grad: Tensor, options: Options, world: World) -> Gradients:
+def gradients(layer: Layer, grad: Tensor, options: LayerOptions, world: World) -> Gradients:
     """The gradients of a layer; collective. Rows visit the experts again, with the gradients of
     their results.
     """

@@ -49,11 +49,10 @@ def register(operator: LayerOperator) -> None:
         ctx.save_for_backward(x, chosen, scores, gate_up, down)
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, _, scores, *_ = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once, as a checkpoint unpacks each tensor once
+        x, _, scores, *_ = saved
         of_tokens = ctx.needs_input_grad[0] or ctx.needs_input_grad[2]
-        for_x, for_scores, *for_weights = of_backward(
-            grad, of_tokens, *ctx.saved_tensors, *ctx.rest
-        )
+        for_x, for_scores, *for_weights = of_backward(grad, of_tokens, *saved, *ctx.rest)
         none = [None] * len(ctx.rest)
         return for_x.to(x.dtype), None, for_scores.to(scores.dtype), *for_weights, *none
 

@@ -9,7 +9,6 @@ at once, so that all ranks know the class of a call before they choose.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from weft.checks import name as dtype_name
+from weft.experts.options import LayerOptions
 from weft.experts.visits import Visits, add_up, find
 from weft.kernels.weights import Weight
 from weft.ops import all_gather_matmul_reduce_scatter as to_hosts
@@ -26,8 +26,8 @@ from weft.ops.autotune import select
 from weft.ops.call import Choice, Selection
 from weft.ops.fused import SAME_BITS, FusedCall
 from weft.ops.operator import FusedOperator
-from weft.ops.options import Operands, Options
-from weft.ops.split_sizes import Exchanged
+from weft.ops.options import Operands, made
+from weft.ops.records import Exchanged
 from weft.schedules.exchanges import Counts, ToAll
 from weft.schedules.peers import one_rank_per_host
 from weft.schedules.workload import Variant, Workload, size_class
@@ -46,12 +46,11 @@ class Rows(NamedTuple):
 
 
 class Way(NamedTuple):
-    """A way: an operator, its `check`, this rank's visits, and the numbers of all ranks' rows for
-    each part, which is a rank, or a host.
+    """A way: an operator, this rank's visits, and the numbers of all ranks' rows for each part,
+    which is a rank, or a host.
     """
 
     operator: FusedOperator
-    check: Callable[[World, Operands, Options, Exchanged], FusedCall]
     visits: Visits
     counts: Counts = ()
 
@@ -70,7 +69,9 @@ class Ways(Choice):
     caller asks for.
     """
 
-    def __init__(self, ways: Sequence[Way], rows: Rows, options: Options, world: World) -> None:
+    def __init__(
+        self, ways: Sequence[Way], rows: Rows, options: LayerOptions, world: World
+    ) -> None:
         super().__init__(world, options.timeout)
         self.ways, self.rows, self.options = ways, rows, options
         self.row_limit = options.chunk_rows
@@ -91,15 +92,16 @@ class Ways(Choice):
         """The checked call of a way."""
         name = way.operator.name
         if name not in self._calls:
-            options = replace(
-                self.options,
+            options = made(
+                way.operator.options,
                 out_dtype=self.rows.out_dtype,
-                input_split_sizes=way.visits.counts,
-                experts_of_ranks=None,
+                algorithm=self.options.algorithm,
+                chunk_rows=self.options.chunk_rows,
+                input_split_sizes=Exchanged(way.counts, (), False),
             )
             operands = Operands(self.given(way), [self.rows.weight], [None], [None])
-            exchanged = Exchanged(way.counts, (), False)
-            self._calls[name] = way.check(self.world, operands, options, exchanged)
+            call = self._calls[name] = way.operator.check(self.world, operands, options)
+            call.timeout = self.timeout
         return self._calls[name]
 
     @property
@@ -151,7 +153,7 @@ class Ways(Choice):
         return f"rows visit each {each}, {way.operator.name} by {self.call(way).cut(variant)}"
 
 
-def visit(chosen: Tensor, rows: Rows, options: Options, world: World) -> Tensor:
+def visit(chosen: Tensor, rows: Rows, options: LayerOptions, world: World) -> Tensor:
     """What the weights of all ranks contribute to each token; collective. ``auto`` takes the way
     and the algorithm that were measured to be the fastest.
     """
@@ -167,7 +169,7 @@ def visit(chosen: Tensor, rows: Rows, options: Options, world: World) -> Tensor:
         way = choice.way(asked if variant is None else variant.algorithm)
         if given.again and (selection is None or selection.trial is None):
             choices = rows.out_dtype, asked, variant, options.chunk_rows, way.counts
-            key = way.check, choices, choice.given(way), None, (rows.weight,), (None,)
+            key = way.operator.check, choices, choice.given(way), None, (rows.weight,), (None,)
             if (cached := driver.repeat(key, world, timeout)) is not None:
                 return add_up(cached, way.visits)
         selection = selection or choice.rule()
@@ -175,28 +177,28 @@ def visit(chosen: Tensor, rows: Rows, options: Options, world: World) -> Tensor:
         return add_up(back, way.visits)
 
 
-def alike(chosen: Tensor, rows: Rows, options: Options, world: World) -> Ways:
+def alike(chosen: Tensor, rows: Rows, options: LayerOptions, world: World) -> Ways:
     """The choice of a call in which all ranks have as many rows as this one; nothing is sent."""
     found = _ways(chosen, options, world)
     numbers = [count for way in found for count in way.visits.counts]
     return Ways(_with_counts(found, (numbers,) * world.ranks), rows, options, world)
 
 
-def _ways(chosen: Tensor, options: Options, world: World) -> list[Way]:
+def _ways(chosen: Tensor, options: LayerOptions, world: World) -> list[Way]:
     """The ways that have an algorithm, with this rank's visits; by ``auto`` all that differ."""
     algorithm, sizes, hosts = options.algorithm, options.experts_of_ranks, world.hosts
     assert sizes is not None
-    operators = [(to_ranks.OPERATOR, to_ranks.check), (to_hosts.OPERATOR, to_hosts.check)]
+    operators = [to_ranks.OPERATOR, to_hosts.OPERATOR]
     auto = algorithm == "auto"
     if auto and one_rank_per_host(hosts):  # both are the same then
         operators = operators[:1]
     found = [
-        Way(operator, check, find(chosen, sizes, hosts, operator is to_hosts.OPERATOR))
-        for operator, check in operators
+        Way(operator, find(chosen, sizes, hosts, operator is to_hosts.OPERATOR))
+        for operator in operators
         if auto or algorithm in operator.schedule.algorithms
     ]
     if not found:
-        names = [name for operator, _ in operators for name in operator.schedule.algorithms]
+        names = [name for operator in operators for name in operator.schedule.algorithms]
         raise ValueError(
             f"there is no algorithm {algorithm!r}; choose auto or one of {', '.join(names)}, for "
             "tokens that each rank has of its own"

@@ -23,7 +23,7 @@ from weft.ops.autotune import disturbed
 from weft.ops.call import Call
 from weft.ops.fused import FusedCall
 from weft.ops.operator import CollectiveOperator, find, find_any, function
-from weft.ops.options import Operands, Options
+from weft.ops.options import Operands, made
 from weft.plan.binding import bind
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Variant, Workload
@@ -219,6 +219,9 @@ def _fused(workload: Workload, world: World) -> FusedCall:
     )
     if workload.symmetric and operator.exchanges == "a":
         a = world.empty(max(rows), workload.k, dtype=dtype)[: rows[rank]].copy_(a)
-    options = Options(out_dtype=getattr(torch, workload.out_dtype), shard_rows=workload.rows)
+    found = find(workload.operator)
+    options = made(
+        found.options, out_dtype=getattr(torch, workload.out_dtype), shard_rows=workload.rows
+    )
     operands = Operands(a, [pack(b) if workload.packed else b], [None], [None])
-    return find(workload.operator).check(world, operands, options)
+    return found.check(world, operands, options)

@@ -5,28 +5,26 @@ rows arrive.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.checks import check_timeout
 from weft.kernels.products import multiply
-from weft.kernels.weights import Weight
-from weft.ops import arguments, autograd, dims, driver, float8
-from weft.ops.call import Key, Selection
+from weft.kernels.weights import FLOAT8, Weight
+from weft.ops import arguments, autograd, dims, prologue
+from weft.ops.call import Selection
 from weft.ops.fused import FusedCall
 from weft.ops.operator import Exchange, FusedOperator, Gradient, Gradients, Pattern, Recorded
-from weft.ops.options import Operands, Options, kernel_of, workload
-from weft.ops.refusals import tell
+from weft.ops.options import Operands, kernel_of, workload
+from weft.ops.records import AllGatherMatmul, MatmulReduceScatter
 from weft.plan import Plan
 from weft.schedules import all_gather_matmul as schedule
 from weft.schedules.all_gather import all_gather
 from weft.schedules.all_gather_matmul import outputs
 from weft.schedules.device_options import DeviceOptions
 from weft.schedules.workload import Request, Variant, Workload
-from weft.world import World, current
+from weft.world import World
 
 Optionals = Sequence[Tensor | None]
 
@@ -114,56 +112,20 @@ def all_gather_matmul(
         tensor([[0., 0.],
                 [1., 1.]])
     """
-    try:
-        # no union: the compiler of torch 2.9 does not know them
-        several = isinstance(b, (list, tuple))
-        weights: list[Weight] = [*b] if several else [b]  # type: ignore[list-item, misc]
-        biases = arguments.listed(bias, weights, several, "bias")
-        shards = None if shard_rows is None else arguments.as_key(shard_rows)
-        key: Key | None = None
-        plain = scale_a is None and scale_b is None and not return_gathered
-        if plain and (out is None or isinstance(out, Tensor)):
-            choices = dim, out_dtype, shards, algorithm, chunk_rows, order, compress
-            key = check, choices, a, out, weights, biases
-            if (cached := driver.repeat(key, world, timeout)) is not None:
-                return [cached] if several and isinstance(cached, Tensor) else cached
-        world = current(world)
-        outs = arguments.listed(out, weights, several, "out")
-        rows, weights = float8.scaled(
-            a, weights, scale_a, arguments.listed(scale_b, weights, several, "scale_b"), world
-        )
-        recorded = arguments.recorded([a, *weights, *biases, *outs])
-        keep = return_gathered or (
-            recorded and any(getattr(w, "requires_grad", False) for w in weights)
-        )
-        options = Options(
-            dim=dim,
-            out_dtype=out_dtype,
-            keep=keep,
-            shard_rows=shards,
-            algorithm=algorithm,
-            chunk_rows=chunk_rows,
-            timeout=timeout,
-            order=order,
-            compress=compress,
-        )
-        if recorded:
-            operator = torch.ops.weft.all_gather_matmul.default
-            made = autograd.call(operator, a, weights, biases, out, options, world)
-        else:
-            made = driver.call(check, world, Operands(rows, weights, biases, outs), options, key)
-        results, gathered = made[: len(weights)], made[-1]
-        scales = rows.shape[-1] - a.shape[-1]  # columns of float8 rows that hold the scale
-        if return_gathered and scales:
-            gathered = gathered[..., : gathered.shape[-1] - scales].contiguous()
-        y = results if several else results[0]
-        return (y, gathered) if return_gathered else y
-    except Exception as error:
-        tell(error, world)
-        raise
+    shards = None if shard_rows is None else arguments.as_key(shard_rows)
+    options = dim, out_dtype, return_gathered, shards, algorithm, chunk_rows, order, compress
+    made, _ = prologue.call(OPERATOR, a, b, bias, out, options, world, timeout, scale_a, scale_b)
+    several = isinstance(b, (list, tuple))
+    results = made[: len(b)] if several else made[0]  # type: ignore[arg-type]
+    if not return_gathered:
+        return results
+    gathered = made[-1]
+    if a.dtype in FLOAT8:  # rows have their scales behind their columns
+        gathered = gathered[..., : a.shape[-1]].contiguous()
+    return results, gathered
 
 
-def check(world: World, operands: Operands, options: Options) -> FusedCall:
+def check(world: World, operands: Operands, options: AllGatherMatmul) -> FusedCall:
     """A checked call, which computes the results, and the gathered a if `options.keep`."""
     a, weights, biases, outs = operands
     arguments.check_matrix(a, world)
@@ -179,7 +141,6 @@ def check(world: World, operands: Operands, options: Options) -> FusedCall:
         raise ValueError(
             f"the weights of one call have one kernel; these have {' and '.join(sorted(kernels))}"
         )
-    check_timeout(options.timeout)
     out_dtype = arguments.check_out_dtype(a.dtype, options.out_dtype)
     shape = dims.resized(a.shape, dim, sum(shards))
     results: list[Tensor] = []
@@ -189,7 +150,7 @@ def check(world: World, operands: Operands, options: Options) -> FusedCall:
                 out, (*shape[:-1], b.shape[1]), out_dtype, [a, *weights, *biases, *results], world
             )
         )
-    options = options if dim == options.dim else replace(options, dim=dim)
+    options = options._replace(dim=dim)
     return (_ColumnsCall if split else _RowsCall)(world, options, operands, shards, results)
 
 
@@ -217,7 +178,7 @@ class _RowsCall(_GatherCall):
     def __init__(
         self,
         world: World,
-        options: Options,
+        options: AllGatherMatmul,
         operands: Operands,
         shards: Sequence[int],
         results: list[Tensor],
@@ -281,7 +242,7 @@ class _ColumnsCall(_GatherCall):
     def __init__(
         self,
         world: World,
-        options: Options,
+        options: AllGatherMatmul,
         operands: Operands,
         shards: Sequence[int],
         results: list[Tensor],
@@ -298,7 +259,7 @@ class _ColumnsCall(_GatherCall):
         self.tensors = {"a": own, "gathered": own.new_empty(sum(shards), own.shape[1])}
 
     def rule(self) -> Selection:
-        algorithm = self.options.algorithm
+        algorithm = self.algorithm
         self.check_algorithm(algorithm)
         reading, why = self.overlapped()
         algorithm = reading if algorithm == "auto" else algorithm
@@ -344,7 +305,7 @@ def reference(
 
 
 def _fake(call: Recorded) -> list[Tensor]:
-    a, weights, _, options, (_, _, ranks) = call
+    a, weights, _, options, _, (_, _, ranks) = call
     dim = dims.normal(options.dim, a.dim())
     shards = options.shard_rows
     shape = dims.resized(a.shape, dim, a.shape[dim] * ranks if shards is None else sum(shards))
@@ -354,13 +315,11 @@ def _fake(call: Recorded) -> list[Tensor]:
 
 
 def _save(ctx: Any, call: Recorded, results: Sequence[Tensor]) -> None:
-    a, weights, biases, options, world = call
+    a, weights, biases, options, timeout, world = call
     dim = dims.normal(options.dim, a.dim())
     parts = options.shard_rows or [a.shape[dim]] * world[2]
-    backward = Options(
-        dim=dim, shard_rows=parts, timeout=options.timeout, compress=options.compress
-    )
-    ctx.arguments = *backward.values(), world
+    backward = MatmulReduceScatter(dim=dim, shard_rows=parts, compress=options.compress)
+    ctx.arguments = *backward, timeout, world
     ctx.for_a, ctx.for_weights = a.requires_grad, [b.requires_grad for b in weights]
     ctx.for_biases = [bias.requires_grad for bias in biases]
     ctx.dtype, ctx.weights, ctx.shape = a.dtype, len(weights), results[0].shape
@@ -407,6 +366,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Gradients:
 
 OPERATOR = FusedOperator(
     schedule.OPERATOR,
+    AllGatherMatmul,
     check,
     reference,
     fake=_fake,

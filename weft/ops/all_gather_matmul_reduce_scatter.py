@@ -11,20 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.checks import check_timeout
 from weft.checks import name as dtype_name
 from weft.kernels.weights import Weight
-from weft.ops import arguments, autograd, dims, driver, split_sizes
-from weft.ops.call import Key
+from weft.ops import arguments, dims, prologue, split_sizes
 from weft.ops.fused import FusedCall
 from weft.ops.operator import FusedOperator, Gradient, Gradients, Recorded
-from weft.ops.options import Operands, Options, workload
-from weft.ops.refusals import tell
-from weft.ops.split_sizes import Exchanged
+from weft.ops.options import Operands, workload
+from weft.ops.records import AllGatherMatmulReduceScatter, Exchanged
 from weft.schedules import all_gather_matmul_reduce_scatter as schedule
 from weft.schedules.exchanges import Counts, ToAll
 from weft.schedules.workload import Workload
-from weft.world import World, current
+from weft.world import World
 
 
 def all_gather_matmul_reduce_scatter(
@@ -85,55 +82,32 @@ def all_gather_matmul_reduce_scatter(
         ...     [y.flatten().tolist() for y in local.run(multiplied_by_all_ranks)]
         [[11.0], [22.0, 22.0]]
     """
-    try:
-        sent = None if input_split_sizes is None else arguments.as_key(input_split_sizes)
-        key: Key | None = None
-        if sent is None:
-            key = check, (out_dtype, algorithm, chunk_rows, None), a, out, (b,), (None,)
-            if (cached := driver.repeat(key, world, timeout)) is not None:
-                return cached  # type: ignore[no-any-return]
-        world = current(world)
-        options = Options(
-            out_dtype=out_dtype,
-            algorithm=algorithm,
-            chunk_rows=chunk_rows,
-            timeout=timeout,
-            input_split_sizes=sent,
-        )
-        if arguments.recorded([a, b, out]):
-            operator = torch.ops.weft.all_gather_matmul_reduce_scatter.default
-            return autograd.call(operator, a, [b], [None], out, options, world)[0]
-        given: Exchanged | None = None
-        if sent is not None:
-            given = exchange(a, sent, world, timeout)
-            if given.again:
-                key = check, (out_dtype, algorithm, chunk_rows, given.counts), a, out, (b,), (None,)
-                if (cached := driver.repeat(key, world, timeout)) is not None:
-                    return cached  # type: ignore[no-any-return]
-        with torch.no_grad():
-            call = check(world, Operands(a, [b], [None], [out]), options, given)
-            return driver.run(call, key)[0]  # type: ignore[no-any-return]
-    except Exception as error:
-        tell(error, world)
-        raise
+    sent = None if input_split_sizes is None else arguments.as_key(input_split_sizes)
+    options = out_dtype, algorithm, chunk_rows, sent
+    made, _ = prologue.call(OPERATOR, a, b, None, out, options, world, timeout)
+    return made[0]
 
 
-def exchange(a: Tensor, sent: Sequence[int], world: World, timeout: float | None) -> Exchanged:
-    """The rows that each rank gives to each host; collective."""
-    check_timeout(timeout)
+def exchange(
+    world: World,
+    operands: Operands,
+    options: AllGatherMatmulReduceScatter,
+    timeout: float | None,
+) -> AllGatherMatmulReduceScatter:
+    """The options with the rows that each rank gives to each host; collective."""
+    a, sent = operands.a, options.input_split_sizes
+    if sent is None or isinstance(sent, Exchanged):
+        return options
     arguments.check_matrix(a, world)
-    hosts = len({*world.hosts})
+    hosts = world.hosts.number
     numbers, _ = split_sizes.check(a.shape[0], sent, None, (hosts, hosts))
-    way = ToAll(hosts)
-    return split_sizes.exchange(world, schedule.OPERATOR.name, way, numbers, None, timeout=timeout)
+    name, way = schedule.OPERATOR.name, ToAll(hosts)
+    every = split_sizes.exchange(world, name, way, numbers, None, timeout=timeout)
+    return options._replace(input_split_sizes=every)
 
 
-def check(
-    world: World, operands: Operands, options: Options, given: Exchanged | None = None
-) -> FusedCall:
-    """A checked call: errors are raised here, before any row is sent; collective if sizes are not
-    `given`, but are options.
-    """
+def check(world: World, operands: Operands, options: AllGatherMatmulReduceScatter) -> FusedCall:
+    """A checked call: errors are raised here, before any row is sent."""
     a, (b,), (bias,), (out, *_) = operands
     arguments.check_matrix(a, world)
     if a.dim() != 2:
@@ -141,17 +115,16 @@ def check(
     if bias is not None:
         raise ValueError("a sum of the products of several ranks has no bias: add it to the result")
     arguments.check_weight(a, b, world)
-    check_timeout(options.timeout)
     dtype = arguments.check_out_dtype(a.dtype, options.out_dtype)
-    rows, hosts, sent = a.shape[0], len({*world.hosts}), options.input_split_sizes
-    if sent is None:
-        if rows % hosts:
-            raise ValueError(
-                f"{rows} rows do not divide evenly over {hosts} hosts: give input_split_sizes"
-            )
-        counts: Counts = ((rows // hosts,) * hosts,) * world.ranks
+    rows, hosts, sizes = a.shape[0], world.hosts.number, options.input_split_sizes
+    if isinstance(sizes, Exchanged):
+        counts: Counts = sizes.counts
+    elif rows % hosts:
+        raise ValueError(
+            f"{rows} rows do not divide evenly over {hosts} hosts: give input_split_sizes"
+        )
     else:
-        counts = (given or exchange(a, sent, world, options.timeout)).counts
+        counts = ((rows // hosts,) * hosts,) * world.ranks
     result = arguments.result(out, (rows, b.shape[1]), dtype, [a, b], world)
     return HostRowsCall(world, options, operands, counts, result)
 
@@ -160,7 +133,12 @@ class HostRowsCall(FusedCall):
     """A checked call: the rows of a rank are given in parts to hosts."""
 
     def __init__(
-        self, world: World, options: Options, operands: Operands, counts: Counts, result: Tensor
+        self,
+        world: World,
+        options: AllGatherMatmulReduceScatter,
+        operands: Operands,
+        counts: Counts,
+        result: Tensor,
     ) -> None:
         a, (b,), _, _ = operands
         self.counts = counts
@@ -203,20 +181,21 @@ def reference(
 
 
 def _fake(call: Recorded) -> list[Tensor]:
-    a, (b,), _, options, _ = call
+    a, (b,), _, options, _, _ = call
     return [a.new_empty(a.shape[0], b.shape[1], dtype=options.out_dtype or a.dtype)]
 
 
 def _save(ctx: Any, call: Recorded, results: Sequence[Tensor]) -> None:
-    a, (b,), biases, options, world = call
+    a, (b,), biases, options, timeout, world = call
     if b.requires_grad:
         raise ValueError(
             "there is no gradient of a weight by which all_gather_matmul_reduce_scatter "
             "multiplies: use all_gather_matmul and matmul_reduce_scatter, or weft.moe, or pass "
             "b.detach()"
         )
-    ctx.back = Options(input_split_sizes=options.input_split_sizes, timeout=options.timeout)
-    ctx.world, ctx.biases, ctx.dtype = world, len(biases), a.dtype
+    back = AllGatherMatmulReduceScatter(input_split_sizes=options.input_split_sizes)
+    ctx.arguments = *back, timeout, world
+    ctx.biases, ctx.dtype = len(biases), a.dtype
     ctx.save_for_backward(b)
 
 
@@ -226,15 +205,17 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Gradients:
     assert dy is not None
     (b,) = ctx.saved_tensors
     (for_a,) = torch.ops.weft.all_gather_matmul_reduce_scatter(
-        dy.to(ctx.dtype), [b.t()], [], *ctx.back.values(), ctx.world
+        dy.to(ctx.dtype), [b.t()], [], *ctx.arguments
     )
     return for_a, [None], [None] * ctx.biases
 
 
 OPERATOR = FusedOperator(
     schedule.OPERATOR,
+    AllGatherMatmulReduceScatter,
     check,
     reference,
     fake=_fake,
     gradient=Gradient(_save, _backward),
+    exchange=exchange,
 )

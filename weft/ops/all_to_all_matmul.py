@@ -5,19 +5,20 @@ they arrive.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.kernels.weights import Weight
-from weft.ops import expert_calls
+from weft.ops import expert_calls, expert_gradients, prologue
+from weft.ops.arguments import as_key
 from weft.ops.expert_calls import ExpertCall
 from weft.ops.fused import FusedCall
 from weft.ops.operator import FusedOperator, Gradient, Gradients, Recorded
-from weft.ops.options import Operands, Options
-from weft.ops.refusals import tell
-from weft.ops.split_sizes import Exchanged
+from weft.ops.options import Operands
+from weft.ops.records import AllToAllMatmul, MatmulAllToAll
 from weft.schedules import all_to_all_matmul as schedule
 from weft.schedules.workload import Workload
 from weft.world import World
@@ -96,36 +97,25 @@ def all_to_all_matmul(
         ...     [y.flatten().tolist() for y in local.run(rows_for_this_rank_doubled)]
         [[0.0, 20.0], [2.0, 4.0, 22.0, 24.0]]
     """
-    try:
-        return expert_calls.call(
-            OPERATOR,
-            check,
-            a,
-            b,
-            input_split_sizes=input_split_sizes,
-            output_split_sizes=output_split_sizes,
-            return_split_sizes=return_split_sizes,
-            experts_of_ranks=experts_of_ranks,
-            bias=bias,
-            out=out,
-            out_dtype=out_dtype,
-            algorithm=algorithm,
-            chunk_rows=chunk_rows,
-            world=world,
-            timeout=timeout,
-        )
-    except Exception as error:
-        tell(error, world)
-        raise
+    options = (
+        out_dtype,
+        algorithm,
+        chunk_rows,
+        as_key(input_split_sizes),
+        as_key(output_split_sizes),
+        as_key(experts_of_ranks),
+        False,
+    )
+    made, record = prologue.call(OPERATOR, a, b, bias, out, options, world, timeout)
+    if not return_split_sizes:
+        return made[0]
+    return made[0], expert_calls.arrived(OPERATOR, a, b, record or options, world)
 
 
-def check(
-    world: World, operands: Operands, options: Options, given: Exchanged | None = None
-) -> FusedCall:
+def check(world: World, operands: Operands, options: AllToAllMatmul) -> FusedCall:
     """A checked call, which computes the result, and the rows that arrived if `options.keep`."""
-    name = schedule.OPERATOR.name
-    checked = expert_calls.checked(world, operands, options, given, name)
-    call = _DispatchCall(world, options, name, checked)
+    checked = expert_calls.checked(world, operands, options, schedule.OPERATOR)
+    call = _DispatchCall(world, options, schedule.OPERATOR.name, checked)
     if options.keep:
         call.keep()
     return call
@@ -153,8 +143,8 @@ def reference(
 
 
 def _fake(call: Recorded) -> list[Tensor]:
-    a, (b, *_), _, options, _ = call
-    rows = expert_calls.result_rows(call)
+    a, (b, *_), _, options, _, _ = call
+    rows = expert_gradients.result_rows(call)
     result = a.new_empty(rows, b.shape[1], dtype=options.out_dtype or a.dtype)
     return [result, a.new_empty(rows, a.shape[1])] if options.keep else [result]
 
@@ -162,7 +152,7 @@ def _fake(call: Recorded) -> list[Tensor]:
 def _save(ctx: Any, call: Recorded, results: Sequence[Tensor]) -> None:
     if any(b.requires_grad for b in call.weights) and not call.options.keep:
         raise ValueError("the gradient of a weight needs the rows that arrive: pass keep=True")
-    expert_calls.save(ctx, call, results)
+    expert_gradients.save(ctx, call, results)
     ctx.shape = results[0].shape
     ctx.set_materialize_grads(False)  # zeros for the rows that arrived would be multiplied
 
@@ -179,16 +169,18 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Gradients:
             one = torch.eye(arrived.shape[1], dtype=dy.dtype, device=dy.device)
             back, factors = torch.cat([dy, arrived], 1), [torch.cat([b, one]) for b in factors]
         (for_a,) = torch.ops.weft.matmul_all_to_all(
-            back, factors, [], *ctx.back.values(), ctx.world
+            back, factors, [], *MatmulAllToAll(**ctx.back), *ctx.of_call
         )
-    sizes = ctx.back.input_split_sizes
-    return for_a, *expert_calls.weight_gradients(ctx, rows, dy, sizes)
+    sizes = ctx.back["input_split_sizes"]
+    return for_a, *expert_gradients.weight_gradients(ctx, rows, dy, sizes)
 
 
 OPERATOR = FusedOperator(
     schedule.OPERATOR,
+    AllToAllMatmul,
     check,
     reference,
     fake=_fake,
     gradient=Gradient(_save, _backward),
+    exchange=partial(expert_calls.exchange, schedule.OPERATOR),
 )

@@ -5,6 +5,7 @@ return as products.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,13 +14,13 @@ from torch import Tensor
 from weft.kernels.function import weight
 from weft.kernels.products import multiply
 from weft.kernels.weights import Weight
-from weft.ops import autograd, expert_calls
+from weft.ops import autograd, expert_calls, prologue
+from weft.ops.arguments import as_key
 from weft.ops.expert_calls import ExpertCall
 from weft.ops.fused import FusedCall
 from weft.ops.operator import FusedOperator, Gradient, Gradients, Recorded
-from weft.ops.options import Operands, Options
-from weft.ops.refusals import tell
-from weft.ops.split_sizes import Exchanged
+from weft.ops.options import Operands
+from weft.ops.records import AllToAllMatmulAllToAll
 from weft.schedules import all_to_all_matmul_all_to_all as schedule
 from weft.schedules.workload import Workload
 from weft.world import World
@@ -74,38 +75,16 @@ def all_to_all_matmul_all_to_all(
         ...     [y.flatten().tolist() for y in local.run(multiplied_by_the_ranks_in_turn)]
         [[1.0, 2.0, 2.0], [1.0, 2.0, 2.0]]
     """
-    try:
-        result: Tensor = expert_calls.call(
-            OPERATOR,
-            check,
-            a,
-            b,
-            input_split_sizes=input_split_sizes,
-            output_split_sizes=None,
-            return_split_sizes=False,
-            experts_of_ranks=experts_of_ranks,
-            bias=bias,
-            out=out,
-            out_dtype=out_dtype,
-            algorithm=algorithm,
-            chunk_rows=chunk_rows,
-            world=world,
-            timeout=timeout,
-            returns=True,
-        )
-        return result
-    except Exception as error:
-        tell(error, world)
-        raise
+    sizes, experts = as_key(input_split_sizes), as_key(experts_of_ranks)
+    options = out_dtype, algorithm, chunk_rows, sizes, experts
+    made, _ = prologue.call(OPERATOR, a, b, bias, out, options, world, timeout)
+    return made[0]
 
 
-def check(
-    world: World, operands: Operands, options: Options, given: Exchanged | None = None
-) -> FusedCall:
+def check(world: World, operands: Operands, options: AllToAllMatmulAllToAll) -> FusedCall:
     """A checked call: errors are raised here, before any row is sent."""
-    name = schedule.OPERATOR.name
-    checked = expert_calls.checked(world, operands, options, given, name, returns=True)
-    return _VisitCall(world, options, name, checked)
+    checked = expert_calls.checked(world, operands, options, schedule.OPERATOR)
+    return _VisitCall(world, options, schedule.OPERATOR.name, checked)
 
 
 class _VisitCall(ExpertCall):
@@ -130,18 +109,16 @@ def reference(
 
 
 def _fake(call: Recorded) -> list[Tensor]:
-    a, (b, *_), _, options, _ = call
+    a, (b, *_), _, options, _, _ = call
     return [a.new_empty(a.shape[0], b.shape[1], dtype=options.out_dtype or a.dtype)]
 
 
 def _save(ctx: Any, call: Recorded, results: Sequence[Tensor]) -> None:
-    a, weights, biases, options, world = call
-    ctx.back = Options(
-        input_split_sizes=options.input_split_sizes,
-        experts_of_ranks=options.experts_of_ranks,
-        timeout=options.timeout,
+    a, weights, biases, options, ctx.timeout, ctx.world = call
+    ctx.back = AllToAllMatmulAllToAll(
+        input_split_sizes=options.input_split_sizes, experts_of_ranks=options.experts_of_ranks
     )
-    ctx.world, ctx.dtype, ctx.for_a = world, a.dtype, a.requires_grad
+    ctx.dtype, ctx.for_a = a.dtype, a.requires_grad
     ctx.for_weights = [b.requires_grad for b in weights]
     ctx.for_biases = [bias.requires_grad for bias in biases]
     rows = [a] if any((*ctx.for_weights, *ctx.for_biases)) else []
@@ -155,13 +132,13 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Gradients:
     dy = dy.to(ctx.dtype)
     if not any((*ctx.for_weights, *ctx.for_biases)):
         (for_a,) = torch.ops.weft.all_to_all_matmul_all_to_all(
-            dy, [b.t() for b in ctx.saved_tensors], [], *ctx.back.values(), ctx.world
+            dy, [b.t() for b in ctx.saved_tensors], [], *ctx.back, ctx.timeout, ctx.world
         )
         return for_a, [None] * len(ctx.for_weights), [None] * len(ctx.for_biases)
     a, *weights = ctx.saved_tensors
     back = ctx.back
     for_a, *found = torch.ops.weft.visit_gradients(
-        dy, a, weights, back.input_split_sizes, back.experts_of_ranks, back.timeout, ctx.world
+        dy, a, weights, back.input_split_sizes, back.experts_of_ranks, ctx.timeout, ctx.world
     )
     wanted = *ctx.for_weights, *ctx.for_biases
     found = [each if of else None for each, of in zip(found, wanted, strict=False)]
@@ -234,8 +211,10 @@ torch.library.custom_op(
 
 OPERATOR = FusedOperator(
     schedule.OPERATOR,
+    AllToAllMatmulAllToAll,
     check,
     reference,
     fake=_fake,
     gradient=Gradient(_save, _backward),
+    exchange=partial(expert_calls.exchange, schedule.OPERATOR),
 )

@@ -5,7 +5,7 @@ raised before anything is sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +15,10 @@ from weft.checks import name, overlap
 from weft.engines import engine
 from weft.kernels import compression
 from weft.kernels.weights import DTYPES, FLOAT8, PreparedWeight, Weight, source
+from weft.ops.options import Options, check_types
 from weft.plan.language import COMPRESSIONS
 from weft.schedules.workload import ORDERS, Collective, Operator
 from weft.world import World, memory
-
-if TYPE_CHECKING:
-    from weft.ops.options import Options
 
 FACTORS = (*DTYPES, *FLOAT8)
 """The dtypes of factors of products."""
@@ -320,7 +318,7 @@ def check_recorded(
     would refuse by their place in a schema; its results are new tensors.
     """
     if not torch.compiler.is_compiling():
-        options.check_types()
+        check_types(options)
         check_chunk_rows(options.chunk_rows)
         check_input(a, "a", world, FACTORS, traced=True)
         if not weights:

@@ -6,8 +6,8 @@ consist of overlapped operators, too, so they can also be compiled, and differen
 
 Torch keeps compiled graphs on disk, for processes of other worlds and for other ranks, and
 distinguishes them by the arguments of their operators alone. So shapes and formulas depend on
-arguments only: operands, the fields of `Options`, and the world by its name, ``(number, rank,
-ranks)``.
+arguments only: operands, the fields of the record of options, the time limit, and the world by its
+name, ``(number, rank, ranks)``.
 """
 
 from __future__ import annotations
@@ -18,17 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.checks import check_timeout
 from weft.errors import WeftError
 from weft.kernels.products import multiply
 from weft.kernels.weights import Weight, source, transposed
 from weft.ops import arguments, dims, driver
 from weft.ops.operator import FusedOperator, Recorded
-from weft.ops.options import Operands, Options
+from weft.ops.options import Operands
+from weft.ops.options import schema as schema_of
 from weft.world import World, by_number, current
-
-_SCHEMA = (
-    f"(Tensor a, Tensor[] weights, Tensor[] biases, {Options.schema()}, SymInt[] world) -> Tensor[]"
-)
 
 
 def register(operator: FusedOperator) -> None:
@@ -37,18 +35,26 @@ def register(operator: FusedOperator) -> None:
     """
     if operator.fake is None:
         return
-    fake, gradient = operator.fake, operator.gradient
+    fake, gradient, record = operator.fake, operator.gradient, operator.options
+
+    def recorded(inputs: tuple[Any, ...]) -> Recorded:
+        a, weights, biases, *options, timeout, world = inputs
+        return Recorded(a, weights, biases, record(*options), timeout, world)
 
     def run(*inputs: Any) -> list[Tensor]:
-        a, weights, biases, options, world = _recorded(inputs)
+        a, weights, biases, options, timeout, world = recorded(inputs)
         none = [None] * len(weights)
         operands = Operands(a, weights, [x if x.numel() else None for x in biases] or none, none)
         own = recorded_world(world)
         with own.report_refusal:  # of a backward pass, or a compiled graph
-            return driver.call(operator.check, own, operands, options)
+            return driver.call(operator, own, operands, options, timeout)
 
-    made = torch.library.custom_op(f"weft::{operator.name}", run, mutates_args=(), schema=_SCHEMA)
-    made.register_fake(lambda *inputs: fake(_recorded(inputs)))
+    schema = (
+        f"(Tensor a, Tensor[] weights, Tensor[] biases, {schema_of(record)}, float? timeout, "
+        "SymInt[] world) -> Tensor[]"
+    )
+    made = torch.library.custom_op(f"weft::{operator.name}", run, mutates_args=(), schema=schema)
+    made.register_fake(lambda *inputs: fake(recorded(inputs)))
     if gradient is None:
         return
 
@@ -57,7 +63,7 @@ def register(operator: FusedOperator) -> None:
         ctx.no_gradients = [
             [] if isinstance(each, list) and not each else None for each in inputs[3:]
         ]
-        gradient.save(ctx, _recorded(inputs), output)
+        gradient.save(ctx, recorded(inputs), output)
 
     def backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
         for_a, for_weights, for_biases = gradient.backward(ctx, grads)
@@ -72,21 +78,18 @@ def call(
     weights: Sequence[Weight],
     biases: Sequence[Tensor | None],
     out: object,
-    options: Options,
+    options: Any,
+    timeout: float | None,
     world: World,
 ) -> list[Tensor]:
     """The results of a call that torch records, by a custom operator."""
     arguments.check_recorded(a, weights, biases, out, options, world)
+    check_timeout(timeout)
     encoded = [a.new_empty(0) if x is None else x for x in biases]
     encoded = encoded if any(x is not None for x in biases) else []
     sources = [source(b) for b in weights]
-    results: list[Tensor] = operator(a, sources, encoded, *options.values(), world.name)
+    results: list[Tensor] = operator(a, sources, encoded, *options, timeout, world.name)
     return results
-
-
-def _recorded(inputs: tuple[Any, ...]) -> Recorded:
-    a, weights, biases, *options, world = inputs
-    return Recorded(a, weights, biases, Options.of(options), world)
 
 
 def recorded_world(name: Sequence[int]) -> World:

@@ -4,7 +4,6 @@ variant, prepare a program, execute it, finish; `Engine.calls` repeats it withou
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from weft import _native
+from weft.checks import check_timeout
 from weft.engines.program import Program
 from weft.ops.autotune import measure, select
 from weft.ops.call import Call, Choice, Key, Selection
@@ -19,7 +19,8 @@ from weft.schedules.workload import Variant
 from weft.world import World
 
 if TYPE_CHECKING:
-    from weft.ops.options import Operands, Options
+    from weft.ops.operator import FusedOperator
+    from weft.ops.options import Operands
 
 
 def repeat(key: Key, world: World | None, timeout: float | None) -> Any:
@@ -30,15 +31,21 @@ def repeat(key: Key, world: World | None, timeout: float | None) -> Any:
 
 
 def call(
-    check: Callable[..., Call],
+    operator: FusedOperator,
     world: World,
     operands: Operands,
-    options: Options,
+    options: Any,
+    timeout: float | None,
     key: Key | None = None,
 ) -> list[Tensor]:
-    """The results of a call that `check` accepts, without gradients, collectively."""
+    """The results of a call of an operator, without gradients, collectively."""
+    check_timeout(timeout)
     with torch.no_grad():  # autograd records by thread, and this may be another
-        made: list[Tensor] = run(check(world, operands, options), key)
+        if operator.exchange is not None:
+            options = operator.exchange(world, operands, options, timeout)
+        checked = operator.check(world, operands, options)
+        checked.timeout = timeout
+        made: list[Tensor] = run(checked, key)
         return made
 
 

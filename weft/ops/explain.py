@@ -18,7 +18,7 @@ from weft.ops.autotune import expected
 from weft.ops.call import Choice
 from weft.ops.fused import FusedCall
 from weft.ops.operator import EXCHANGED, SPLIT_SIZES, FusedOperator, find_any, function
-from weft.ops.options import Operands, Options
+from weft.ops.options import Operands
 from weft.schedules.operators import COLLECTIVES, OPERATORS
 from weft.schedules.workload import Variant
 from weft.world import World
@@ -70,7 +70,7 @@ def _operands(
     a: Tensor,
     b: Weight | Sequence[Weight] | None,
     options: Mapping[str, Any],
-) -> tuple[Operands, Options]:
+) -> tuple[Operands, Any]:
     several = isinstance(b, list | tuple)
     weights: list[Weight] = [*b] if several else [b]  # type: ignore[list-item, misc]
     if not weights or (len(weights) > 1 and not found.schedule.several_weights):
@@ -85,7 +85,7 @@ def _operands(
     biases = listed(given.pop("bias", None), weights, several, "bias")
     scales = listed(given.pop("scale_b", None), weights, several, "scale_b")
     rows, weights = float8.scaled(a, weights, given.pop("scale_a", None), scales, world)
-    return Operands(rows, weights, biases, [None] * len(weights)), Options(**given)
+    return Operands(rows, weights, biases, [None] * len(weights)), found.options(**given)
 
 
 def _check_products(call: FusedCall) -> None:

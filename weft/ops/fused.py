@@ -82,12 +82,16 @@ class FusedCall(Call):
     weight_names: Sequence[str] = ()
     request_fields: Mapping[str, object] = MappingProxyType({})
 
+    options: Any
+
     def __init__(self, world: World, options: Options, workload: Workload) -> None:
-        super().__init__(world, options.timeout)
-        arguments.check_compress(options.compress, workload.dtype)
-        workload = workload._replace(compress=options.compress or "")
+        super().__init__(world, None)
+        compress: str | None = getattr(options, "compress", None)
+        arguments.check_compress(compress, workload.dtype)
+        workload = workload._replace(compress=compress or "")
         self.options, self.workload, self.rows = options, workload, workload.rows
-        self.row_limit = options.chunk_rows
+        self.algorithm, self.row_limit = options.algorithm, options.chunk_rows
+        self.order: str | None = getattr(options, "order", None)
         self.operator: Operator = OPERATORS[workload.operator]
         self.planner: Callable[[Request], Plan] = self.operator.plan
 
@@ -136,7 +140,7 @@ class FusedCall(Call):
     @property
     def tunable(self) -> bool:
         """Whether its variant may be measured."""
-        return self.options.algorithm == "auto"
+        return self.algorithm == "auto"
 
     @property
     def similar(self) -> Workload | None:
@@ -172,8 +176,8 @@ class FusedCall(Call):
         """Raise `ValueError` for an algorithm that is not possible here."""
         operator, world = self.operator, self.world
         arguments.check_algorithm(algorithm, operator, world)
-        arguments.check_chunk_rows(self.options.chunk_rows)
-        arguments.check_order(self.options.order, self.options.algorithm, operator)
+        arguments.check_chunk_rows(self.row_limit)
+        arguments.check_order(self.order, self.algorithm, operator)
         if algorithm in operator.moves_nothing and world.emulated_link:
             others = ", ".join(
                 name for name in operator.algorithms if name not in operator.moves_nothing
@@ -216,7 +220,7 @@ class FusedCall(Call):
         """The variant of the caller's algorithm, or the operator's own for ``auto``; `ValueError`
         if it is not possible here.
         """
-        algorithm = self.options.algorithm
+        algorithm = self.algorithm
         self.check_algorithm(algorithm)
         reason = "as asked for"
         if algorithm == "auto":
@@ -227,9 +231,9 @@ class FusedCall(Call):
         """An algorithm with the number of pieces that `chunk_rows` asks for, or the operator's, in
         the `order` that is asked for.
         """
-        most = max(self.options.chunk_rows or self.chunk_rows(algorithm), self.rows_multiple)
+        most = max(self.row_limit or self.chunk_rows(algorithm), self.rows_multiple)
         pieces = self.operator.pieces(self.workload.rows, algorithm, most)
-        order = self.options.order or ORDERS[0]
+        order = self.order or ORDERS[0]
         return Variant(algorithm, pieces, order, self.world.device_options)
 
     def default(self) -> tuple[str, str]:

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from weft.kernels.weights import Weight, rows_multiple
-from weft.ops import arguments, autograd, dims, driver, equal, float8
-from weft.ops.call import Key
+from weft.ops import arguments, autograd, dims, equal, prologue
 from weft.ops.fused import FusedCall
 from weft.ops.operator import FusedOperator, Gradient, Gradients, Pattern, Recorded
-from weft.ops.options import Operands, Options, workload
+from weft.ops.options import Operands, workload
 from weft.ops.partial_sums import (
     ADDED_ROWS,
     SumCall,
@@ -25,11 +24,11 @@ from weft.ops.partial_sums import (
     save_factors,
     summed_products,
 )
-from weft.ops.refusals import tell
+from weft.ops.records import MatmulAllReduce
 from weft.plan.binding import split
 from weft.schedules import matmul_all_reduce as schedule
 from weft.schedules.workload import Request, Variant
-from weft.world import World, current
+from weft.world import World
 
 
 def matmul_all_reduce(
@@ -83,28 +82,12 @@ def matmul_all_reduce(
         tensor([[8., 8., 8.],
                 [8., 8., 8.]])
     """
-    try:
-        key: Key | None = None
-        if scale_a is None and scale_b is None:
-            key = check, (op, out_dtype, algorithm, chunk_rows), a, out, (b,), (bias,)
-            cached: Tensor | None = driver.repeat(key, world, timeout)
-            if cached is not None:
-                return cached
-        world = current(world)
-        a, (b,) = float8.scaled(a, [b], scale_a, [scale_b], world)
-        options = Options(
-            op=op, out_dtype=out_dtype, algorithm=algorithm, chunk_rows=chunk_rows, timeout=timeout
-        )
-        if arguments.recorded((a, b, bias, out)):
-            operator = torch.ops.weft.matmul_all_reduce.default
-            return autograd.call(operator, a, [b], [bias], out, options, world)[0]
-        return driver.call(check, world, Operands(a, [b], [bias], [out]), options, key)[0]
-    except Exception as error:
-        tell(error, world)
-        raise
+    options = op, out_dtype, algorithm, chunk_rows, False
+    made, _ = prologue.call(OPERATOR, a, b, bias, out, options, world, timeout, scale_a, scale_b)
+    return made[0]
 
 
-def check(world: World, operands: Operands, options: Options) -> FusedCall:
+def check(world: World, operands: Operands, options: MatmulAllReduce) -> FusedCall:
     """A checked call, which computes the sum."""
     out_dtype = check_sum(world, operands, options)
     a, (b,), (bias,), (out,) = operands
@@ -115,7 +98,9 @@ def check(world: World, operands: Operands, options: Options) -> FusedCall:
 class _ReduceCall(SumCall):
     """Each rank adds up a share of the rows, or all."""
 
-    def __init__(self, world: World, options: Options, operands: Operands, result: Tensor) -> None:
+    def __init__(
+        self, world: World, options: MatmulAllReduce, operands: Operands, result: Tensor
+    ) -> None:
         a, (b,), (bias,), _ = operands
         self.result, x = result, dims.to_front(a, 0)
         rows = x.shape[0]
@@ -178,7 +163,7 @@ def reference(
 
 
 def _fake(call: Recorded) -> list[Tensor]:
-    a, (b,), _, options, _ = call
+    a, (b,), _, options, _, _ = call
     return [a.new_empty(*a.shape[:-1], b.shape[1], dtype=options.out_dtype or a.dtype)]
 
 
@@ -197,6 +182,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Gradients:
 
 OPERATOR = FusedOperator(
     schedule.OPERATOR,
+    MatmulAllReduce,
     check,
     reference,
     fake=_fake,

@@ -5,20 +5,20 @@ that gave the rows while others are computed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.kernels.weights import Weight
-from weft.ops import expert_calls
+from weft.ops import expert_calls, expert_gradients, prologue
+from weft.ops.arguments import as_key
 from weft.ops.expert_calls import ExpertCall
 from weft.ops.fused import FusedCall
 from weft.ops.operator import FusedOperator, Gradient, Gradients, Recorded
-from weft.ops.options import Operands, Options
-from weft.ops.refusals import tell
-from weft.ops.split_sizes import Exchanged
+from weft.ops.options import Operands
+from weft.ops.records import AllToAllMatmul, MatmulAllToAll
 from weft.schedules import matmul_all_to_all as schedule
 from weft.schedules.workload import Workload
 from weft.world import World
@@ -73,37 +73,24 @@ def matmul_all_to_all(
         ...     [y.flatten().tolist() for y in local.run(rows_for_each_rank_doubled)]
         [[0.0, 20.0], [2.0, 4.0, 22.0, 24.0]]
     """
-    try:
-        return expert_calls.call(
-            OPERATOR,
-            check,
-            a,
-            b,
-            input_split_sizes=input_split_sizes,
-            output_split_sizes=output_split_sizes,
-            return_split_sizes=return_split_sizes,
-            experts_of_ranks=experts_of_ranks,
-            bias=bias,
-            out=out,
-            out_dtype=out_dtype,
-            algorithm=algorithm,
-            chunk_rows=chunk_rows,
-            world=world,
-            timeout=timeout,
-            back=True,
-        )
-    except Exception as error:
-        tell(error, world)
-        raise
+    options = (
+        out_dtype,
+        algorithm,
+        chunk_rows,
+        as_key(input_split_sizes),
+        as_key(output_split_sizes),
+        as_key(experts_of_ranks),
+    )
+    made, record = prologue.call(OPERATOR, a, b, bias, out, options, world, timeout)
+    if not return_split_sizes:
+        return made[0]
+    return made[0], expert_calls.arrived(OPERATOR, a, b, record or options, world)
 
 
-def check(
-    world: World, operands: Operands, options: Options, given: Exchanged | None = None
-) -> FusedCall:
+def check(world: World, operands: Operands, options: MatmulAllToAll) -> FusedCall:
     """A checked call: errors are raised here, before any row is sent."""
-    name = schedule.OPERATOR.name
-    checked = expert_calls.checked(world, operands, options, given, name, back=True)
-    return _ReturnCall(world, options, name, checked)
+    checked = expert_calls.checked(world, operands, options, schedule.OPERATOR)
+    return _ReturnCall(world, options, schedule.OPERATOR.name, checked)
 
 
 class _ReturnCall(ExpertCall):
@@ -127,8 +114,8 @@ def reference(
 
 
 def _fake(call: Recorded) -> list[Tensor]:
-    a, (b, *_), _, options, _ = call
-    rows = expert_calls.result_rows(call)
+    a, (b, *_), _, options, _, _ = call
+    rows = expert_gradients.result_rows(call)
     return [a.new_empty(rows, b.shape[1], dtype=options.out_dtype or a.dtype)]
 
 
@@ -137,18 +124,20 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Gradients:
     *weights, a = ctx.saved_tensors if any(ctx.for_weights) else (*ctx.saved_tensors, None)
     dy = grads[0]
     assert dy is not None
-    back = replace(ctx.back, keep=True)
+    back = AllToAllMatmul(**ctx.back, keep=True)
     for_a, g = torch.ops.weft.all_to_all_matmul(
-        dy.to(weights[0].dtype), [b.t() for b in weights], [], *back.values(), ctx.world
+        dy.to(weights[0].dtype), [b.t() for b in weights], [], *back, *ctx.of_call
     )
-    gradients = expert_calls.weight_gradients(ctx, a, g, ctx.back.output_split_sizes)
+    gradients = expert_gradients.weight_gradients(ctx, a, g, ctx.back["output_split_sizes"])
     return for_a if ctx.for_a else None, *gradients
 
 
 OPERATOR = FusedOperator(
     schedule.OPERATOR,
+    MatmulAllToAll,
     check,
     reference,
     fake=_fake,
-    gradient=Gradient(expert_calls.save, _backward),
+    gradient=Gradient(expert_gradients.save, _backward),
+    exchange=partial(expert_calls.exchange, schedule.OPERATOR),
 )

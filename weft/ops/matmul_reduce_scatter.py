@@ -5,18 +5,16 @@ while products are computed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.kernels.weights import Weight, as_tensor
-from weft.ops import arguments, autograd, dims, driver, float8
-from weft.ops.call import Key
+from weft.ops import arguments, autograd, dims, prologue
 from weft.ops.fused import FusedCall
 from weft.ops.operator import FusedOperator, Gradient, Gradients, Pattern, Recorded
-from weft.ops.options import Operands, Options, workload
+from weft.ops.options import Operands, workload
 from weft.ops.partial_sums import (
     ADDED_ROWS,
     SumCall,
@@ -27,10 +25,10 @@ from weft.ops.partial_sums import (
     save_factors,
     summed_products,
 )
-from weft.ops.refusals import tell
+from weft.ops.records import AllGatherMatmul, MatmulReduceScatter
 from weft.schedules import matmul_reduce_scatter as schedule
 from weft.schedules.workload import Variant
-from weft.world import World, current
+from weft.world import World
 
 
 def matmul_reduce_scatter(
@@ -116,38 +114,13 @@ def matmul_reduce_scatter(
         ...     local.run(one_row_of_the_sum)
         [tensor([[8., 8., 8.]]), tensor([[8., 8., 8.]])]
     """
-    try:
-        shards = None if shard_rows is None else arguments.as_key(shard_rows)
-        key: Key | None = None
-        if scale_a is None and scale_b is None:
-            choices = op, dim, out_dtype, shards, algorithm, chunk_rows, order, compress
-            key = check, choices, a, out, (b,), (bias,)
-            cached: Tensor | None = driver.repeat(key, world, timeout)
-            if cached is not None:
-                return cached
-        world = current(world)
-        a, (b,) = float8.scaled(a, [b], scale_a, [scale_b], world)
-        options = Options(
-            dim=dim,
-            op=op,
-            out_dtype=out_dtype,
-            shard_rows=shards,
-            algorithm=algorithm,
-            chunk_rows=chunk_rows,
-            timeout=timeout,
-            order=order,
-            compress=compress,
-        )
-        if arguments.recorded((a, b, bias, out)):
-            operator = torch.ops.weft.matmul_reduce_scatter.default
-            return autograd.call(operator, a, [b], [bias], out, options, world)[0]
-        return driver.call(check, world, Operands(a, [b], [bias], [out]), options, key)[0]
-    except Exception as error:
-        tell(error, world)
-        raise
+    shards = None if shard_rows is None else arguments.as_key(shard_rows)
+    options = op, dim, out_dtype, shards, algorithm, chunk_rows, order, compress, False
+    made, _ = prologue.call(OPERATOR, a, b, bias, out, options, world, timeout, scale_a, scale_b)
+    return made[0]
 
 
-def check(world: World, operands: Operands, options: Options) -> FusedCall:
+def check(world: World, operands: Operands, options: MatmulReduceScatter) -> FusedCall:
     """A checked call, which computes this rank's part of the sum."""
     out_dtype = check_sum(world, operands, options)
     a, (b,), (bias,), (out,) = operands
@@ -160,7 +133,7 @@ def check(world: World, operands: Operands, options: Options) -> FusedCall:
     result = arguments.result(
         out, dims.resized(shape, dim, parts[world.rank]), out_dtype, (a, b, bias), world
     )
-    options = options if dim == options.dim else replace(options, dim=dim)
+    options = options._replace(dim=dim)
     return (_ColumnsCall if transposed else _RowsCall)(world, options, operands, parts, result)
 
 
@@ -197,7 +170,7 @@ class _RowsCall(_ScatterCall):
     def __init__(
         self,
         world: World,
-        options: Options,
+        options: MatmulReduceScatter,
         operands: Operands,
         parts: Sequence[int],
         result: Tensor,
@@ -222,7 +195,7 @@ class _ColumnsCall(_ScatterCall):
     def __init__(
         self,
         world: World,
-        options: Options,
+        options: MatmulReduceScatter,
         operands: Operands,
         parts: Sequence[int],
         result: Tensor,
@@ -256,11 +229,23 @@ def reference(
 
 
 def _fake(call: Recorded) -> list[Tensor]:
-    a, (b,), _, options, (_, rank, ranks) = call
+    a, (b,), _, options, _, (_, rank, ranks) = call
     dim, shape = dims.normal(options.dim, a.dim()), (*a.shape[:-1], b.shape[1])
     shards = options.shard_rows
     part = shape[dim] // ranks if shards is None else shards[rank]
     return [a.new_empty(dims.resized(shape, dim, part), dtype=options.out_dtype or a.dtype)]
+
+
+def _save(ctx: Any, call: Recorded, results: Sequence[Tensor]) -> None:
+    save_factors(ctx, call, results)
+    options = call.options
+    gather = AllGatherMatmul(
+        dim=dims.normal(options.dim, call.a.dim()),
+        keep=True,
+        shard_rows=options.shard_rows,
+        compress=options.compress,
+    )
+    ctx.arguments = *gather, call.timeout, call.world
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Gradients:
@@ -280,9 +265,10 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Gradients:
 
 OPERATOR = FusedOperator(
     schedule.OPERATOR,
+    MatmulReduceScatter,
     check,
     reference,
     fake=_fake,
-    gradient=Gradient(save_factors, _backward),
+    gradient=Gradient(_save, _backward),
     pattern=Pattern("reduce_scatter_tensor", "before", exchange_of_sum, any_dim=True),
 )

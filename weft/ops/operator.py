@@ -38,7 +38,8 @@ class Recorded(NamedTuple):
     a: Tensor
     weights: Sequence[Tensor]
     biases: Sequence[Tensor]
-    options: Options
+    options: Any
+    timeout: float | None
     world: Sequence[int]
 
 
@@ -111,20 +112,24 @@ class CollectiveOperator:
 
 @dataclass(frozen=True)
 class FusedOperator:
-    """A fused operator: its planner's record, and how it handles tensors.
+    """A fused operator: its planner's record, the type of its options (`weft.ops.records`), and how
+    it handles tensors.
 
     `check` returns a checked call. `reference` is the definition: it computes each rank's result
     from each rank's input and weight, and the numbers of rows of the results. `fake` returns the
     results of a recorded call without data; an operator without it can neither be differentiated
-    nor compiled.
+    nor compiled. `exchange`, of an operator with split sizes, returns the options with those of all
+    ranks; collective.
     """
 
     schedule: Operator
-    check: Callable[[World, Operands, Options], FusedCall]
+    options: type[Options]
+    check: Callable[[World, Operands, Any], FusedCall]
     reference: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[int]], Sequence[Tensor]]
     fake: Callable[[Recorded], list[Tensor]] | None = None
     gradient: Gradient | None = None
     pattern: Pattern | None = None
+    exchange: Callable[[World, Operands, Any, float | None], Any] | None = None
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for a record that compiles an operator without `fake`."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -12,20 +12,22 @@ from torch import Tensor
 from weft.checks import check_dtype, check_size, check_timeout, integer, integers, name
 from weft.kernels.matmul import MATMUL
 from weft.kernels.weights import Weight, packed
+from weft.ops.records import Sizes
 from weft.plan import Kernel
 from weft.schedules.workload import Workload
 
-_SCHEMA_OF = {
-    "int": "SymInt",
-    "int | None": "SymInt?",
-    "Sequence[int] | None": "SymInt[]?",
-    "bool": "bool",
-    "str": "str",
-    "str | None": "str?",
-    "float | None": "float?",
-    "torch.dtype | None": "ScalarType?",
-}
-"""The types of torch's operators by those of options."""
+
+class Options(Protocol):
+    """The options of a call of any operator, one of `weft.ops.records`: these, and others."""
+
+    @property
+    def algorithm(self) -> str: ...
+
+    @property
+    def chunk_rows(self) -> int | None: ...
+
+
+Record = TypeVar("Record", bound=Options)
 
 
 def _check_integer(value: object, name: str) -> None:
@@ -37,62 +39,48 @@ def _check_text(value: object, name: str) -> None:
         raise TypeError(f"{name} must be a text; got {value!r}")
 
 
-_CHECKS: Mapping[str, Callable[[Any, str], object]] = {
-    "int": _check_integer,
-    "Sequence[int]": integers,
-    "bool": lambda value, name: None,
-    "str": _check_text,
-    "float": lambda value, name: check_timeout(value),
-    "torch.dtype": check_dtype,
+class _Kind(NamedTuple):
+    """A type of options: its name in schemas of torch, and its check."""
+
+    schema: str
+    check: Callable[[Any, str], object]
+
+
+_KINDS: Mapping[Any, _Kind] = {
+    int: _Kind("SymInt", _check_integer),
+    int | None: _Kind("SymInt?", _check_integer),
+    Sequence[int] | None: _Kind("SymInt[]?", integers),
+    Sizes: _Kind("SymInt[]?", integers),
+    bool: _Kind("bool", lambda value, name: None),
+    str: _Kind("str", _check_text),
+    str | None: _Kind("str?", _check_text),
+    float | None: _Kind("float?", lambda value, name: check_timeout(value)),
+    torch.dtype | None: _Kind("ScalarType?", check_dtype),
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of a call, as in the operators' docstrings.
+@lru_cache
+def _kinds(record: type[Options]) -> Mapping[str, _Kind]:
+    """The types of a record's fields."""
+    return {name: _KINDS[kind] for name, kind in get_type_hints(record).items()}
 
-    `keep`: the gathered a is a result too. `own_bias`: each rank adds a bias of its own to its
-    product, so all are summed. `order`: one of `ORDERS`, for an algorithm that can send in any of
-    them; None is the first. `compress`: how rows travel between hosts. The split sizes are those of
-    an exchange of uneven parts, `experts_of_ranks` the numbers of weights of each rank there.
-    """
 
-    dim: int = 0
-    op: str = "sum"
-    out_dtype: torch.dtype | None = None
-    keep: bool = False
-    shard_rows: Sequence[int] | None = None
-    algorithm: str = "auto"
-    chunk_rows: int | None = None
-    timeout: float | None = None
-    own_bias: bool = False
-    order: str | None = None
-    compress: str | None = None
-    input_split_sizes: Sequence[int] | None = None
-    output_split_sizes: Sequence[int] | None = None
-    experts_of_ranks: Sequence[int] | None = None
+def schema(record: type[Options]) -> str:
+    """The options of a record as arguments in the schema of an operator of torch."""
+    return ", ".join(f"{kind.schema} {name}" for name, kind in _kinds(record).items())
 
-    @classmethod
-    def schema(cls) -> str:
-        """The options as arguments in the schema of one of torch's operators."""
-        return ", ".join(f"{_SCHEMA_OF[str(each.type)]} {each.name}" for each in fields(cls))
 
-    def values(self) -> tuple[Any, ...]:
-        """The options in the order of their fields, as the arguments of torch's operators."""
-        return tuple([getattr(self, field.name) for field in fields(self)])
+def check_types(options: Options) -> None:
+    """Raise `TypeError` or `ValueError` for an option that is of no type of its schema."""
+    for each, kind in _kinds(type(options)).items():
+        value = getattr(options, each)
+        if value is not None or not kind.schema.endswith("?"):
+            kind.check(value, each)
 
-    def check_types(self) -> None:
-        """Raise `TypeError` or `ValueError` for an option that is of no type of its schema."""
-        for each in fields(self):
-            value, kind = getattr(self, each.name), str(each.type)
-            if value is None and kind.endswith("None"):
-                continue
-            _CHECKS[kind.removesuffix(" | None")](value, each.name)
 
-    @classmethod
-    def of(cls, values: Sequence[Any]) -> Options:
-        """The inverse of `values`."""
-        return cls(**dict(zip([field.name for field in fields(cls)], values, strict=True)))
+def made(record: type[Record], **values: Any) -> Record:
+    """A record with those of these values of which it has fields."""
+    return record(**{name: value for name, value in values.items() if name in _kinds(record)})
 
 
 class Operands(NamedTuple):

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.checks import check_timeout, name
+from weft.checks import name
 from weft.kernels.weights import Weight
-from weft.ops import arguments, dims
+from weft.ops import arguments
 from weft.ops.fused import FusedCall
 from weft.ops.operator import Exchange, Recorded
-from weft.ops.options import Operands, Options
+from weft.ops.options import Operands
+from weft.ops.records import MatmulAllReduce, MatmulReduceScatter
 from weft.schedules import workload as pure
 from weft.schedules.workload import Workload
 from weft.world import World
@@ -44,7 +45,10 @@ def exchange_of_sum(rows: Any, op: str, *divided: Any) -> Exchange | None:
     return Exchange(rows, group, ranks[0] if ranks else None, op) if op in OPS else None
 
 
-def check_sum(world: World, operands: Operands, options: Options) -> torch.dtype:
+Sum = MatmulReduceScatter | MatmulAllReduce
+
+
+def check_sum(world: World, operands: Operands, options: Sum) -> torch.dtype:
     """Check the arguments that both operators have; returns the dtype of the result."""
     a, (b,), (bias,), _ = operands
     arguments.check_matrix(a, world)
@@ -52,7 +56,6 @@ def check_sum(world: World, operands: Operands, options: Options) -> torch.dtype
     arguments.check_bias(bias, b.shape[1], world)
     if options.op not in OPS:
         raise ValueError(f"op must be sum or avg; got {options.op!r}")
-    check_timeout(options.timeout)
     return arguments.check_out_dtype(a.dtype, options.out_dtype)
 
 
@@ -73,7 +76,7 @@ class SumCall(FusedCall):
     def __init__(
         self,
         world: World,
-        options: Options,
+        options: Sum,
         sums: Workload,
         x: Tensor,
         weight: Weight,
@@ -100,15 +103,8 @@ def summed_products(inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tens
 
 def save_factors(ctx: Any, call: Recorded, results: Sequence[Tensor]) -> None:
     """Keep the operands that the backward formulas of both sums need."""
-    a, (b,), biases, options, world = call
-    backward = Options(
-        dim=dims.normal(options.dim, a.dim()),
-        keep=True,
-        shard_rows=options.shard_rows,
-        timeout=options.timeout,
-        compress=options.compress,
-    )
-    ctx.arguments, ctx.world = (*backward.values(), world), world
+    a, (b,), biases, options, _, world = call
+    ctx.world = world
     ctx.divisor = world[2] if options.op == "avg" else 1
     ctx.for_a, ctx.for_b = a.requires_grad, b.requires_grad
     ctx.biases = [(bias.requires_grad, bias.dtype) for bias in biases]

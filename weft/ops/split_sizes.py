@@ -5,12 +5,12 @@ parts first executes a plan that brings every rank's numbers to every rank (`wef
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from weft.checks import integers
 from weft.engines import engine
+from weft.ops.records import Exchanged
 from weft.schedules.counts import counts
 from weft.schedules.exchanges import Counts, ToAll, Way
 from weft.schedules.thresholds import EAGER_BUFFER_BYTES
@@ -22,16 +22,6 @@ _REMEMBERED = 512
 """Matrices of sizes by which it is known that a call is likely to be repeated: only such calls are
 kept in the call cache, since where tokens are routed anew every call has other sizes.
 """
-
-
-class Exchanged(NamedTuple):
-    """The parts that every rank sends, and those that this rank receives; `again`: whether ranks
-    have lately exchanged the same.
-    """
-
-    counts: Counts
-    received: Sequence[int]
-    again: bool
 
 
 def check(

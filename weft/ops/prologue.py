@@ -1,0 +1,97 @@
+"""What every public function of a fused operator does: repeat a call that is known, else let torch
+record it, else check and execute it. A call that it refuses is made known to peers, who may wait in
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.kernels.weights import Weight
+from weft.ops import arguments, autograd, driver, float8
+from weft.ops.operator import FusedOperator
+from weft.ops.options import Operands
+from weft.ops.records import Exchanged
+from weft.ops.refusals import tell
+from weft.world import World, current
+
+
+def call(
+    operator: FusedOperator,
+    a: Tensor,
+    b: Weight | Sequence[Weight],
+    bias: Tensor | Sequence[Tensor | None] | None,
+    out: Tensor | Sequence[Tensor] | None,
+    options: tuple[Any, ...],
+    world: World | None,
+    timeout: float | None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | Sequence[Tensor | None] | None = None,
+) -> tuple[list[Tensor], Any]:
+    """The results of a call, one for each weight, and what its options ask for beside; and the
+    record of its options, with the sizes that ranks have exchanged; None of a call that is repeated
+    without. `options` are the values of the record.
+    """
+    try:
+        # no union: the compiler of torch 2.9 does not know them
+        several = operator.schedule.several_weights and isinstance(b, (list, tuple))
+        weights: list[Weight] = [*b] if several else [b]  # type: ignore[list-item, misc]
+        biases = arguments.listed(bias, weights, several, "bias")
+        key: Any = None
+        if scale_a is None and scale_b is None and (out is None or isinstance(out, Tensor)):
+            key = operator.check, options, a, out, weights, biases
+            if (found := driver.repeat(key, world, timeout)) is not None:
+                return [found] if isinstance(found, Tensor) else found, None
+        world = current(world)
+        record: Any = operator.options(*options)
+        # an exchange of rows has one result for all weights
+        several_results = several and operator.exchange is None
+        outs = arguments.listed(out, weights, several_results, "out")
+        scales = arguments.listed(scale_b, weights, several, "scale_b")
+        rows, weights = float8.scaled(a, weights, scale_a, scales, world)
+        operands = Operands(rows, weights, biases, outs)
+        if arguments.recorded([a, *weights, *biases, *outs]):
+            return _recorded(operator, operands._replace(a=a), out, record, timeout, world)
+        if operator.exchange is not None:
+            record = operator.exchange(world, operands, record, timeout)
+            if isinstance(record.input_split_sizes, Exchanged):
+                again = key is not None and record.input_split_sizes.again
+                key = (operator.check, record, a, out, weights, biases) if again else None
+                if key is not None and (found := driver.repeat(key, world, timeout)) is not None:
+                    return [found], record
+        return driver.call(operator, world, operands, record, timeout, key), record
+    except Exception as error:
+        tell(error, world)
+        raise
+
+
+def _recorded(
+    operator: FusedOperator,
+    operands: Operands,
+    out: object,
+    record: Any,
+    timeout: float | None,
+    world: World,
+) -> tuple[list[Tensor], Any]:
+    """The results of a call that torch records: the rows that the gradients of weights need are
+    kept, and ranks exchange sizes before it on which shapes depend.
+    """
+    a, weights, biases, _ = operands
+    if "keep" in record._fields and any(getattr(b, "requires_grad", False) for b in weights):
+        record = record._replace(keep=True)
+    arrives = "output_split_sizes" in record._fields and record.output_split_sizes is None
+    if arrives and record.input_split_sizes is not None:
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                "the shapes of a compiled graph cannot depend on what arrives: give "
+                "output_split_sizes"
+            )
+        assert operator.exchange is not None
+        found = operator.exchange(world, operands, record, timeout).input_split_sizes
+        record = record._replace(output_split_sizes=found.received)
+    custom = getattr(torch.ops.weft, operator.name).default
+    return autograd.call(custom, a, weights, biases, out, record, timeout, world), record
