@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.mixture import Mixture, defined, random
 
 import weft
-from weft.experts import methods
+from weft.experts import fastest
 from weft.experts.methods import METHODS
 from weft.kernels import half
 
@@ -132,7 +132,7 @@ def test_bits_of_a_token_depend_on_no_other_and_on_no_number_of_threads(dtype):
 def test_one_method_is_used_for_any_number_of_rows(each, method):
     """The times of ``each``, those of ``native`` being 1, by the number of rows."""
     times = [{"native": 1.0, "each": time} for time in each]
-    assert methods._fastest(times) == method
+    assert fastest._fastest(times) == method
 
 
 @pytest.mark.skipif(not half.COLUMNS, reason="this processor lacks the instructions")

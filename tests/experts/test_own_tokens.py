@@ -196,6 +196,8 @@ def wrong(world):
     }.items():
         with pytest.raises(ValueError, match=message):
             weft.moe(*mixture[:3], experts, experts_of_ranks=sizes)
+    with pytest.raises(ValueError, match="'ring'; choose auto or one of push, sequential, shared"):
+        weft.moe(*mixture[:3], experts, experts_of_ranks=[2, 2], algorithm="ring")
     assert weft.all_reduce(torch.ones(1)).item() == 2
 
 

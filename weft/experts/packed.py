@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import weft._native as _native
-from weft.experts import methods
+from weft.experts import fastest, methods
 from weft.experts.weights import Experts
 from weft.kernels.packed import SAMPLED
 
@@ -56,7 +56,7 @@ class PackedExperts(Experts):
         """The name of the method by which they are computed, chosen at the first call for the
         threads that torch has then.
         """
-        return methods.fastest(self)
+        return fastest.fastest(self)
 
     def sums(self, x: Tensor, chosen: Tensor, scores: Tensor, out: Tensor) -> None:
         run = methods.METHODS[self.method].run

@@ -73,7 +73,7 @@ def exchange(
     numbers += (_ANY,) * one.wide if expected is None else expected
     numbers += (0,) * (2 * one.wide - len(numbers))
     counts, received = agreed(one.run(numbers, timeout), world.rank, way, unit)
-    return Exchanged(counts, received, one.remember(counts))
+    return Exchanged(counts, tuple(received), one.remember(counts))
 
 
 def agreed(
