@@ -66,11 +66,18 @@ def exchange(made: socket.socket, sent: memoryview, received: memoryview) -> Non
             pass
 
 
-def round_trip(made: socket.socket, rank: int, values: memoryview) -> None:
+def round_trip(made: socket.socket, rank: int, sent: memoryview, received: memoryview) -> None:
     """A message to the peer and one of equal size back."""
-    none = values[:0]
+    none = sent[:0]
     for sends in (rank == 0, rank == 1):
-        exchange(made, values if sends else none, none if sends else values)
+        exchange(made, sent if sends else none, none if sends else received)
+
+
+def two(size: int) -> tuple[memoryview, memoryview]:
+    """What a rank sends, and where it receives: as in weft's calls, not the same, which the
+    processor would have in its cache.
+    """
+    return memoryview(bytearray(size)), memoryview(bytearray(size))
 
 
 def one_way(made: socket.socket, rank: int, values: memoryview) -> None:
@@ -82,7 +89,7 @@ def messages(made: socket.socket, rank: int, size: int, times: int = 1) -> dict[
     """Messages of so many bytes, one after the other, and as many all-reduces."""
     values = torch.zeros(size // 4)
     calls: dict[str, Call] = {
-        "sockets": partial(round_trip, made, rank, memoryview(bytearray(size))),
+        "sockets": partial(round_trip, made, rank, *[memoryview(bytearray(size))] * 2),
         "weft": partial(weft.all_reduce, values, out=values),
         "gloo": partial(dist.all_reduce, values.clone()),
     }
@@ -103,7 +110,7 @@ def by_send(made: socket.socket, groups: dict[str, Any], rank: int, size: int) -
             (dist.send if sends else dist.recv)(here if sends else there, 1 - rank, group)
 
     return {
-        "sockets": partial(round_trip, made, rank, memoryview(bytearray(size))),
+        "sockets": partial(round_trip, made, rank, *two(size)),
         **{name: partial(there_and_back, group) for name, group in groups.items()},
     }
 
@@ -122,7 +129,7 @@ def by_put(made: socket.socket, world: weft.World, size: int) -> dict[str, Call]
                 weft.wait(arrived, 0, ">=", turn)
 
     return {
-        "sockets": partial(round_trip, made, world.rank, memoryview(bytearray(size))),
+        "sockets": partial(round_trip, made, world.rank, *two(size)),
         "weft": there_and_back,
     }
 
