@@ -129,42 +129,47 @@ void Regions::cut(const Runs& runs, size_t from, size_t dst, size_t src,
     cut(runs, from + 1, dst + at * outer.dst, src + at * outer.src, pieces);
 }
 
-// Send the requests of all pieces, each by its number, and wait for the answers.
+// Send the requests of all pieces, and wait for the answers, as far as they are needed.
 template <class Send>
-WaitStatus Regions::send_all(int number, size_t pieces, const Limit& limit, uint64_t& last,
-                             Send send) {
-  WaitStatus status = WaitStatus::none;
-  for (size_t at = 0; at < pieces && status == WaitStatus::none; ++at) {
+Regions::Outcome Regions::send_all(int number, size_t pieces, const Limit& limit, Send send) {
+  Outcome outcome{WaitStatus::none, number};
+  for (size_t at = 0; at < pieces && outcome.status == WaitStatus::none; ++at) {
+    Requested made;
     {
       const std::lock_guard lock(peers_[number].requesting);
-      last = send(at);
+      made = send(at);
     }
-    const uint64_t allowed = at + 1 == pieces ? 0 : std::min<uint64_t>(last, kUnanswered);
-    status = wait(number, last - allowed, limit);
+    if (!made.answered) return part_with(number, made, limit);
+    outcome.last = made.number;
+    const uint64_t allowed = at + 1 == pieces ? 0 : std::min<uint64_t>(made.number, kUnanswered);
+    outcome.status = wait(number, made.number - allowed, limit);
   }
-  return status;
+  return outcome;
 }
 
-WaitStatus Regions::put(int number, const Copy& copy, const Change& change, const Limit& limit,
-                        uint64_t& last) {
+Regions::Outcome Regions::put(int number, const Copy& copy, const Change& change,
+                              const Limit& limit) {
   std::vector<std::pair<Layout, Layout>> pieces;
   if (const Runs runs(copy.item, copy.shape, copy.strides, copy.local_strides); runs.bytes)
     cut(runs, 0, copy.offset, 0, pieces);
   else if (change.memory)
-    return this->change(number, change, limit, last);
-  return send_all(number, pieces.size(), limit, last, [&](size_t at) {
+    return this->change(number, change, limit);
+  if (change.memory)
+    if (const Outcome others = settle(number, limit); others.status != WaitStatus::none)
+      return others;
+  return send_all(number, pieces.size(), limit, [&](size_t at) {
     const auto& [there, here] = pieces[at];
     const Change then = at + 1 == pieces.size() ? change : Change{};
     return request(number, puts, copy.memory, there, then, &here, copy.local);
   });
 }
 
-WaitStatus Regions::get(int number, const Copy& copy, const Limit& limit, uint64_t& last) {
+Regions::Outcome Regions::get(int number, const Copy& copy, const Limit& limit) {
   std::vector<std::pair<Layout, Layout>> pieces;
   if (const Runs runs(copy.item, copy.shape, copy.local_strides, copy.strides); runs.bytes)
     cut(runs, 0, 0, copy.offset, pieces);
   Peer& peer = peers_[number];
-  return send_all(number, pieces.size(), limit, last, [&](size_t at) {
+  return send_all(number, pieces.size(), limit, [&](size_t at) {
     const auto& [here, there] = pieces[at];
     {
       const std::lock_guard getting(getting_);
@@ -174,15 +179,68 @@ WaitStatus Regions::get(int number, const Copy& copy, const Limit& limit, uint64
   });
 }
 
-WaitStatus Regions::change(int number, const Change& change, const Limit& limit, uint64_t& last) {
-  return send_all(number, 1, limit, last, [&](size_t) {
+Regions::Outcome Regions::change(int number, const Change& change, const Limit& limit) {
+  if (const Outcome others = settle(number, limit); others.status != WaitStatus::none)
+    return others;
+  return send_all(number, 1, limit, [&](size_t) {
     return request(number, changes, 0, {}, change, nullptr, nullptr);
   });
 }
 
+// End a call by its last request, which needs no answer: once the connection has taken the caller's
+// memory.
+Regions::Outcome Regions::part_with(int number, const Requested& made, const Limit& limit) {
+  {
+    const std::lock_guard lock(settling_);
+    const auto of_peer = [&](const Unsettled& each) { return each.peer == number; };
+    const auto found = std::find_if(unsettled_.begin(), unsettled_.end(), of_peer);
+    if (found == unsettled_.end())
+      unsettled_.push_back({number, made.number, false});
+    else if (found->last < made.number)
+      *found = {number, made.number, false};
+  }
+  if (!made.taken) {
+    const uint64_t last = ask(number);
+    return {wait(number, last, limit), number, last};
+  }
+  if (mesh_->failed()) return {WaitStatus::failed, number};
+  return {network_->silent(number) ? WaitStatus::left : WaitStatus::none, number};
+}
+
+Regions::Outcome Regions::settle(int but, const Limit& limit) {
+  for (const Unsettled& each : asked(but)) {
+    const WaitStatus status = wait(each.peer, each.last, limit);
+    if (status != WaitStatus::none && status != WaitStatus::left) return {status, each.peer};
+  }
+  return {WaitStatus::none, but};
+}
+
+// The peers, but for one, that have yet to carry out what they need not answer; they are asked.
+std::vector<Regions::Unsettled> Regions::asked(int but) {
+  const std::lock_guard lock(settling_);
+  std::vector<Unsettled> found, kept;
+  for (Unsettled each : unsettled_) {
+    if (answered(each.peer) >= each.last || network_->silent(each.peer)) continue;
+    if (each.peer != but) {
+      if (!each.asked) each = {each.peer, ask(each.peer), true};
+      found.push_back(each);
+    }
+    kept.push_back(each);
+  }
+  unsettled_ = std::move(kept);
+  return found;
+}
+
+// Ask a peer for an answer to all requests; the number of that to wait for.
+uint64_t Regions::ask(int number) {
+  const std::lock_guard lock(peers_[number].requesting);
+  return request(number, changes, 0, {}, {}, nullptr, nullptr).number;
+}
+
 // Send a request, and the bytes of a put from `local`; for a thread that holds `requesting`.
-uint64_t Regions::request(int number, Operation operation, uint64_t memory, const Layout& layout,
-                          const Change& change, const Layout* local, char* base) {
+Regions::Requested Regions::request(int number, Operation operation, uint64_t memory,
+                                    const Layout& layout, const Change& change, const Layout* local,
+                                    char* base) {
   Peer& peer = peers_[number];
   const Request head{layout.offset,
                      layout.run,
@@ -207,10 +265,12 @@ uint64_t Regions::request(int number, Operation operation, uint64_t memory, cons
     parts.push_back(local->gathered(base, adjacent));
   }
   const uint64_t request = peer.requests.fetch_add(1) + 1;
+  const bool answered = !change.memory;
+  const uint8_t lane = answered ? operation : operation | kNoAnswer;
   network_->need(number);
-  network_->put(number, {Kind::region, operation, request, memory}, parts, 2 * kPiece,
-                [message, adjacent] {});
-  return request;
+  const bool taken = network_->put(number, {Kind::region, lane, request, memory}, parts, 2 * kPiece,
+                                   [message, adjacent] {});
+  return {request, answered, taken};
 }
 
 WaitStatus Regions::wait(int number, uint64_t request, const Limit& limit) {
@@ -269,7 +329,7 @@ Transport::Place Regions::place(int number, const Label& label, size_t bytes, st
     return {Place::here, rows};
   }
   why = "a one-sided call of " + std::to_string(bytes) + " bytes";
-  if (peer.landing && label.lane == puts) {
+  if (peer.landing && operation(label) == puts) {
     peer.latest = Peer::data;
     return bytes == peer.landing->rows.bytes() ? Place{Place::here, peer.landing->rows}
                                                : Place{Place::invalid};
@@ -310,7 +370,7 @@ void Regions::raise(int number, size_t bytes) {
 // Carry out a request, as far as its bytes have arrived; why it is not valid, "" if it is.
 std::string Regions::carry_out(int number, size_t bytes) {
   Peer& peer = peers_[number];
-  const uint8_t operation = peer.label.lane;
+  const uint8_t operation = this->operation(peer.label);
   Request& request = peer.carried_out;
   std::memcpy(&request, peer.message.data(), sizeof request);
   size_t begin = sizeof request;
@@ -368,12 +428,13 @@ void Regions::answer_with_value(int number, const Layout& layout, std::shared_pt
                 [part, adjacent] {});
 }
 
-// Make the change of the request that is carried out, and answer it; why it is not valid, "" if it
-// is.
+// Make the change of the request that is carried out, and answer it if need be; why it is not
+// valid, "" if it is.
 std::string Regions::complete(int number) {
   Peer& peer = peers_[number];
   std::string why = make_change(peer.carried_out);
-  network_->put(number, {Kind::region, done, peer.label.call, 0}, {Strided{}}, kPiece, [] {});
+  if (peer.label.lane == operation(peer.label))
+    network_->put(number, {Kind::region, done, peer.label.call, 0}, {Strided{}}, kPiece, [] {});
   return why;
 }
 

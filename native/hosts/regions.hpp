@@ -1,12 +1,17 @@
 // The symmetric memory of this rank for ranks on other hosts, and theirs for it: put, get, and
 // changes of counters. The driver of the peer carries them out, whatever the peer does meanwhile.
 //
-// W1  A rank carries out the requests of a peer in their order, and answers each once it is done.
+// W1  A rank carries out the requests of a peer in their order. The answer to one, once it is done,
+//     answers those before it as well.
 // W2  A request names memory by the number of the call that made it, equal on all ranks, and a
 //     layout in it. The receiver checks both, so no message reads or writes anything but the
 //     symmetric memory of its world.
 // W3  A rank's part of memory is kept until no rank on another host has a tensor in it.
-// W4  The caller's memory of a request is used until it is answered, or the network is aborted.
+// W4  The caller's memory of a request is used until it is answered, or the network is aborted; if
+//     it needs no answer, until the connection has taken it.
+// W5  A change of counters needs no answer: by W1 its peer has what was put there before. Peers are
+//     asked whether they have carried out what they need not answer before counters of another rank
+//     are changed, before a barrier, and before they learn that this rank has dropped memory.
 #pragma once
 
 #include <atomic>
@@ -61,18 +66,28 @@ class Regions : public Service {
   // Keep no memory for peers any more.
   void close();
 
+  static constexpr int kNobody = -1;
   // How requests are waited for: `timeout` nanoseconds for each answer; `interrupted` is called
   // from time to time.
   struct Limit {
     int64_t timeout;
     std::function<bool()> interrupted;
   };
-  // Make requests of a peer, and wait for the answers: a copy, and then a change, if there is one.
-  // The number of the last request that was made is `last`. `left`: the peer answers nothing more.
-  WaitStatus put(int peer, const Copy& copy, const Change& change, const Limit& limit,
-                 uint64_t& last);
-  WaitStatus get(int peer, const Copy& copy, const Limit& limit, uint64_t& last);
-  WaitStatus change(int peer, const Change& change, const Limit& limit, uint64_t& last);
+  // How requests have ended. `left`: the peer answers nothing more.
+  struct Outcome {
+    WaitStatus status = WaitStatus::none;
+    int peer = kNobody;  // of which it is told
+    uint64_t last = 0;   // the request of it for whose answer the caller's memory waits, if any
+  };
+  // Make requests of a peer, and wait for the answers; with a change after the copy only until the
+  // caller's memory may be used again, and other peers are settled (W5).
+  Outcome put(int peer, const Copy& copy, const Change& change, const Limit& limit);
+  Outcome get(int peer, const Copy& copy, const Limit& limit);
+  Outcome change(int peer, const Change& change, const Limit& limit);
+  // Wait until peers have carried out what they were sent, all of them or all but one (W5).
+  Outcome settle(int but, const Limit& limit);
+  // Whether they have; if not, they soon will.
+  bool settled() { return asked(kNobody).empty(); }
   // Wait for the answer to a request, and all before it.
   WaitStatus wait(int peer, uint64_t request, const Limit& limit);
   // The latest request that a peer has answered.
@@ -87,6 +102,7 @@ class Regions : public Service {
   static constexpr size_t kUnanswered = 64;   // requests of a call
 
   enum Operation : uint8_t { puts = 1, gets, changes, value, done };
+  static constexpr uint8_t kNoAnswer = 0x80;  // in the lane of a request that needs none
   // The beginning of a request, which axes, and the bytes of a short put, follow.
   struct Request {
     uint64_t offset, run, axes;  // a run of 0: there is no layout
@@ -125,6 +141,16 @@ class Regions : public Service {
     uint64_t number;
     Landing landing;
   };
+  struct Requested {
+    uint64_t number = 0;
+    bool answered = true;  // or it needs no answer (W5)
+    bool taken = true;     // the caller's memory may be used again
+  };
+  struct Unsettled {  // W5
+    int peer;
+    uint64_t last;  // its last request that needs no answer, or the one that asks for it
+    bool asked;
+  };
   struct Peer {
     Counter answered;
     std::mutex requesting;  // of the order of requests
@@ -144,11 +170,19 @@ class Regions : public Service {
   void silent(int peer) override { release_all(peer); }
 
   template <class Send>
-  WaitStatus send_all(int number, size_t pieces, const Limit& limit, uint64_t& last, Send send);
+  Outcome send_all(int number, size_t pieces, const Limit& limit, Send send);
+  Outcome part_with(int number, const Requested& made, const Limit& limit);
+  std::vector<Unsettled> asked(int but);
+  uint64_t ask(int number);
   static void cut(const Runs& runs, size_t from, size_t dst, size_t src,
                   std::vector<std::pair<Layout, Layout>>& pieces);
-  uint64_t request(int number, Operation operation, uint64_t memory, const Layout& layout,
-                   const Change& change, const Layout* local, char* base);
+  Requested request(int number, Operation operation, uint64_t memory, const Layout& layout,
+                    const Change& change, const Layout* local, char* base);
+  // What a message is, whether it needs an answer or not.
+  static uint8_t operation(const Label& label) {
+    const uint8_t found = label.lane & ~kNoAnswer;
+    return found == puts || found == changes ? found : label.lane;
+  }
   std::string carry_out(int number, size_t bytes);
   std::string make_change(const Request& request);
   void answer_with_value(int number, const Layout& layout, std::shared_ptr<Mapping> part);
@@ -164,6 +198,8 @@ class Regions : public Service {
   mutable std::mutex holding_;  // of the following
   std::unordered_map<uint64_t, Region> regions_;
   std::mutex getting_;
+  std::mutex settling_;  // of the following; no other of these is held meanwhile
+  std::vector<Unsettled> unsettled_;
 };
 
 }  // namespace weft

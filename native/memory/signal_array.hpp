@@ -45,6 +45,7 @@ class SignalArray {
     return unsatisfied(selection, compare, expected) == selection.count;
   }
   bool failed() const { return mesh_->failed(); }
+  const Segment& segment() const { return *segment_; }
   std::vector<uint64_t> values(Selection selection) const {
     std::vector<uint64_t> all;
     for (size_t i = 0; i < selection.count; ++i) all.push_back(value(selection[i]));

@@ -151,27 +151,31 @@ void bind_memory(nb::module_& m) {
           "put",
           [](PyRegions& self, int peer, const Regions::Copy& copy,
              std::optional<Regions::Change> change, double timeout, nb::object tensors) {
-            return self.complete(peer, timeout, std::move(tensors),
-                                 [&](const Regions::Limit& limit, uint64_t& last) {
-                                   const Regions::Change then = change.value_or(Regions::Change{});
-                                   return self.regions.put(peer, copy, then, limit, last);
-                                 });
+            return self.complete(timeout, std::move(tensors), [&](const Regions::Limit& limit) {
+              return self.regions.put(peer, copy, change.value_or(Regions::Change{}), limit);
+            });
           },
           "peer"_a, "copy"_a, "change"_a.none(), "timeout"_a, "tensors"_a)
       .def("get",
            [](PyRegions& self, int peer, const Regions::Copy& copy, double timeout,
               nb::object tensors) {
-             return self.complete(peer, timeout, std::move(tensors),
-                                  [&](const Regions::Limit& limit, uint64_t& last) {
-                                    return self.regions.get(peer, copy, limit, last);
-                                  });
+             return self.complete(timeout, std::move(tensors), [&](const Regions::Limit& limit) {
+               return self.regions.get(peer, copy, limit);
+             });
            })
-      .def("change", [](PyRegions& self, int peer, const Regions::Change& change, double timeout) {
-        return self.complete(peer, timeout, nb::none(),
-                             [&](const Regions::Limit& limit, uint64_t& last) {
-                               return self.regions.change(peer, change, limit, last);
-                             });
-      });
+      .def("change",
+           [](PyRegions& self, int peer, const Regions::Change& change, double timeout) {
+             return self.complete(timeout, nb::none(), [&](const Regions::Limit& limit) {
+               return self.regions.change(peer, change, limit);
+             });
+           })
+      .def("settle",
+           [](PyRegions& self, double timeout) {
+             return self.complete(timeout, nb::none(), [&](const Regions::Limit& limit) {
+               return self.regions.settle(Regions::kNobody, limit);
+             });
+           })
+      .def("settled", [](PyRegions& self) { return self.regions.settled(); });
   m.def(
       "copy_at_once",
       [](bool put, nb::handle remote, nb::handle local, int peer, nb::handle tile) {
@@ -194,6 +198,25 @@ void bind_memory(nb::module_& m) {
                         [&] { return unlocked([&] { return open.transfers.copy(*copy); }); });
       },
       "put"_a, "remote"_a.none(), "local"_a.none(), "peer"_a, "tile"_a = nb::none());
+  m.def(
+      "put_notify_at_once",
+      [](nb::handle dst, nb::handle src, const SignalArray& signals, size_t index, int peer,
+         bool set, uint64_t value, PyRegions& regions,
+         double timeout) -> std::optional<std::pair<WaitStatus, int>> {
+        // As `Regions.put`. None, with nothing done, if the peer is on this host, or an argument is
+        // wrong, which the caller reports.
+        auto found = one_sided(true, dst, src, peer);
+        auto* const copy = found ? std::get_if<Regions::Copy>(&found->second) : nullptr;
+        if (!copy || found->first != signals.segment().world) return {};
+        const Regions::Change change{signals.segment().number, set, {index, 1, 1}, value};
+        const auto put = [&](const Regions::Limit& limit) {
+          return regions.regions.put(peer, *copy, change, limit);
+        };
+        return in_range([] { return "put"; },
+                        [&] { return regions.complete(timeout, nb::make_tuple(dst, src), put); });
+      },
+      "dst"_a, "src"_a, "signals"_a, "index"_a, "peer"_a, "set"_a, "value"_a, "regions"_a,
+      "timeout"_a);
   m.def("one_sided", &one_sided, "put"_a, "remote"_a.none(), "local"_a.none(), "peer"_a,
         "checked"_a = false);
 

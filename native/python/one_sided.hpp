@@ -94,20 +94,23 @@ class PyRegions {
             int spins)
       : regions(std::move(peers), std::move(mesh), std::move(network), spins) {}
 
-  // Make a request of a peer, and wait `timeout` seconds for each answer to it.
+  // Make a request of peers, and wait `timeout` seconds for each answer to it. How it has ended,
+  // and the peer of which that is told.
   template <class Request>
-  WaitStatus complete(int peer, double timeout, nb::object tensors, Request request) {
+  std::pair<WaitStatus, int> complete(double timeout, nb::object tensors, Request request) {
     release();
-    uint64_t number = 0;
-    WaitStatus status;
+    Regions::Outcome outcome;
     {
       const nb::gil_scoped_release unlock;
-      status = request(Regions::Limit{nanoseconds(timeout), signal_pending}, number);
-      if (status == WaitStatus::interrupted) regions.wait(peer, number, {kGrace, never});
+      outcome = request(Regions::Limit{nanoseconds(timeout), signal_pending});
+      if (outcome.status == WaitStatus::interrupted)
+        regions.wait(outcome.peer, outcome.last, {kGrace, never});
     }
-    if (regions.answered(peer) < number) unanswered_.push_back({peer, number, std::move(tensors)});
+    const auto [status, peer, last] = outcome;
+    if (last && regions.answered(peer) < last)
+      unanswered_.push_back({peer, last, std::move(tensors)});
     if (PyErr_Occurred()) throw nb::python_error();
-    return status;
+    return {status, peer};
   }
 
   Regions regions;

@@ -821,7 +821,6 @@ void test_regions() {
       threads.emplace_back([&, r, half] {
         const int peer = 1 - r;
         const Regions::Limit limit{kTimeout, [] { return false; }};
-        uint64_t last = 0;
         for (int k = 0; k < kTimes; ++k) {
           const std::vector<size_t>& shape = shapes[(k + half) % shapes.size()];
           std::vector<size_t> strides(shape.size(), 1), padded(shape.size(), 1);
@@ -843,12 +842,13 @@ void test_regions() {
                                  strides};
           };
           const Regions::Change change{kCounters, false, {half, 1, 1}, 2};
-          CHECK(regions[r]->put(peer, copy(own), change, limit, last) == WaitStatus::none);
-          CHECK(regions[r]->get(peer, copy(got), limit, last) == WaitStatus::none);
+          CHECK(regions[r]->put(peer, copy(own), change, limit).status == WaitStatus::none);
+          CHECK(regions[r]->get(peer, copy(got), limit).status == WaitStatus::none);
           CHECK(own == got);
         }
         const Regions::Change both{kCounters, false, {0, 2, 1}, 1};
-        CHECK(regions[r]->change(peer, both, limit, last) == WaitStatus::none);
+        CHECK(regions[r]->change(peer, both, limit).status == WaitStatus::none);
+        CHECK(regions[r]->settle(Regions::kNobody, limit).status == WaitStatus::none);
       });
   for (auto& thread : threads) thread.join();
   for (int r = 0; r < kRanks; ++r)

@@ -35,8 +35,9 @@ HEADER = struct.Struct("<BB6xQQQ")  # of a message: kind, operation, request, me
 REQUEST = struct.Struct(
     "<9Q"
 )  # offset, run and axes; memory of counters, whether to set, selection
-REGION, VALID = 6, b"\1"
+ROWS, REGION, VALID = 1, 6, b"\1"
 PUT, GET, CHANGE, VALUE, DONE = range(1, 6)
+NO_ANSWER = 0x80  # of a put or change that needs none
 PIECE = 1 << 20  # bytes of a request, at most
 
 
@@ -137,7 +138,10 @@ def next_of(connection):
 
 
 def received(connection, size):
-    return connection.recv(size, socket.MSG_WAITALL) if size else b""
+    found = b""
+    while len(found) < size:
+        found += connection.recv(size - len(found)) or pytest.fail("the connection has ended")
+    return found
 
 
 def answer(operation, request, data=b""):
@@ -150,7 +154,10 @@ def request(operation, memory, layout=(0, 0), axes=(), change=(0,) * 6, data=b""
     return HEADER.pack(REGION, operation, 1, memory, len(body)) + body + VALID
 
 
-@pytest.mark.parametrize("name", CALLS)
+WITHOUT_ANSWER = "put_notify", "notify"
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in WITHOUT_ANSWER])
 def test_a_peer_that_dies_during_a_call_is_named(unconnected, name):
     """Its requests have arrived, and no answer leaves before its connections end."""
     memory, flags = (
@@ -166,6 +173,100 @@ def test_a_peer_that_dies_during_a_call_is_named(unconnected, name):
             call.result(LIMIT)
     with pytest.raises(weft.WeftError, match="closed: PeerLost"):
         CALLS["put"](memory[0], flags[0])
+
+
+def connect(pool, peer, memory):
+    """Return when rank 0 has taken the connection to rank 1, at whose other end this is."""
+    call = pool.submit(weft.put, memory, torch.ones(4), 1)
+    operation, number, _ = next_of(peer)
+    assert operation == PUT
+    peer.sendall(answer(DONE, number))
+    call.result(LIMIT)
+
+
+AFTERWARDS = {
+    "notify of this host": lambda memory, flags: weft.notify(flags, 1, 2),
+    "notify of itself": lambda memory, flags: weft.notify(flags, 1, 0),
+    "notify of another host": lambda memory, flags: weft.notify(flags, 1, 3),
+    "put_notify": lambda memory, flags: weft.put_notify(memory, torch.ones(4), flags, 1, 3),
+}
+
+
+@pytest.mark.parametrize("name", AFTERWARDS)
+def test_others_hear_only_of_what_has_arrived(unconnected, name):
+    """A notify leaves without an answer; this rank asks for it before it notifies others."""
+    memory, flags = (
+        each(unconnected, lambda w: w.empty(4)),
+        each(unconnected, lambda w: w.signals(4)),
+    )
+    with ThreadPoolExecutor(1) as pool, in_place_of_peer(unconnected[0]) as peer:
+        peer.settimeout(LIMIT)
+        connect(pool, peer, memory[0])
+        weft.notify(flags[0], 0, 1)
+        assert next_of(peer)[0] == CHANGE | NO_ANSWER
+        weft.put_notify(memory[0], torch.full((4,), 2.0), flags[0], slice(0, 2), 1)
+        weft.put_notify(memory[0], torch.full((4,), 3.0), flags[0], 0, 1)
+        for value in (2.0, 3.0):
+            operation, _, contents = next_of(peer)
+            assert operation == PUT | NO_ANSWER
+            assert contents[REQUEST.size :] == torch.full((4,), value).numpy().tobytes()
+
+        call = pool.submit(AFTERWARDS[name], memory[0], flags[0])
+        found, number, contents = next_of(peer)
+        assert found == CHANGE
+        assert not any(contents)
+        assert not call.done()
+        assert [each[1] for each in flags] == [0] * 4
+        peer.sendall(answer(DONE, number))
+        call.result(LIMIT)
+        while sum(each[1] for each in flags) == 0:
+            threading.Event().wait(0.001)
+        weft.notify(flags[0], 0, 1)  # leaves at once again
+        assert next_of(peer)[0] == CHANGE | NO_ANSWER
+
+
+def test_a_barrier_begins_when_notifies_have_arrived(unconnected):
+    memory, flags = (
+        each(unconnected, lambda w: w.empty(4)),
+        each(unconnected, lambda w: w.signals(1)),
+    )
+    with ThreadPoolExecutor(1) as pool, in_place_of_peer(unconnected[0]) as peer:
+        peer.settimeout(LIMIT)
+        connect(pool, peer, memory[0])
+        weft.notify(flags[0], 0, 1)
+        assert next_of(peer)[0] == CHANGE | NO_ANSWER
+        call = pool.submit(weft.barrier, unconnected[0])
+        kind, operation, number, _, _ = HEADER.unpack(received(peer, HEADER.size))
+        assert (kind, operation) == (REGION, CHANGE)
+        received(peer, REQUEST.size + len(VALID))
+        peer.sendall(answer(DONE, number))
+        while kind != ROWS:
+            kind, _, _, _, size = HEADER.unpack(received(peer, HEADER.size))
+            received(peer, size + (len(VALID) if kind == ROWS else 0))
+        peer.close()
+        with pytest.raises(weft.PeerLost):
+            call.result(LIMIT)
+
+
+@pytest.mark.parametrize("name", WITHOUT_ANSWER)
+def test_a_peer_that_dies_after_a_call_without_answer_is_named_by_the_next(unconnected, name):
+    memory, flags = (
+        each(unconnected, lambda w: w.empty(4)),
+        each(unconnected, lambda w: w.signals(4)),
+    )
+    calls = {
+        "put_notify": lambda: weft.put_notify(memory[0], torch.ones(4), flags[0], 0, 1),
+        "notify": lambda: weft.notify(flags[0], 0, 1),
+    }
+    with ThreadPoolExecutor(1) as pool, in_place_of_peer(unconnected[0]) as peer:
+        connect(pool, peer, memory[0])
+        calls[name]()
+        next_of(peer)
+        peer.close()
+        with pytest.raises(weft.PeerLost, match=r"rank 1 \(pid \d+\) died while rank 0 waited"):
+            weft.wait(flags[0], 3, ">=", 1)
+    with pytest.raises(weft.WeftError, match="closed: PeerLost"):
+        calls[name]()
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "wait"])
@@ -293,6 +394,28 @@ def test_memory_lives_until_no_rank_of_any_host_has_a_tensor_in_it(worlds):
         threading.Event().wait(0.001)
 
 
+def test_memory_is_kept_until_peers_have_what_was_put_there(unconnected):
+    """That it is dropped is told by another connection than what was put."""
+    before = mapped()
+    memory, flags = (
+        each(unconnected, lambda w: w.empty(4)),
+        each(unconnected, lambda w: w.signals(4)),
+    )
+    with ThreadPoolExecutor(1) as pool, in_place_of_peer(unconnected[0]) as peer:
+        peer.settimeout(LIMIT)
+        connect(pool, peer, memory[0])
+        weft.put_notify(memory[0], torch.ones(4), flags[0], 0, 1)
+        assert next_of(peer)[0] == PUT | NO_ANSWER
+        memory.clear()
+        flags.clear()
+        found, number, _ = next_of(peer)
+        assert found == CHANGE
+        assert mapped() > before
+        peer.sendall(answer(DONE, number))
+        while mapped() > before:
+            threading.Event().wait(0.001)
+
+
 BYTES = 4096
 INVALID = {
     "behind the end": ((BYTES - 3, 4), ()),
@@ -325,6 +448,7 @@ def test_no_message_reads_or_writes_outside_symmetric_memory(unconnected, operat
 WRONG = {
     "of no operation": request(9, 1, (0, 8)),
     "a change with a layout": request(CHANGE, 1, (0, 8)),
+    "a get without an answer": request(GET | NO_ANSWER, 1, (0, 8)),
     "for other memory": request(PUT, 77, (0, 8), data=bytes(8)),
     "too few bytes": request(PUT, 1, (0, 8), data=bytes(7)),
     "many axes": request(GET, 1, (0, 8), ((1, 8),) * 9),

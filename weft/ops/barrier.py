@@ -5,6 +5,7 @@ from __future__ import annotations
 from weft._native import repeat
 from weft.checks import check_timeout
 from weft.engines import engine
+from weft.ops import between_hosts
 from weft.ops.refusals import tell
 from weft.schedules import barrier as schedule
 from weft.uncompiled import untraced
@@ -32,6 +33,8 @@ def barrier(world: World | None = None, timeout: float | None = None) -> None:
         [2, 2]
     """
     try:
+        if between_hosts.notified:
+            between_hosts.settle(current(world), "for a barrier")
         if repeat(barrier, (), None, None, None, None, world, timeout):
             return
         check_timeout(timeout)

@@ -1,24 +1,30 @@
 """One-sided calls to a rank on another host, which takes no part in them: requests to its network
 (`native/hosts/regions.hpp`).
 
-A call returns once the peer has answered all its requests, so it is complete there, and all
-guarantees of docs/memory-model.md hold between hosts as well.
+A put or get returns once the peer has answered all its requests, so it is complete there. A notify
+is on its way when it returns, behind all that this rank has put to that peer; a notify of another
+rank, or a barrier, first waits until it has arrived. So all guarantees of docs/memory-model.md hold
+between hosts as well.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 import weft._native as _native
 from weft.engines.ranges import in_range
 from weft.errors import PeerTimeout, WeftError
 from weft.world.peers import Peers
-
-if TYPE_CHECKING:
-    from weft.world.signals import Signals
+from weft.world.signals import LARGEST, Signals
 
 _NOTICED = 0.5  # seconds until the world has noticed why a peer hung up
+
+notified: set[int] = set()
+"""The numbers of the worlds in which this process has notified ranks of other hosts, which may have
+yet to hear of it.
+"""
 
 
 class RemoteChange:
@@ -36,9 +42,10 @@ class RemoteChange:
         """Make the change; True, since a failure is raised."""
         world, peer = self._world, self.peer
         with in_range("notify"):
-            status = _regions(world).change(peer, self.native, world.timeout)
+            status, culprit = _regions(world).change(peer, self.native, world.timeout)
+        notified.add(world.number)
         if status != _native.WaitStatus.none:
-            raise _error(world, peer, status, f"to notify rank {peer}")
+            raise _error(world, culprit, status, f"to notify rank {peer}")
         return True
 
 
@@ -55,9 +62,11 @@ def put(
     """
     change = None if after is None else after.native
     with in_range("put"):
-        status = _regions(world).put(peer, copy, change, world.timeout, tensors)
+        status, culprit = _regions(world).put(peer, copy, change, world.timeout, tensors)
+    if after is not None:
+        notified.add(world.number)
     if status != _native.WaitStatus.none:
-        raise _error(world, peer, status, f"to make a {description}")
+        raise _error(world, culprit, status, f"to make a {description}")
 
 
 def get(
@@ -65,9 +74,55 @@ def get(
 ) -> None:
     """Make a get, as `put`."""
     with in_range("get"):
-        status = _regions(world).get(peer, copy, world.timeout, tensors)
+        status, culprit = _regions(world).get(peer, copy, world.timeout, tensors)
     if status != _native.WaitStatus.none:
-        raise _error(world, peer, status, f"to make a {description}")
+        raise _error(world, culprit, status, f"to make a {description}")
+
+
+def put_notify_at_once(
+    dst: Tensor, src: Tensor, signals: Signals, index: object, peer: object, op: str, value: object
+) -> bool:
+    """Make a `put_notify` of one counter; False, with nothing done, if the peer is on this host, or
+    an argument is wrong.
+    """
+    if not (
+        type(signals) is Signals
+        and type(index) is type(peer) is type(value) is int
+        and 0 <= index < len(signals)
+        and 0 <= value <= LARGEST
+        and op in ("add", "set")
+    ):
+        return False
+    world = signals.world
+    world.check()
+    if world.network is None:
+        return False
+    ended = _native.put_notify_at_once(
+        dst, src, signals.array, index, peer, op == "set", value, _regions(world), world.timeout
+    )
+    if ended is None:
+        return False
+    notified.add(world.number)
+    status, culprit = ended
+    if status != _native.WaitStatus.none:
+        raise _error(world, culprit, status, f"to put and notify rank {peer}")
+    return True
+
+
+def settle(world: Peers, doing: str) -> None:
+    """Return once ranks of other hosts have all that this rank has notified them of; the phrase
+    `doing` is what that is for.
+    """
+    if world.number not in notified:
+        return
+    notified.discard(world.number)
+    try:
+        status, culprit = _regions(world).settle(world.timeout)
+    except BaseException:
+        notified.add(world.number)
+        raise
+    if status != _native.WaitStatus.none:
+        raise _error(world, culprit, status, doing)
 
 
 def _regions(world: Peers) -> _native.Regions:

@@ -10,9 +10,10 @@ short:
 - Nothing else is ordered. In particular a put does not notify the peer, and a notify does not wait
   for asynchronous transfers.
 
-A peer on another host takes no part either: its process answers each call, which returns when it
-is complete there. One without an answer in the world's time limit raises `PeerTimeout`, and closes
-the world.
+A peer on another host takes no part either: its process answers a put or get, which is complete
+when it returns. One without an answer in the world's time limit raises `PeerTimeout`, and closes
+the world. A notify, alone or behind a put, may still be on its way there when it returns; other
+ranks are notified only of what has arrived.
 
 One-sided calls are thread-safe and run concurrently. All of them raise `WeftError` if the world is
 closed and `PeerLost` if a peer has died or failed, which closes the world; bad arguments are
@@ -310,7 +311,8 @@ def put_notify(
     comm_sms: int | None = None,
 ) -> None:
     """`put`, then `notify` the same peer: a thread that sees the counter sees the data. Arguments
-    are checked before anything is moved.
+    are checked before anything is moved. When it returns `src` may be used again; to a peer on
+    another host data and counter may still be on their way.
 
     Examples:
         >>> def send_right():
@@ -324,6 +326,12 @@ def put_notify(
         ...     local.run(send_right)
         [[1.0, 1.0], [0.0, 0.0]]
     """
+    if (
+        algorithm == "auto"
+        and comm_sms is None
+        and between_hosts.put_notify_at_once(dst, src, signals, index, peer, op, value)
+    ):
+        return
     raising = notification(signals, index, peer, op, value)
     own, copy = _prepared(dst, src, peer, signals.world, True, algorithm, comm_sms)
     description = _Copy(True, peer, src.nbytes)

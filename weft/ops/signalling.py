@@ -13,6 +13,7 @@ import weft._native as _native
 from weft.checks import check_rank, check_timeout, integer
 from weft.engines import engine
 from weft.errors import PeerTimeout
+from weft.ops import between_hosts
 from weft.ops.between_hosts import RemoteChange
 from weft.uncompiled import untraced
 from weft.world import World
@@ -43,8 +44,9 @@ def notify(
 
     `op` is ``"add"``, an atomic addition, or ``"set"``, for a counter with one writer. `value` is
     from 0 to 2**64 - 1. Counters must not overflow: sums of 2**64 wrap to zero. `peer` may be this
-    rank. Asynchronous transfers are published only if they were done before. Raises `ValueError`
-    for an invalid peer, counter, op or value.
+    rank; the counter of one on another host may be raised only after the call has returned.
+    Asynchronous transfers are published only if they were done before. Raises `ValueError` for an
+    invalid peer, counter, op or value.
 
     Examples:
         >>> def raise_the_peers_counter():
@@ -177,8 +179,16 @@ def notification(
     selection, number = signals.select(index), _value(value)
     if not world.hosts.here(rank):
         return RemoteChange(signals, op, rank, selection, number)
-    raising = signals.array.add if op == "add" else signals.array.set
-    return partial(raising, rank, *selection, number)
+    raising = partial(
+        signals.array.add if op == "add" else signals.array.set, rank, *selection, number
+    )
+    return raising if world.network is None else partial(_after_others, world, rank, raising)
+
+
+def _after_others(world: Peers, rank: int, raising: Callable[[], bool]) -> bool:
+    """Raise counters of a rank of this host, once those of other hosts have what they were told."""
+    between_hosts.settle(world, f"to notify rank {rank}")
+    return raising()
 
 
 def no_signals(signals: object) -> TypeError:

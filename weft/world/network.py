@@ -9,6 +9,7 @@ Each other connection is made when it is first needed, by the thread of this mod
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import socket
 import threading
@@ -29,6 +30,7 @@ from weft.world.background import BackgroundCopies
 
 _NOTICED = 0.5  # seconds until all threads have noticed that a peer hung up
 _LINGER = 0.5  # seconds that peers have to receive messages under way and to hang up
+_LOOK = 0.01  # seconds between two looks whether peers have all that was put to memory
 _CLOSING = 5.0  # seconds; a close, all of whose waits have limits, takes less
 
 
@@ -189,7 +191,8 @@ class Network:
         woken = self._woken.fileno()
         events = [(each, select.POLLIN) for each in (woken, self.native.trouble_descriptor)]
         while not self._stopping:
-            if woken in poll([*events, *self.connector.polled()], self.connector.patience):
+            patience = min(self.connector.patience, _LOOK if self._dropped else math.inf)
+            if woken in poll([*events, *self.connector.polled()], patience):
                 self._woken.recv(4096)
             self.connector.advance()
             for kind, peer, call, text in self.native.troubles():
@@ -200,7 +203,11 @@ class Network:
             self._report_dropped()
 
     def _report_dropped(self) -> None:
-        while self._dropped:
+        """Let other hosts know of memory in which this rank has no tensor any more, once they have
+        all that this rank has put there.
+        """
+        assert self.regions is not None
+        while self._dropped and (self.mesh.failure()[0] or self.regions.settled()):
             self.mesh.drop(self._dropped.popleft())
 
     def _look(self) -> None:
