@@ -127,12 +127,15 @@ def training(rounds: int) -> dict[str, float]:
 
     found = {}
     with torch.inference_mode(False):
-        tokens = torch.randint(example.VOCABULARY, (2 * dist.get_world_size(), 8))
+        ranks = dist.get_world_size()
+        tokens = torch.randint(example.VOCABULARY, (2 * ranks, 8))
         dist.broadcast(tokens, 0)
         groups = {backend: dist.new_group(backend=backend) for backend in example.BACKENDS}
         for name, made in example.VARIANTS.items():
             calls = {
-                f"{backend} {name}": partial(made(example.transformer(256, 4, 4), group), tokens)
+                f"{backend} {name}": partial(
+                    made(example.transformer(256, 2 * ranks, 4), group), tokens
+                )
                 for backend, group in groups.items()
             }
             found |= medians(calls, 1, rounds, 3)

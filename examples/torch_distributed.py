@@ -1,10 +1,10 @@
-"""A small transformer trained by four of torch's forms of parallelism, on gloo and on weft.
+"""A small transformer trained by five of torch's forms of parallelism, on gloo and on weft.
 
     python examples/torch_distributed.py --ranks 2
 
-Data parallel (DDP), fully sharded (FSDP2), tensor parallel (DTensor) and in a pipeline: the code is
-the same for both backends, except for the process group. Losses are compared step by step, steps
-are interleaved, and times are medians over steps.
+Data parallel (DDP), fully sharded (FSDP2), tensor parallel (DTensor) and in a pipeline of one stage
+a rank (1F1B) or of two (interleaved 1F1B): the code is the same for both backends, except for the
+process group. Losses are compared step by step, steps alternate, and times are medians over steps.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -116,17 +116,45 @@ def trained(model: nn.Module, shared_by: dist.ProcessGroup | None) -> Step:
     return step
 
 
+def stages_of(
+    model: nn.Sequential, group: dist.ProcessGroup, each: int
+) -> tuple[list[PipelineStage], nn.ModuleList]:
+    """This rank's stages, so many of each rank, and their layers; a stage is followed by one of the
+    next rank.
+    """
+    number = each * group.size()
+    bounds = [round(len(model) * stage / number) for stage in range(number + 1)]
+    own = {
+        stage: model[bounds[stage] : bounds[stage + 1]]
+        for stage in range(group.rank(), number, group.size())
+    }
+    stages = [
+        PipelineStage(layers, stage, number, torch.device("cpu"), group=group)
+        for stage, layers in own.items()
+    ]
+    return stages, nn.ModuleList(own.values())
+
+
 def pipeline(model: nn.Sequential, group: dist.ProcessGroup) -> Step:
+    (stage,), own = stages_of(model, group, 1)
+    return staged(Schedule1F1B(stage, 2 * group.size(), loss_fn=loss_of), own, group)
+
+
+def interleaved_pipeline(model: nn.Sequential, group: dist.ProcessGroup) -> Step:
+    stages, own = stages_of(model, group, 2)
+    return staged(ScheduleInterleaved1F1B(stages, 2 * group.size(), loss_fn=loss_of), own, group)
+
+
+def staged(
+    schedule: Schedule1F1B | ScheduleInterleaved1F1B, own: nn.Module, group: dist.ProcessGroup
+) -> Step:
+    """A step of training by a schedule of the stages of which this rank has its own layers."""
     rank, ranks = group.rank(), group.size()
-    bounds = [len(model) * stage // ranks for stage in range(ranks + 1)]
-    own = model[bounds[rank] : bounds[rank + 1]]
-    stage = PipelineStage(own, rank, ranks, torch.device("cpu"), group=group)
-    schedule = Schedule1F1B(stage, 2 * ranks, loss_fn=loss_of)
     optimizer = torch.optim.SGD(own.parameters(), 0.05)
 
     def step(tokens: Tensor) -> float:
         losses: list[Tensor] = []
-        last = {"target": tokens, "losses": losses} if rank == ranks - 1 else {}
+        last: dict[str, Any] = {"target": tokens, "losses": losses} if rank == ranks - 1 else {}
         schedule.step(*([tokens] if rank == 0 else []), **last)
         optimizer.step()
         optimizer.zero_grad()
@@ -140,6 +168,7 @@ VARIANTS: dict[str, Callable[[nn.Sequential, dist.ProcessGroup], Step]] = {
     "FSDP2": fully_sharded,
     "tensor parallel": tensor_parallel,
     "pipeline": pipeline,
+    "interleaved pipeline": interleaved_pipeline,
 }
 
 
@@ -191,11 +220,11 @@ def main(
     length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 32,
     steps: int = 11,
 ) -> None:
-    """Train a small transformer in four variants on gloo and weft, comparing losses and times."""
-    if dim % heads or heads % ranks or batch % (2 * ranks) or layers + 2 < ranks:
+    """Train a small transformer in each variant on gloo and weft, comparing losses and times."""
+    if dim % heads or heads % ranks or batch % (2 * ranks) or layers + 2 < 2 * ranks:
         raise typer.BadParameter(
-            "heads divide dim, ranks divide heads, twice the ranks divide batch; a stage needs a "
-            "layer"
+            "heads divide dim, ranks divide heads, twice the ranks divide batch; layers are at "
+            "least twice the ranks, less two"
         )
     found = weft.launch(measure, ranks, dim, layers, heads, batch, length, steps)[0]
     table = Table(

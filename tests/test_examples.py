@@ -152,7 +152,14 @@ def test_torch_distributed():
     """On both backends the losses are the same; the example itself checks that in every step."""
     sizes = "--dim 32 --layers 2 --heads 2 --batch 4 --length 8 --steps 3"
     printed = as_process("torch_distributed.py", *sizes.split())
-    for word in ("DDP", "FSDP2", "tensor parallel", "pipeline", "losses agree in every step"):
+    for word in (
+        "DDP",
+        "FSDP2",
+        "tensor parallel",
+        "pipeline",
+        "interleaved pipeline",
+        "losses agree in every step",
+    ):
         assert word in printed
 
 
