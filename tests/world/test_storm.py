@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from support.hosts import WHY_NOT
 from support.storm.kinds import KINDS
+from support.storm.rank import wait_for
 from support.storm.trial import trial_of
 
 QUICK = "kill,mismatch,files,outstanding,outstanding-mismatch,fork,fork-all,threads-share,threads-come,ctrl-c,handler-within,jobs,containers"
@@ -63,6 +65,32 @@ def test_a_trial_is_repeated_by_its_seed_kind_and_place():
     for name, kind in KINDS.items():
         trial = trial_of(5, name, kind, ("shared", "hosts", "compile"))
         assert trial == trial_of(5, name, kind, (trial.place,))
+
+
+def test_a_child_that_waits_for_a_core_does_not_hang():
+    computing = "import time\nwhile time.process_time() < {}: pass"
+    core = {min(os.sched_getaffinity(0))}
+    busy = [started(computing.format(60), core) for _ in range(5)]
+    try:
+        began = time.monotonic()
+        assert wait_for(started(computing.format(0.2), core).pid, 0.5) == "exit 0"
+        assert time.monotonic() > began + 0.5
+    finally:
+        for each in busy:
+            each.kill()
+            each.wait()
+
+
+def test_a_child_that_sleeps_hangs():
+    sleeping = started("import time; time.sleep(60)", os.sched_getaffinity(0))
+    assert wait_for(sleeping.pid, 0.5) == "a hang of 0.5 s"
+
+
+def started(program: str, cores: set[int]) -> subprocess.Popen[bytes]:
+    """A process that runs a program on these cores."""
+    process = subprocess.Popen([sys.executable, "-S", "-c", program])
+    os.sched_setaffinity(process.pid, cores)
+    return process
 
 
 @pytest.mark.slow

@@ -188,13 +188,16 @@ class Part:
 
 
 def wait_for(child: int, limit: float = 10.0) -> str:
-    """How a child of this process ends: "exit 0" or "signal 6"; one that hangs is killed."""
-    deadline = time.monotonic() + limit
+    """How a child of this process ends: "exit 0" or "signal 6"; one that hangs is killed. Time for
+    which it waits for a core does not count.
+    """
+    began, busy = time.monotonic(), starved(child)
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             return ending(status)
-        if time.monotonic() > deadline:
+        took = time.monotonic() - began
+        if took > limit and took - (starved(child) - busy) > limit:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             return f"a hang of {limit:g} s"
