@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from support.hosts import WHY_NOT
 from support.storm.kinds import KINDS
+from support.storm.machine import main_thread_starved
 from support.storm.rank import wait_for
 from support.storm.trial import trial_of
 
@@ -84,6 +85,16 @@ def test_a_child_that_waits_for_a_core_does_not_hang():
 def test_a_child_that_sleeps_hangs():
     sleeping = started("import time; time.sleep(60)", os.sched_getaffinity(0))
     assert wait_for(sleeping.pid, 0.5) == "a hang of 0.5 s"
+
+
+def test_the_waits_of_a_process_that_has_ended_are_known():
+    computing = "import time\nwhile time.process_time() < {}: pass"
+    core = {min(os.sched_getaffinity(0))}
+    both = [started(computing.format(0.2), core) for _ in range(2)]
+    for each in both:
+        os.waitid(os.P_PID, each.pid, os.WEXITED | os.WNOWAIT)
+    assert max(main_thread_starved(each.pid) for each in both) > 0.1
+    assert [each.wait() for each in both] == [0, 0]
 
 
 def started(program: str, cores: set[int]) -> subprocess.Popen[bytes]:

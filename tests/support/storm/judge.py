@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from support.hosts import Hosts
-from support.storm.machine import busy_cores, children, starved
+from support.storm.machine import busy_cores, children, main_thread_starved, starved
 from support.storm.rank import HANGS, Part, ending
 from support.storm.trial import RIGHT, Kind, Trial
 
@@ -55,6 +55,7 @@ class Rank:
         os.close(events_out)
         os.close(go_in)
         self.status: int | None = None
+        self.starved_at_end = 0.0  # the main thread
         self.events: list[dict[str, Any]] = []
         self.rest = b""
 
@@ -77,11 +78,11 @@ class Rank:
 
     def look(self) -> None:
         """Record the end of the process, if it has ended."""
-        pid, status = os.waitpid(self.pid, os.WNOHANG)
-        if pid:
+        if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             while select.select([self.event_pipe], [], [], 0)[0] and self.listen():
                 pass
-            self.status = status
+            self.starved_at_end = main_thread_starved(self.pid)
+            _, self.status = os.waitpid(self.pid, 0)
             self.events.append({"event": "dead", "when": time.monotonic()})
 
     def kill(self, number: int) -> None:
@@ -113,6 +114,7 @@ class Scene:
         self.victim = self.ranks[trial.victim]
         self.others = [each for each in self.ranks if each is not self.victim]
         self.waited: dict[int, float] = {}
+        self.main_thread_waited = 0.0  # of the victim
 
     def until(self, condition: Callable[[], bool], limit: float = HANGS) -> bool:
         """Read events until a condition holds; False if it does not hold within `limit` seconds in
@@ -143,11 +145,16 @@ class Scene:
     def note(self) -> None:
         """Record how long ranks have waited for a core so far."""
         self.waited = {each.pid: starved(each.pid) for each in self.ranks}
+        if self.victim.status is None:
+            self.main_thread_waited = main_thread_starved(self.victim.pid)
 
     def slack(self) -> float:
-        """Seconds that ranks have waited for a core since `note`."""
+        """Seconds that ranks have waited for a core since `note`, also the victim while it ends."""
         overs = [(each.pid, over["starved"]) for each in self.ranks if (over := each.event("over"))]
-        return sum(max(0.0, busy - self.waited[pid]) for pid, busy in overs if pid in self.waited)
+        waited = [max(0.0, busy - self.waited[pid]) for pid, busy in overs if pid in self.waited]
+        if self.waited and not self.victim.event("over"):
+            waited.append(max(0.0, self.victim.starved_at_end - self.main_thread_waited))
+        return sum(waited)
 
     def abort(self, ranks: list[Rank]) -> list[int]:
         """Abort hanging ranks, whose stacks faulthandler prints; their numbers."""

@@ -20,6 +20,13 @@ def starved(pid: int) -> float:
     return total / 1e9
 
 
+def main_thread_starved(pid: int) -> float:
+    """Seconds for which the main thread of a process has waited for a core, also of a process that
+    has ended, until it is reaped.
+    """
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+
+
 @contextlib.contextmanager
 def busy_cores(busy: bool) -> Iterator[None]:
     """Processes that keep all cores busy while the block runs."""
