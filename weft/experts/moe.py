@@ -21,7 +21,7 @@ from weft.ops.all_reduce import all_reduce
 from weft.ops.autograd import recorded_world
 from weft.ops.matmul_all_reduce import matmul_all_reduce
 from weft.ops.options import check_types, schema
-from weft.ops.refusals import tell
+from weft.ops.refusals import report
 from weft.world import World, current
 
 
@@ -116,7 +116,7 @@ def moe(
             return OPERATOR(layer, *options, world.name)
         return _sums(layer, options, world)
     except Exception as error:
-        tell(error, world)
+        report(error, world)
         raise
 
 

@@ -21,7 +21,6 @@ from weft.ops.collective import (
 )
 from weft.ops.handle import Handle
 from weft.ops.operator import CollectiveOperator
-from weft.ops.refusals import tell
 from weft.plan.launch import Launch
 from weft.schedules import all_gather as schedule
 from weft.schedules.workload import PIECES, pieces
@@ -67,13 +66,9 @@ def all_gather(
         ...     local.run(lambda: weft.all_gather(torch.tensor([weft.init().rank])))
         [tensor([0, 1]), tensor([0, 1])]
     """
-    try:
-        shards = None if shard_rows is None else arguments.as_key(shard_rows)
-        options = dim, shards, algorithm, chunk_rows, launch
-        return collective.run(check, a, out, options, world, timeout)
-    except Exception as error:
-        tell(error, world)
-        raise
+    shards = None if shard_rows is None else arguments.as_key(shard_rows)
+    options = dim, shards, algorithm, chunk_rows, launch
+    return collective.run(check, a, out, options, world, timeout)
 
 
 @untraced
@@ -100,13 +95,9 @@ def all_gather_async(
         ...     local.run(overlapped)
         [tensor([0, 1]), tensor([0, 1])]
     """
-    try:
-        shards = None if shard_rows is None else arguments.as_key(shard_rows)
-        options = dim, shards, algorithm, chunk_rows, launch
-        return collective.start(check, a, out, options, world, timeout)
-    except Exception as error:
-        tell(error, world)
-        raise
+    shards = None if shard_rows is None else arguments.as_key(shard_rows)
+    options = dim, shards, algorithm, chunk_rows, launch
+    return collective.start(check, a, out, options, world, timeout)
 
 
 def check(

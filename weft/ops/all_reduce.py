@@ -10,7 +10,6 @@ from weft.ops import arguments, collective, granularity
 from weft.ops.collective import CollectiveCall, Plans, planned, same_place
 from weft.ops.handle import Handle
 from weft.ops.operator import CollectiveOperator
-from weft.ops.refusals import tell
 from weft.plan.binding import split
 from weft.schedules import all_reduce as schedule
 from weft.schedules.peers import one_rank_per_host
@@ -48,11 +47,7 @@ def all_reduce(
         ...     local.run(lambda: weft.all_reduce(torch.tensor([1, weft.init().rank])))
         [tensor([2, 1]), tensor([2, 1])]
     """
-    try:
-        return collective.run(check, a, out, (op, algorithm), world, timeout)
-    except Exception as error:
-        tell(error, world)
-        raise
+    return collective.run(check, a, out, (op, algorithm), world, timeout)
 
 
 @untraced
@@ -76,11 +71,7 @@ def all_reduce_async(
         ...     local.run(overlapped)
         [tensor([2, 1]), tensor([2, 1])]
     """
-    try:
-        return collective.start(check, a, out, (op, algorithm), world, timeout)
-    except Exception as error:
-        tell(error, world)
-        raise
+    return collective.start(check, a, out, (op, algorithm), world, timeout)
 
 
 def check(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: str) -> CollectiveCall:

@@ -16,7 +16,7 @@ from weft.ops.collective import CollectiveCall, Plans, as_matrix, planned
 from weft.ops.deferred import DeferredHandle
 from weft.ops.handle import Handle
 from weft.ops.operator import CollectiveOperator
-from weft.ops.refusals import tell
+from weft.ops.refusals import report
 from weft.schedules import all_to_all as schedule
 from weft.schedules.exchanges import Counts, Way
 from weft.schedules.thresholds import EAGER_BUFFER_BYTES
@@ -67,7 +67,7 @@ def all_to_all(
         run = collective.run if found.again else collective.run_once
         return run(_check_uneven, a, out, (found.counts,), world, timeout)
     except Exception as error:
-        tell(error, world)
+        report(error, world)
         raise
 
 
@@ -119,7 +119,7 @@ def all_to_all_async(
         description = collective.describe("all_to_all", a, _check, ())
         return DeferredHandle(world, exchange, prepare, description, result, timeout)
     except Exception as error:
-        tell(error, world)
+        report(error, world)
         raise
 
 

@@ -6,7 +6,7 @@ from weft._native import repeat
 from weft.checks import check_timeout
 from weft.engines import engine
 from weft.ops import between_hosts
-from weft.ops.refusals import tell
+from weft.ops.refusals import report
 from weft.schedules import barrier as schedule
 from weft.uncompiled import untraced
 from weft.world import World, current
@@ -49,5 +49,5 @@ def barrier(world: World | None = None, timeout: float | None = None) -> None:
             no_operands = None, None, None, None
             own.calls.add(barrier, (), *no_operands, program, binding, {}, [], program.prepare)
     except Exception as error:
-        tell(error, world)
+        report(error, world)
         raise

@@ -11,7 +11,6 @@ from weft.ops import arguments, collective, granularity
 from weft.ops.collective import ANY, CollectiveCall, Plans, planned
 from weft.ops.handle import Handle
 from weft.ops.operator import CollectiveOperator
-from weft.ops.refusals import tell
 from weft.schedules import broadcast as schedule
 from weft.schedules.workload import pieces
 from weft.uncompiled import untraced
@@ -65,11 +64,7 @@ def broadcast(
         ...     local.run(lambda: weft.broadcast(torch.tensor([weft.init().rank]), 1))
         [tensor([1]), tensor([1])]
     """
-    try:
-        return collective.run(check, tensor, tensor, (source, algorithm), world, timeout)
-    except Exception as error:
-        tell(error, world)
-        raise
+    return collective.run(check, tensor, tensor, (source, algorithm), world, timeout)
 
 
 @untraced
@@ -92,11 +87,7 @@ def broadcast_async(
         ...     local.run(overlapped)
         [tensor([1]), tensor([1])]
     """
-    try:
-        return collective.start(check, tensor, tensor, (source, algorithm), world, timeout)
-    except Exception as error:
-        tell(error, world)
-        raise
+    return collective.start(check, tensor, tensor, (source, algorithm), world, timeout)
 
 
 def check(world: World, tensor: Tensor, out: Tensor, source: int, algorithm: str) -> CollectiveCall:

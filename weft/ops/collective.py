@@ -48,6 +48,7 @@ from weft.ops import arguments, dims, driver, handle
 from weft.ops.call import Call, Key, Selection
 from weft.ops.dropped import warn_if_dropped
 from weft.ops.handle import Handle
+from weft.ops.refusals import report
 from weft.plan import Plan
 from weft.plan.values import REDUCTIONS
 from weft.schedules.workload import Variant, Workload
@@ -181,9 +182,13 @@ def run_once(
     key: Key | None = None,
 ) -> Tensor:
     """The result of a collective; without a `key` it is not kept in the call cache."""
-    world = current(world)
-    check_timeout(timeout)
-    made: Tensor = driver.run(_checked(check, world, a, out, options, timeout), key)
+    try:
+        world = current(world)
+        check_timeout(timeout)
+        made: Tensor = driver.run(_checked(check, world, a, out, options, timeout), key)
+    except Exception as error:
+        report(error, world)
+        raise
     if out is None:
         warn_if_dropped()
     return made
@@ -203,9 +208,13 @@ def start(
     timeout: float | None,
 ) -> Handle:
     """Begin a collective and return at once."""
-    world = current(world)
-    check_timeout(timeout)
-    return handle.begin(_checked(check, world, a, out, options, timeout))
+    try:
+        world = current(world)
+        check_timeout(timeout)
+        return handle.begin(_checked(check, world, a, out, options, timeout))
+    except Exception as error:
+        report(error, world)
+        raise
 
 
 def _checked(

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.checks import check_timeout
 from weft.kernels.weights import Weight
 from weft.ops import arguments, autograd, driver, float8
 from weft.ops.operator import FusedOperator
 from weft.ops.options import Operands
 from weft.ops.records import Exchanged
-from weft.ops.refusals import tell
+from weft.ops.refusals import report
 from weft.world import World, current
 
 
@@ -47,6 +48,7 @@ def call(
             if (found := driver.repeat(key, world, timeout)) is not None:
                 return [found] if isinstance(found, Tensor) else found, None
         world = current(world)
+        check_timeout(timeout)
         record: Any = operator.options(*options)
         # an exchange of rows has one result for all weights
         several_results = several and operator.exchange is None
@@ -65,7 +67,7 @@ def call(
                     return [found], record
         return driver.call(operator, world, operands, record, timeout, key), record
     except Exception as error:
-        tell(error, world)
+        report(error, world)
         raise
 
 

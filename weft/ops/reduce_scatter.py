@@ -14,7 +14,6 @@ from weft.ops import arguments, collective, dims, granularity
 from weft.ops.collective import CollectiveCall, Plans, as_matrix, planned, same_place
 from weft.ops.handle import Handle
 from weft.ops.operator import CollectiveOperator
-from weft.ops.refusals import tell
 from weft.schedules import reduce_scatter as schedule
 from weft.schedules.workload import pieces
 from weft.uncompiled import untraced
@@ -58,12 +57,8 @@ def reduce_scatter(
         ...     local.run(lambda: weft.reduce_scatter(torch.tensor([1, 2])))
         [tensor([2]), tensor([4])]
     """
-    try:
-        shards = None if shard_rows is None else arguments.as_key(shard_rows)
-        return collective.run(check, a, out, (op, dim, shards, algorithm), world, timeout)
-    except Exception as error:
-        tell(error, world)
-        raise
+    shards = None if shard_rows is None else arguments.as_key(shard_rows)
+    return collective.run(check, a, out, (op, dim, shards, algorithm), world, timeout)
 
 
 @untraced
@@ -89,12 +84,8 @@ def reduce_scatter_async(
         ...     local.run(overlapped)
         [tensor([2]), tensor([4])]
     """
-    try:
-        shards = None if shard_rows is None else arguments.as_key(shard_rows)
-        return collective.start(check, a, out, (op, dim, shards, algorithm), world, timeout)
-    except Exception as error:
-        tell(error, world)
-        raise
+    shards = None if shard_rows is None else arguments.as_key(shard_rows)
+    return collective.start(check, a, out, (op, dim, shards, algorithm), world, timeout)
 
 
 def check(

@@ -1,7 +1,7 @@
-"""How public functions refuse a call: every collective one ends with
+"""How operators refuse a call: what every collective one runs ends with
 
     except Exception as error:
-        tell(error, world)
+        report(error, world)
         raise
 
 so that no peer waits for a call that this rank does not make. A decorator would cost each repeated
@@ -15,9 +15,9 @@ import torch
 from weft.world import World, registry
 
 
-def tell(error: Exception, world: World | None) -> None:
-    """Tell the peers in `world`, by default the default one, why this rank refuses the call that
-    they may be waiting in; nothing if the call itself has failed, which they know.
+def report(error: Exception, world: World | None) -> None:
+    """Report to the peers in `world`, by default the default one, why this rank refuses the call in
+    which they may be waiting; nothing if the call itself has failed, which they know.
     """
     own = (registry.of_thread() or registry.default) if world is None else world
     if isinstance(own, World) and not torch.compiler.is_compiling():
