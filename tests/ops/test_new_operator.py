@@ -4,19 +4,14 @@ an operator that everything else knows.
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shutil
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from support.on_path import ONLY_ON_PATH
+from support.copied_weft import programs
 
 import weft
-from weft import _native
 
 DOCUMENT = Path(__file__).parents[2] / "docs/new-operator.md"
 FILES = dict(re.findall(r"```py\n# (weft/\S+)\n+(.*?)```", DOCUMENT.read_text(), re.S))
@@ -25,34 +20,8 @@ FILES = dict(re.findall(r"```py\n# (weft/\S+)\n+(.*?)```", DOCUMENT.read_text(),
 @pytest.fixture
 def run(tmp_path):
     """Runs a program of `support.new_operator` with a copy of weft that has the two files."""
-    folder = tmp_path
-    shutil.copytree(Path(weft.__file__).parent, folder / "weft")
-    shutil.copy(_native.__file__, folder / "weft")
-    for path, text in FILES.items():
-        assert not (folder / path).exists()
-        (folder / path).write_text(text)
-    (folder / "sitecustomize.py").write_text(ONLY_ON_PATH)
-    paths = os.pathsep.join([str(folder), os.environ["PYTHONPATH"]])
-    variables = {
-        "PYTHONPATH": paths,
-        "WEFT_CACHE": str(folder / "cache"),
-        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",  # ranks count the graphs that they compile
-    }
-
-    def run(program):
-        code = f"from support.new_operator import {program}; {program}()"
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env=os.environ | variables,
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
-
-    return run
+    assert not any((Path(weft.__file__).parents[1] / path).exists() for path in FILES)
+    return partial(programs(tmp_path, FILES), "new_operator")
 
 
 def test_it_is_two_files():
