@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import statistics
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ import weft.cache as cache
 from weft.checks import name
 from weft.experts.methods import METHODS, NATIVE
 from weft.kernels import half
+from weft.kernels.fastest import least_times
 
 if TYPE_CHECKING:
     from weft.experts.weights import Experts
@@ -26,7 +27,6 @@ _WIDTHS = {"small": 256, "large": 1024}
 _LARGE = 512 * 512
 """Elements of a matrix from which on an expert counts as large."""
 _TIMED = 4  # experts
-_ROUNDS = 6  # of timing, one of which warms up
 _WORTH = 1.25
 """How many times as fast as ``native`` another method must be: it has other bits for other numbers
 of rows.
@@ -92,12 +92,7 @@ def _times(experts: Any, rows: int) -> dict[str, float]:
     x = torch.randn(tokens, experts.shape.width, dtype=experts.dtype, device="cpu")
     chosen = (torch.arange(tokens, device="cpu") % experts.shape.number).unsqueeze(1)
     scores, out = torch.ones(tokens, 1, device="cpu"), torch.empty_like(x)
-    least = dict.fromkeys(METHODS, float("inf"))
-    for number in range(_ROUNDS):
-        for method, (_, run) in METHODS.items():
-            form = experts.form(method)
-            start = time.perf_counter()
-            run(form, experts, x, chosen, scores, out)
-            if number:
-                least[method] = min(least[method], time.perf_counter() - start)
-    return least
+    operands = experts, x, chosen, scores, out
+    return least_times(
+        {name: partial(run, experts.form(name), *operands) for name, (_, run) in METHODS.items()}
+    )

@@ -143,7 +143,7 @@ def _measure(dtype: torch.dtype, out_dtype: torch.dtype) -> Table:
         for size, cases in CASES.items():
             names = candidates(dtype, out_dtype)
             for rows, width in cases.items():
-                times = _times({name: work(layout, rows, width, name) for name in names})
+                times = least_times({name: work(layout, rows, width, name) for name in names})
                 far = _FAR * min(times.values())
                 names = [name for name in names if times[name] < far]
                 others = dict.fromkeys(candidates(dtype, out_dtype), far)
@@ -181,7 +181,7 @@ def _fastest(
     }
 
 
-def _times(works: Mapping[str, Callable[[], None]]) -> dict[str, float]:
+def least_times(works: Mapping[str, Callable[[], object]]) -> dict[str, float]:
     """The least time of each in a few rounds, after one that warms up. Infinite for a method that
     this processor cannot run.
 
