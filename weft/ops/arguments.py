@@ -111,7 +111,12 @@ def as_key(sizes: Any) -> Any:
     `integers` refuses.
     """
     # a list first: the compiler may not know whether other types have a method
-    return tuple(sizes) if isinstance(sizes, (list, tuple)) or hasattr(sizes, "__iter__") else sizes
+    if isinstance(sizes, (list, tuple)):
+        return tuple(sizes)
+    try:
+        return tuple(sizes) if hasattr(sizes, "__iter__") else sizes
+    except TypeError:  # such as a tensor without dimensions
+        return sizes
 
 
 def check_parts(rows: int, shard_rows: Sequence[int] | None, world: World) -> list[int]:

@@ -315,9 +315,10 @@ class FusedCall(Call):
 
     def repeatable(self, key: Key) -> bool:
         """Whether it has its caller's weights and biases, and no tensors of its own."""
-        *_, weights, biases = key
+        _, _, _, out, weights, biases = key
         return (
             self.engine.caches_calls
+            and (out is None or len(self.results) == 1)  # else a result has no address
             and self.engine.shared_memory  # else products are to be preceded by sends
             and len(self.tensors) == 1 + len(self.results)
             and _same(self.weights, weights)
