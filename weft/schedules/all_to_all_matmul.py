@@ -14,21 +14,14 @@ at once, own ones included, so it reads each weight once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
 
 from weft.kernels.matmul import MATMUL
-from weft.plan import Buffer, Compute, Copy, Instruction, Plan, Region, Signal, Term, Wait
-from weft.plan.lazy import Deferred
-from weft.schedules.exchanges import Blocks, halves, names
-from weft.schedules.lanes import (
-    Lanes,
-    by_rank,
-    concurrent,
-    enter,
-    leave,
-    moves_alone,
-    wait_all,
-)
+from weft.plan import Buffer, Compute, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
+from weft.schedules.exchanges import Batch, Blocks, exchange, halves, weight
+from weft.schedules.lanes import Lanes, concurrent, enter, leave, moves_alone, wait_all
 from weft.schedules.peers import after, before
 from weft.schedules.workload import Operator, Request, Rows, Workload
 
@@ -37,109 +30,131 @@ ALGORITHMS = ("push", "by_expert", "sequential")
 
 def all_to_all_matmul(request: Request) -> Plan:
     """The plan of a request; its products wait only for the rows that they multiply."""
-    ranks, algorithm = request.ranks, request.algorithm
-    pieces = request.pieces if algorithm == "push" else 1
-    of = Blocks.of(request._replace(pieces=pieces))
-    weights = names("out", max(of.experts))
-
-    def used(rows: Region, place: Region, expert: int) -> list[Instruction]:
-        """Multiply rows, whose product has this place in ``out``."""
-        kept = [Copy(rows, place._replace(buffer="gathered"))] if request.gathered else []
-        return [Compute(MATMUL, (rows,), place, weights[expert]), *kept]
-
-    def push(rank: int) -> Lanes:
-        """Own rows first, then those of each source as they arrive."""
-        puts: list[Instruction] = []
-        compute: list[Instruction] = []
-        for peer in after(rank, ranks):
-            for expert in of.of_rank(peer):
-                for piece in range(pieces):
-                    puts += of.dispatch(rank, peer, expert, piece)
-        for expert in of.of_rank(rank):
-            own = of.targets_first(rank, "a", rank, expert)
-            compute += used(own, of.experts_first(rank, "out", rank, expert), expert)
-        for source in before(rank, ranks):
-            for expert in of.of_rank(rank):
-                for start, stop in halves(pieces):
-                    rows = of.experts_first(rank, "inbox", source, expert, start, stop)
-                    compute.append(Wait(Signal("in", source), expert * pieces + stop))
-                    compute += used(rows, rows._replace(buffer="out"), expert)
-        return concurrent([*compute, *end(rank)], moving(rank, puts))
-
-    def moving(rank: int, puts: list[Instruction]) -> list[list[Instruction]]:
-        """A lane of puts, if there are any."""
-        return [[*enter(rank, ranks), *puts]] if puts else []
-
-    def end(rank: int) -> list[Instruction]:
-        """The end of a rank that has used its workspace: one without experts has not."""
-        return leave(rank, ranks) if of.experts[rank] else []
-
-    def own_rows(rank: int, expert: int) -> Copy:
-        return Copy(
-            of.targets_first(rank, "a", rank, expert),
-            of.experts_first(rank, "inbox", rank, expert),
-        )
-
-    def together(rank: int, expert: int) -> list[Instruction]:
-        """The product of all rows for an expert."""
-        rows = of.of_expert(rank, "inbox", expert)
-        return used(rows, rows._replace(buffer="out"), expert)
-
-    def by_expert(rank: int) -> Lanes:
-        """Expert after expert, while rows for the next ones arrive."""
-        puts: list[Instruction] = []
-        compute = enter(rank, ranks) if of.experts[rank] else []
-        for expert in range(max(of.experts)):
-            for peer in after(rank, ranks):
-                if expert < of.experts[peer]:
-                    puts += of.dispatch(rank, peer, expert, 0)
-        for expert in of.of_rank(rank):
-            compute += [own_rows(rank, expert), *wait_all("in", before(rank, ranks), expert + 1)]
-            compute += together(rank, expert)
-        return concurrent([*compute, *end(rank)], moving(rank, puts))
-
-    def sequential(rank: int) -> Lanes:
-        """All rows, then the products."""
-        lane = enter(rank, ranks)
-        for peer in after(rank, ranks):
-            for expert in of.of_rank(peer):
-                lane += of.dispatch(rank, peer, expert, 0)
-        lane += [own_rows(rank, expert) for expert in of.of_rank(rank)]
-        if of.experts[rank]:
-            lane += wait_all("in", before(rank, ranks), of.experts[rank])
-        for expert in of.of_rank(rank):
-            lane += together(rank, expert)
-        return {"compute": [*lane, *end(rank)]}
-
-    every = range(ranks)
-    received = [of.taken(rank) for rank in every]
-    buffers = {
-        "a": Buffer.of("input", map(of.given, every)),
-        "inbox": Buffer.of("workspace", received),
-    }
+    of = Blocks.of(request)
+    make = {"push": _push, "by_expert": _by_expert, "sequential": _sequential}[request.algorithm]
     outputs = ("out", "gathered") if request.gathered else ("out",)
-
-    def result() -> Iterator[tuple[Region, tuple[Term, ...]]]:
-        for rank in every:
-            for expert in of.of_rank(rank):
-                for source in every:
-                    place = of.experts_first(rank, "out", source, expert)
-                    start = of.targets_first(source, "a", rank, expert).start
-                    for name in outputs:
-                        weight = (rank, weights[expert]) if name == "out" else None
-                        term = Term(source, "a", start - place.start, weight)
-                        yield place._replace(buffer=name), (term,)
-
-    make = {"push": push, "by_expert": by_expert, "sequential": sequential}[algorithm]
-    return Plan(
+    received = [of.taken(rank) for rank in range(of.ranks)]
+    return exchange(
         "all_to_all_matmul",
-        algorithm,
-        buffers | {name: Buffer.of("output", received) for name in outputs},
-        # all ranks of one host do the same
-        by_rank(ranks, make, request if request.hosts is None else None, of.examples),
-        Deferred(lambda: dict(result())),
-        of.shards,
+        request,
+        of,
+        lambda rank: make(Dispatch(of, rank), outputs),
+        {
+            "a": Buffer.of("input", map(of.given, range(of.ranks))),
+            "inbox": Buffer.of("workspace", received),
+            **{name: Buffer.of("output", received) for name in outputs},
+        },
+        lambda: _result(of, outputs),
     )
+
+
+def _result(of: Blocks, outputs: Sequence[str]) -> Iterator[tuple[Region, tuple[Term, ...]]]:
+    """Rows of all ranks for each expert, as they are in ``gathered``, and their products."""
+    for rank in range(of.ranks):
+        for expert in of.of_rank(rank):
+            for source in range(of.ranks):
+                place = of.experts_first(rank, "out", source, expert)
+                start = of.targets_first(source, "a", rank, expert).start
+                for name in outputs:
+                    by = (rank, weight("out", expert)) if name == "out" else None
+                    yield place._replace(buffer=name), (Term(source, "a", start - place.start, by),)
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """One rank's part of the way to the experts: rows of ``a`` are put to the ``inbox`` of the rank
+    whose expert they are for.
+    """
+
+    of: Blocks
+    rank: int
+
+    @property
+    def experts(self) -> range:
+        """The rank's experts."""
+        return self.of.of_rank(self.rank)
+
+    def own(self, expert: int, *part: int) -> Region:
+        """Pieces of the rank's own rows for one of its experts."""
+        return self.of.targets_first(self.rank, "a", self.rank, expert, *part)
+
+    def put(self, peer: int, expert: int, *part: int) -> list[Instruction]:
+        """Put pieces of the rows for an expert of a peer there."""
+        rows = self.of.targets_first(self.rank, "a", peer, expert, *part)
+        there = self.of.experts_first(peer, "inbox", self.rank, expert, *part)
+        return [Copy(rows, there), Notify(peer, Signal("in", self.rank))]
+
+    def put_all(self, by_expert: bool = False) -> list[Instruction]:
+        """Put all rows for peers: peer after peer, or `by_expert`, everyone's first one first."""
+        ranks, pieces = self.of.ranks, range(self.of.pieces)
+        targets = [(to, expert) for to in after(self.rank, ranks) for expert in self.of.of_rank(to)]
+        if by_expert:
+            targets.sort(key=itemgetter(1))
+        puts = [i for to in targets for piece in pieces for i in self.put(*to, piece, piece + 1)]
+        return [*enter(self.rank, ranks), *puts] if puts else []
+
+    def arrivals(self) -> Iterator[tuple[Wait, Batch]]:
+        """The rows of peers in the order in which they arrive, each with the wait for them."""
+        for peer in before(self.rank, self.of.ranks):
+            for expert in self.experts:
+                for start, stop in halves(self.of.pieces):
+                    wait = Wait(Signal("in", peer), expert * self.of.pieces + stop)
+                    yield wait, Batch(peer, expert, start, stop)
+
+    def collect(self, experts: range) -> list[Instruction]:
+        """Have all rows for these experts in the inbox: copy own ones, wait for those of peers."""
+        here = (self.of.experts_first(self.rank, "inbox", self.rank, each) for each in experts)
+        own = map(Copy, map(self.own, experts), here)
+        peers = before(self.rank, self.of.ranks) if experts else []
+        return [*own, *wait_all("in", peers, experts.stop)]
+
+
+def _push(part: Dispatch, outputs: Sequence[str]) -> Lanes:
+    """Own rows first, then those of each source as they arrive."""
+    of, rank = part.of, part.rank
+    compute: list[Instruction] = []
+    for expert in part.experts:
+        place = of.experts_first(rank, "out", rank, expert)
+        compute += _use(part.own(expert), place, expert, outputs)
+    for wait, batch in part.arrivals():
+        rows = of.experts_first(rank, "inbox", *batch)
+        compute += [wait, *_use(rows, rows, batch.expert, outputs)]
+    return concurrent([*compute, *_end(part)], [part.put_all()])
+
+
+def _by_expert(part: Dispatch, outputs: Sequence[str]) -> Lanes:
+    """Expert after expert, while rows for the next ones arrive."""
+    compute = enter(part.rank, part.of.ranks) if part.experts else []
+    for expert in part.experts:
+        compute += part.collect(range(expert, expert + 1))
+        compute += _use_collected(part, expert, outputs)
+    return concurrent([*compute, *_end(part)], [part.put_all(by_expert=True)])
+
+
+def _sequential(part: Dispatch, outputs: Sequence[str]) -> Lanes:
+    """All rows, then the products."""
+    lane = [*enter(part.rank, part.of.ranks), *part.put_all(), *part.collect(part.experts)]
+    for expert in part.experts:
+        lane += _use_collected(part, expert, outputs)
+    return {"compute": [*lane, *_end(part)]}
+
+
+def _use(rows: Region, place: Region, expert: int, outputs: Sequence[str]) -> list[Instruction]:
+    """Multiply rows, and keep them if they are an output; both results have the same `place`."""
+    product = Compute(MATMUL, (rows,), place._replace(buffer="out"), weight("out", expert))
+    kept = [Copy(rows, place._replace(buffer=name)) for name in outputs if name != "out"]
+    return [product, *kept]
+
+
+def _use_collected(part: Dispatch, expert: int, outputs: Sequence[str]) -> list[Instruction]:
+    """Use all rows for an expert at once."""
+    rows = part.of.of_expert(part.rank, "inbox", expert)
+    return _use(rows, rows, expert, outputs)
+
+
+def _end(part: Dispatch) -> list[Instruction]:
+    """The end of a rank that has used its workspace: one without experts has not."""
+    return leave(part.rank, part.of.ranks) if part.experts else []
 
 
 def _communicate(request: Request) -> Plan:

@@ -13,13 +13,15 @@ which ranks exchange first (`weft.plan.sized`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from weft.plan import Copy, Instruction, Notify, Region, Signal
+from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Value
+from weft.plan.lazy import Deferred
+from weft.schedules.lanes import Lanes, by_rank
 from weft.schedules.workload import Request
 
 
@@ -37,9 +39,12 @@ class Blocks:
 
     @classmethod
     def of(cls, request: Request) -> Blocks:
-        """The blocks of a request. Ranks with other numbers of experts give uneven parts."""
+        """The blocks of a request, of which a push alone cuts shards. Ranks with other numbers of
+        experts give uneven parts.
+        """
         experts = request.experts or (1,) * request.ranks
-        return cls(experts, request.pieces, request.uneven or len({*experts}) > 1)
+        pieces = request.pieces if request.algorithm == "push" else 1
+        return cls(experts, pieces, request.uneven or len({*experts}) > 1)
 
     @property
     def ranks(self) -> int:
@@ -158,6 +163,15 @@ class Blocks:
         return Region(rank, buffer, first + start, first + (self.pieces if stop < 0 else stop))
 
 
+class Batch(NamedTuple):
+    """Pieces of the rows of a `peer` for an `expert` of a rank, which it multiplies together."""
+
+    peer: int
+    expert: int
+    start: int = 0
+    stop: int = -1
+
+
 def halves(pieces: int) -> list[tuple[int, int]]:
     """Half of the pieces, then half of the rest, …: few products, of which only the last waits for
     a single piece.
@@ -171,9 +185,30 @@ def halves(pieces: int) -> list[tuple[int, int]]:
     return cuts
 
 
+def weight(buffer: str, expert: int) -> str:
+    """The name of the weight of one of a rank's experts; the first has that of a `buffer`."""
+    return f"{buffer}{expert or ''}"
+
+
 def names(buffer: str, weights: int) -> tuple[str, ...]:
-    """The names of a rank's weights, of which the first has that of a `buffer`."""
-    return (buffer, *(f"{buffer}{i}" for i in range(1, weights)))
+    """The names of a rank's weights."""
+    return tuple(weight(buffer, expert) for expert in range(weights))
+
+
+def exchange(
+    operator: str,
+    request: Request,
+    of: Blocks,
+    lanes: Callable[[int], Lanes],
+    buffers: Mapping[str, Buffer],
+    result: Callable[[], Iterable[tuple[Region, Value]]],
+) -> Plan:
+    """The plan of an exchange of these blocks, from the lanes of each rank."""
+    # all ranks of one host do the same
+    determined = request if request.hosts is None else None
+    every = by_rank(of.ranks, lanes, determined, of.examples)
+    promised = Deferred(lambda: dict(result()))
+    return Plan(operator, request.algorithm, buffers, every, promised, of.shards)
 
 
 Counts = Sequence[Sequence[int]]

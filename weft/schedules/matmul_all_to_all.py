@@ -15,21 +15,13 @@ its own place, so the result has the same bits in every run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from weft.kernels.matmul import MATMUL
 from weft.plan import Buffer, Compute, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
-from weft.plan.lazy import Deferred
-from weft.schedules.exchanges import Blocks, names
-from weft.schedules.lanes import (
-    Lanes,
-    by_rank,
-    concurrent,
-    enter,
-    leave,
-    wait_all,
-    without_products,
-)
+from weft.schedules.exchanges import Batch, Blocks, exchange, weight
+from weft.schedules.lanes import Lanes, concurrent, enter, leave, wait_all, without_products
 from weft.schedules.peers import after, before
 from weft.schedules.workload import Operator, Request, Rows, Workload
 
@@ -38,121 +30,163 @@ ALGORITHMS = ("push", "by_expert", "sequential")
 
 def matmul_all_to_all(request: Request) -> Plan:
     """The plan of a request: products are put to the rank that gave their rows."""
-    ranks, algorithm = request.ranks, request.algorithm
-    pieces = request.pieces if algorithm == "push" else 1
-    of = Blocks.of(request._replace(pieces=pieces))
-    weights = names("partial", max(of.experts))
-    made = Signal("made", 0)
-
-    def product(rows: Region, into: str, expert: int) -> Compute:
-        return Compute(MATMUL, (rows,), rows._replace(buffer=into), weights[expert])
-
-    def own(rank: int, expert: int, source: str) -> tuple[Region, Region]:
-        """The rows of an expert for its own rank, and their place in the result."""
-        return (
-            of.experts_first(rank, source, rank, expert),
-            of.targets_first(rank, "out", rank, expert),
-        )
-
-    def put(rank: int, peer: int, expert: int, *piece: int) -> list[Instruction]:
-        """Put products of an expert to the peer that gave their rows."""
-        return [
-            Copy(
-                of.experts_first(rank, "partial", peer, expert, *piece),
-                of.targets_first(peer, "inbox", rank, expert, *piece),
-            ),
-            Notify(peer, Signal("in", rank)),
-        ]
-
-    def arrive(rank: int, transfers: int) -> list[Instruction]:
-        """Copy peers' products to the result, when each peer has put `transfers` of each of its
-        experts.
-        """
-        lane: list[Instruction] = []
-        for peer in before(rank, ranks):
-            if of.experts[peer]:
-                arrived = of.of_peer(rank, "inbox", peer)
-                lane += wait_all("in", [peer], of.experts[peer] * transfers)
-                lane.append(Copy(arrived, arrived._replace(buffer="out")))
-        return lane
-
-    def begin(rank: int) -> list[Instruction]:
-        """The beginning of a rank, which has products to make unless it has no expert."""
-        return enter(rank, ranks) if of.experts[rank] else []
-
-    def push(rank: int) -> Lanes:
-        """Pieces for each peer, then own rows while the last pieces arrive."""
-        compute = begin(rank)
-        puts: list[Instruction] = []
-        signal, count = made._replace(source=rank), 0
-        for peer in after(rank, ranks):
-            for expert in of.of_rank(rank):
-                for piece in range(pieces):
-                    part = piece, piece + 1
-                    rows = of.experts_first(rank, "a", peer, expert, *part)
-                    compute += [product(rows, "partial", expert), Notify(rank, signal)]
-                    count += 1
-                    puts += [Wait(signal, count), *put(rank, peer, expert, *part)]
-        for expert in of.of_rank(rank):
-            rows, place = own(rank, expert, "a")
-            compute.append(Compute(MATMUL, (rows,), place, weights[expert]))
-        # a rank to which nothing is put has no need to say that it has read it
-        end = [] if of.alone(rank) else leave(rank, ranks)
-        return concurrent([*compute, *arrive(rank, pieces), *end], [puts])
-
-    def by_expert(rank: int) -> Lanes:
-        """The products of one expert after the other, and their puts while the next is at work."""
-        compute = begin(rank)
-        puts: list[Instruction] = []
-        signal = made._replace(source=rank)
-        for expert in of.of_rank(rank):
-            compute.append(product(of.of_expert(rank, "a", expert), "partial", expert))
-            if ranks > 1:
-                compute.append(Notify(rank, signal))
-                puts.append(Wait(signal, expert + 1))
-            for peer in after(rank, ranks):
-                puts += put(rank, peer, expert)
-        compute += [Copy(*own(rank, expert, "partial")) for expert in of.of_rank(rank)]
-        return concurrent([*compute, *arrive(rank, 1), *leave(rank, ranks)], [puts])
-
-    def sequential(rank: int) -> Lanes:
-        """The products, then the puts."""
-        lane = begin(rank)
-        for expert in of.of_rank(rank):
-            lane.append(product(of.of_expert(rank, "a", expert), "partial", expert))
-        for peer in after(rank, ranks):
-            for expert in of.of_rank(rank):
-                lane += put(rank, peer, expert)
-        lane += [Copy(*own(rank, expert, "partial")) for expert in of.of_rank(rank)]
-        return {"compute": [*lane, *arrive(rank, 1), *leave(rank, ranks)]}
-
-    every = range(ranks)
-    given, received = ([numbers(rank) for rank in every] for numbers in (of.made, of.returned))
-
-    def result() -> Iterator[tuple[Region, tuple[Term, ...]]]:
-        for rank in every:
-            for owner in every:
-                for expert in of.of_rank(owner):
-                    place = of.targets_first(rank, "out", owner, expert)
-                    start = of.experts_first(owner, "a", rank, expert).start
-                    weight = owner, weights[expert]
-                    yield place, (Term(owner, "a", start - place.start, weight),)
-
-    make = {"push": push, "by_expert": by_expert, "sequential": sequential}[algorithm]
-    return Plan(
+    of = Blocks.of(request)
+    make = {"push": _push, "by_expert": _by_expert, "sequential": _sequential}[request.algorithm]
+    given, received = ([*map(each, range(of.ranks))] for each in (of.made, of.returned))
+    return exchange(
         "matmul_all_to_all",
-        algorithm,
+        request,
+        of,
+        lambda rank: make(Return(of, rank)),
         {
             "a": Buffer.of("input", given),
             "partial": Buffer.of("workspace", given),
             "inbox": Buffer.of("workspace", received),
             "out": Buffer.of("output", received),
         },
-        # all ranks of one host do the same
-        by_rank(ranks, make, request if request.hosts is None else None, of.examples),
-        Deferred(lambda: dict(result())),
-        of.shards,
+        lambda: _result(of),
     )
+
+
+def _result(of: Blocks) -> Iterator[tuple[Region, tuple[Term, ...]]]:
+    """The products of every expert, on the ranks that gave their rows."""
+    for rank in range(of.ranks):
+        for owner in range(of.ranks):
+            for expert in of.of_rank(owner):
+                place = of.targets_first(rank, "out", owner, expert)
+                start = of.experts_first(owner, "a", rank, expert).start
+                by = owner, weight("partial", expert)
+                yield place, (Term(owner, "a", start - place.start, by),)
+
+
+@dataclass(frozen=True)
+class Return:
+    """One rank's part of the way from the experts: products of `rows` are `made` in a workspace and
+    put to another one, `back`, of the rank that gave their rows, which copies them to ``out``.
+
+    A put raises `signal`; `weight` is the name of the first expert's weight.
+    """
+
+    of: Blocks
+    rank: int
+    rows: str = "a"
+    made: str = "partial"
+    back: str = "inbox"
+    signal: str = "in"
+    weight: str = "partial"
+
+    @property
+    def experts(self) -> range:
+        """The rank's experts."""
+        return self.of.of_rank(self.rank)
+
+    def product(self, rows: Region, place: Region, expert: int) -> Compute:
+        """The product of rows by the weight of an expert."""
+        return Compute(MATMUL, (rows,), place, weight(self.weight, expert))
+
+    def multiply(self, batch: Batch) -> Compute:
+        """Make products for a peer."""
+        rows = self.of.experts_first(self.rank, self.rows, *batch)
+        return self.product(rows, rows._replace(buffer=self.made), batch.expert)
+
+    def multiply_all(self, expert: int) -> Compute:
+        """Make the products of an expert for all ranks, this one included."""
+        rows = self.of.of_expert(self.rank, self.rows, expert)
+        return self.product(rows, rows._replace(buffer=self.made), expert)
+
+    def put(self, peer: int, expert: int, *part: int) -> list[Instruction]:
+        """Put products of an expert to the peer that gave their rows."""
+        made = self.of.experts_first(self.rank, self.made, peer, expert, *part)
+        there = self.of.targets_first(peer, self.back, self.rank, expert, *part)
+        return [Copy(made, there), Notify(peer, Signal(self.signal, self.rank))]
+
+    def put_all(self, peers: Iterable[int], experts: Iterable[int]) -> list[Instruction]:
+        """Put products of these experts to these peers, one peer after the other."""
+        return [i for peer in peers for each in experts for i in self.put(peer, each)]
+
+    def put_when_made(
+        self, products: Iterable[tuple[Sequence[Instruction], Sequence[Instruction]]]
+    ) -> tuple[list[Instruction], list[Instruction]]:
+        """The lane that makes products, and the one that puts each of them when it is made."""
+        compute: list[Instruction] = []
+        puts: list[Instruction] = []
+        made = Signal("made", self.rank)
+        for count, (make, put) in enumerate(products, 1):
+            compute += [*make, *([Notify(self.rank, made)] if put else [])]
+            puts += [Wait(made, count), *put] if put else []
+        return compute, puts
+
+    def own(self, expert: int) -> Region:
+        """The place of products of own rows in the result."""
+        return self.of.targets_first(self.rank, "out", self.rank, expert)
+
+    def keep_own(self) -> list[Instruction]:
+        """Copy products of own rows to the result."""
+        return [
+            Copy(self.of.experts_first(self.rank, self.made, self.rank, each), self.own(each))
+            for each in self.experts
+        ]
+
+    def keep(self, peers: Iterable[int], transfers: int) -> list[Instruction]:
+        """Copy what these peers put back to the result, when each has put `transfers` of each of
+        its experts.
+        """
+        lane: list[Instruction] = []
+        for peer in peers:
+            if number := self.of.experts[peer]:
+                returned = self.of.of_peer(self.rank, self.back, peer)
+                lane += wait_all(self.signal, [peer], number * transfers)
+                lane.append(Copy(returned, returned._replace(buffer="out")))
+        return lane
+
+
+def _push(part: Return) -> Lanes:
+    """Pieces for each peer, then own rows while the last pieces arrive."""
+    of, rank = part.of, part.rank
+    batches = [
+        Batch(peer, expert, piece, piece + 1)
+        for peer in after(rank, of.ranks)
+        for expert in part.experts
+        for piece in range(of.pieces)
+    ]
+    compute, puts = part.put_when_made(
+        ([part.multiply(batch)], part.put(*batch)) for batch in batches
+    )
+    for expert in part.experts:
+        own = of.experts_first(rank, "a", rank, expert)
+        compute.append(part.product(own, part.own(expert), expert))
+    compute += part.keep(before(rank, of.ranks), of.pieces)
+    # a rank to which nothing is put has no need to say that it has read it
+    end = [] if of.alone(rank) else leave(rank, of.ranks)
+    return concurrent([*_begin(part), *compute, *end], [puts])
+
+
+def _by_expert(part: Return) -> Lanes:
+    """The products of one expert after the other, and their puts while the next is at work."""
+    peers = after(part.rank, part.of.ranks)
+    compute, puts = part.put_when_made(
+        ([part.multiply_all(expert)], part.put_all(peers, [expert])) for expert in part.experts
+    )
+    return concurrent([*_begin(part), *compute, *_end(part)], [puts])
+
+
+def _sequential(part: Return) -> Lanes:
+    """The products, then the puts."""
+    products = map(part.multiply_all, part.experts)
+    puts = part.put_all(after(part.rank, part.of.ranks), part.experts)
+    return {"compute": [*_begin(part), *products, *puts, *_end(part)]}
+
+
+def _begin(part: Return) -> list[Instruction]:
+    """The beginning of a rank, which has products to make unless it has no expert."""
+    return enter(part.rank, part.of.ranks) if part.experts else []
+
+
+def _end(part: Return) -> list[Instruction]:
+    """Keep own products, and those that peers put uncut."""
+    ranks = part.of.ranks
+    returned = part.keep(before(part.rank, ranks), 1)
+    return [*part.keep_own(), *returned, *leave(part.rank, ranks)]
 
 
 def _buffers(workload: Workload) -> dict[str, Rows]:
