@@ -18,19 +18,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from weft.kernels.matmul import MATMUL
-from weft.plan import Buffer, Compute, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
-from weft.plan.lazy import Deferred
-from weft.schedules.exchanges import Blocks, halves, names
-from weft.schedules.lanes import (
-    Lanes,
-    by_rank,
-    concurrent,
-    enter,
-    leave,
-    moves_alone,
-    wait_all,
-)
+from weft.plan import Buffer, Instruction, Plan, Region, Term
+from weft.schedules.all_to_all_matmul import Dispatch
+from weft.schedules.exchanges import Blocks, exchange, halves, weight
+from weft.schedules.lanes import Lanes, concurrent, enter, leave, moves_alone
+from weft.schedules.matmul_all_to_all import Return
 from weft.schedules.peers import after, before
 from weft.schedules.workload import Operator, Request, Rows, Workload
 
@@ -39,121 +31,72 @@ ALGORITHMS = ("push", "sequential")
 
 def all_to_all_matmul_all_to_all(request: Request) -> Plan:
     """The plan of a request; a product waits only for its rows, and returns when it is made."""
-    ranks, algorithm = request.ranks, request.algorithm
-    pieces = request.pieces if algorithm == "push" else 1
-    of = Blocks.of(request._replace(pieces=pieces))
-    weights = names("out", max(of.experts))
-    cuts = halves(pieces)
-    early = pieces if ranks == 1 else -(-pieces // 2)
-
-    def put_back(rank: int, source: int, expert: int, *part: int) -> list[Instruction]:
-        """Put products to the rank that gave their rows."""
-        return [
-            Copy(
-                of.experts_first(rank, "made", source, expert, *part),
-                of.targets_first(source, "back", rank, expert, *part),
-            ),
-            Notify(source, Signal("back", rank)),
-        ]
-
-    def keep(rank: int, transfers: int) -> list[Instruction]:
-        """Copy what has returned to the result, when each peer has put `transfers` products of each
-        of its experts.
-        """
-        lane: list[Instruction] = []
-        for peer in after(rank, ranks):
-            if of.experts[peer]:
-                returned = of.of_peer(rank, "back", peer)
-                lane += wait_all("back", [peer], of.experts[peer] * transfers)
-                lane.append(Copy(returned, returned._replace(buffer="out")))
-        return lane
-
-    def own_products(rank: int, start: int, stop: int) -> list[Instruction]:
-        """The products of pieces of own rows, which go nowhere."""
-        lane: list[Instruction] = []
-        for expert in of.of_rank(rank):
-            own = of.targets_first(rank, "a", rank, expert, start, stop)
-            lane.append(Compute(MATMUL, (own,), own._replace(buffer="out"), weights[expert]))
-        return lane
-
-    def push(rank: int) -> Lanes:
-        """Half of the own rows while the first rows of others arrive, those as they arrive, and the
-        other half while the last products return.
-        """
-        # no product returns to a rank that has all experts, and all have begun when its own do
-        alone = of.alone(rank)
-        moves = [] if alone else enter(rank, ranks)
-        compute: list[Instruction] = []
-        made, count = Signal("made", rank), 0
-        for peer in after(rank, ranks):
-            for expert in of.of_rank(peer):
-                for piece in range(pieces):
-                    moves += of.dispatch(rank, peer, expert, piece)
-        compute += own_products(rank, 0, early)
-        for source in before(rank, ranks):
-            for expert in of.of_rank(rank):
-                for start, stop in cuts:
-                    rows = of.experts_first(rank, "inbox", source, expert, start, stop)
-                    product = rows._replace(buffer="made")
-                    compute += [
-                        Wait(Signal("in", source), expert * pieces + stop),
-                        Compute(MATMUL, (rows,), product, weights[expert]),
-                        Notify(rank, made),
-                    ]
-                    count += 1
-                    moves += [Wait(made, count), *put_back(rank, source, expert, start, stop)]
-        if early < pieces:
-            compute += own_products(rank, early, pieces)
-        end = [] if alone else leave(rank, ranks)
-        return concurrent([*compute, *keep(rank, len(cuts)), *end], [moves if ranks > 1 else []])
-
-    def sequential(rank: int) -> Lanes:
-        """All rows, then the products, then the way back."""
-        lane = enter(rank, ranks)
-        for peer in after(rank, ranks):
-            for expert in of.of_rank(peer):
-                lane += of.dispatch(rank, peer, expert, 0)
-        for expert in of.of_rank(rank):
-            own = of.targets_first(rank, "a", rank, expert)
-            lane.append(Copy(own, of.experts_first(rank, "inbox", rank, expert)))
-        if of.experts[rank]:
-            lane += wait_all("in", before(rank, ranks), of.experts[rank])
-        for expert in of.of_rank(rank):
-            rows = of.of_expert(rank, "inbox", expert)
-            lane.append(Compute(MATMUL, (rows,), rows._replace(buffer="made"), weights[expert]))
-        for source in before(rank, ranks):
-            for expert in of.of_rank(rank):
-                lane += put_back(rank, source, expert)
-        for expert in of.of_rank(rank):
-            place = of.targets_first(rank, "out", rank, expert)
-            lane.append(Copy(of.experts_first(rank, "made", rank, expert), place))
-        return {"compute": [*lane, *keep(rank, 1), *leave(rank, ranks)]}
-
-    every = range(ranks)
-    given, received = ([numbers(rank) for rank in every] for numbers in (of.given, of.taken))
-
-    def result() -> Iterator[tuple[Region, tuple[Term, ...]]]:
-        for rank in every:
-            for target in every:
-                for expert in of.of_rank(target):
-                    place = of.targets_first(rank, "out", target, expert)
-                    yield place, (Term(rank, "a", 0, (target, weights[expert])),)
-
-    make = {"push": push, "sequential": sequential}[algorithm]
-    return Plan(
+    of = Blocks.of(request)
+    make = {"push": _push, "sequential": _sequential}[request.algorithm]
+    given, received = ([*map(each, range(of.ranks))] for each in (of.given, of.taken))
+    return exchange(
         "all_to_all_matmul_all_to_all",
-        algorithm,
+        request,
+        of,
+        lambda rank: make(Dispatch(of, rank), _way_back(of, rank)),
         {
             "a": Buffer.of("input", given),
             **dict.fromkeys(("inbox", "made"), Buffer.of("workspace", received)),
             "back": Buffer.of("workspace", given),
             "out": Buffer.of("output", given),
         },
-        # all ranks of one host do the same
-        by_rank(ranks, make, request if request.hosts is None else None, of.examples),
-        Deferred(lambda: dict(result())),
-        of.shards,
+        lambda: _result(of),
     )
+
+
+def _result(of: Blocks) -> Iterator[tuple[Region, tuple[Term, ...]]]:
+    """The products of all rows, in their places."""
+    for rank in range(of.ranks):
+        for target in range(of.ranks):
+            for expert in of.of_rank(target):
+                place = of.targets_first(rank, "out", target, expert)
+                yield place, (Term(rank, "a", 0, (target, weight("out", expert))),)
+
+
+def _way_back(of: Blocks, rank: int) -> Return:
+    """The return of the products of rows that have arrived."""
+    return Return(of, rank, rows="inbox", made="made", back="back", signal="back", weight="out")
+
+
+def _push(there: Dispatch, back: Return) -> Lanes:
+    """Half of the own rows while the first rows of others arrive, those as they arrive, and the
+    other half while the last products return.
+    """
+    of, rank = there.of, there.rank
+    early = of.pieces if of.ranks == 1 else -(-of.pieces // 2)
+    products, puts = back.put_when_made(
+        ([wait, back.multiply(batch)], back.put(*batch)) for wait, batch in there.arrivals()
+    )
+
+    def own_products(start: int, stop: int) -> list[Instruction]:
+        """The products of pieces of own rows, which go nowhere."""
+        lane: list[Instruction] = []
+        for expert in there.experts if start < stop else ():
+            own = there.own(expert, start, stop)
+            lane.append(back.product(own, own._replace(buffer="out"), expert))
+        return lane
+
+    compute = [*own_products(0, early), *products, *own_products(early, of.pieces)]
+    compute += back.keep(after(rank, of.ranks), len(halves(of.pieces)))
+    if of.alone(rank):  # no product returns to it, and all have begun when its own do
+        return concurrent(compute, [puts])
+    moves = [*enter(rank, of.ranks), *there.put_all(), *puts]
+    return concurrent([*compute, *leave(rank, of.ranks)], [moves])
+
+
+def _sequential(there: Dispatch, back: Return) -> Lanes:
+    """All rows, then the products, then the way back."""
+    rank, ranks = there.rank, there.of.ranks
+    lane = [*enter(rank, ranks), *there.put_all(), *there.collect(there.experts)]
+    lane += map(back.multiply_all, there.experts)
+    lane += back.put_all(before(rank, ranks), there.experts)
+    lane += [*back.keep_own(), *back.keep(after(rank, ranks), 1), *leave(rank, ranks)]
+    return {"compute": lane}
 
 
 def _communicate(request: Request) -> Plan:

@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Value
+from weft.plan import Buffer, Plan, Region, Value
 from weft.plan.lazy import Deferred
 from weft.schedules.lanes import Lanes, by_rank
 from weft.schedules.workload import Request
@@ -146,17 +146,6 @@ class Blocks:
         """All blocks of one of a rank's experts in a buffer in the order of these."""
         size = self.ranks * self.pieces
         return Region(rank, buffer, expert * size, (expert + 1) * size)
-
-    def dispatch(self, rank: int, peer: int, expert: int, piece: int) -> list[Instruction]:
-        """Put a piece of the rows for an expert of a peer there."""
-        part = piece, piece + 1
-        return [
-            Copy(
-                self.targets_first(rank, "a", peer, expert, *part),
-                self.experts_first(peer, "inbox", rank, expert, *part),
-            ),
-            Notify(peer, Signal("in", rank)),
-        ]
 
     def _region(self, rank: int, buffer: str, place: int, start: int, stop: int) -> Region:
         first = place * self.pieces
