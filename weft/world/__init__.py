@@ -1,4 +1,4 @@
-"""Worlds of ranks: start, rendezvous, shared memory, one-sided calls and failures."""
+"""Worlds of ranks: their start, shared memory, one-sided calls and failures."""
 
 from weft.bootstrap.endpoint import Endpoint as Endpoint
 from weft.launchers.reports import report_uncaught
