@@ -17,7 +17,7 @@ from weft import DeviceOptions
 from weft.engines.recording import record
 from weft.gpu import options as devices
 from weft.ops.operator import find
-from weft.ops.options import Operands, Options
+from weft.ops.options import Operands
 from weft.world import World, current
 
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -57,7 +57,8 @@ def algorithms(operator: str) -> list[str]:
     total = sum(ROWS)
     a = torch.ones(total, 16)
     operands = Operands(a, [torch.ones(16, 8)], [None], [None])
-    call = find(operator).check(world, operands, Options())
+    found = find(operator)
+    call = found.check(world, operands, found.options())
     return [name for name in call.operator.algorithms if call.honours(name)]
 
 
