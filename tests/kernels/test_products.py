@@ -121,14 +121,14 @@ def clock(monkeypatch):
 
 def test_the_first_run_is_not_timed(clock):
     works = {"mm": clock([2.0]), "onednn": clock([500.0, 3.0, 1.0, 3.0])}
-    assert fastest._times(works) == {"mm": 2.0, "onednn": 1.0}
+    assert fastest.least_times(works) == {"mm": 2.0, "onednn": 1.0}
 
 
 def test_a_method_that_fails_is_never_chosen(clock):
     def fails():
         raise RuntimeError("no kernel for this")
 
-    assert fastest._times({"mm": clock([2.0]), "onednn": fails}) == {"mm": 2.0, "onednn": math.inf}
+    assert fastest.least_times({"mm": clock([2.0]), "onednn": fails}) == {"mm": 2.0, "onednn": math.inf}
 
 
 def test_another_method_must_be_clearly_faster():
