@@ -128,7 +128,10 @@ def test_a_method_that_fails_is_never_chosen(clock):
     def fails():
         raise RuntimeError("no kernel for this")
 
-    assert fastest.least_times({"mm": clock([2.0]), "onednn": fails}) == {"mm": 2.0, "onednn": math.inf}
+    assert fastest.least_times({"mm": clock([2.0]), "onednn": fails}) == {
+        "mm": 2.0,
+        "onednn": math.inf,
+    }
 
 
 def test_another_method_must_be_clearly_faster():

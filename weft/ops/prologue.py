@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft import _native
 from weft.checks import check_timeout
 from weft.kernels.weights import Weight
 from weft.ops import arguments, autograd, driver, float8
@@ -39,14 +40,17 @@ def call(
     """
     try:
         # no union: the compiler of torch 2.9 does not know them
-        several = operator.schedule.several_weights and isinstance(b, (list, tuple))
+        several = isinstance(b, (list, tuple)) and operator.schedule.several_weights
         weights: list[Weight] = [*b] if several else [b]  # type: ignore[list-item, misc]
-        biases = arguments.listed(bias, weights, several, "bias")
-        key: Any = None
-        if scale_a is None and scale_b is None and (out is None or isinstance(out, Tensor)):
-            key = operator.check, options, a, out, weights, biases
-            if (found := driver.repeat(key, world, timeout)) is not None:
-                return [found] if isinstance(found, Tensor) else found, None
+        biases: list[Any] = arguments.listed(bias, weights, several, "bias") if several else [bias]
+        check = operator.check
+        # `isinstance(out, Tensor)` would take a tenth of a repeated call
+        repeatable = scale_a is None and scale_b is None and not isinstance(out, (list, tuple))
+        if repeatable and not torch.compiler.is_compiling():
+            found: Any = _native.repeat(check, options, a, out, weights, biases, world, timeout)
+            if found is not None:
+                return found if isinstance(found, list) else [found], None
+        key: Any = (check, options, a, out, weights, biases) if repeatable else None
         world = current(world)
         check_timeout(timeout)
         record: Any = operator.options(*options)
