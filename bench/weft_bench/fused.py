@@ -187,8 +187,7 @@ class Subject(Views):
             **self.shares,
         )
         operands = Operands(self.a, [self.weight], [self.problem.bias], [self.out])
-        if operator.exchange is not None:
-            options = operator.exchange(world, operands, options, None)
+        options = operator.exchanged(world, operands, options, None)
         self.call = operator.check(world, operands, options)
         self.choice = self.call.rule()
         preparing = budget.part(PREPARING)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.checks import check_timeout
 from weft.errors import WeftError
 from weft.kernels.products import multiply
 from weft.kernels.weights import Weight, source, transposed
@@ -46,6 +47,8 @@ def register(operator: FusedOperator) -> None:
         operands = Operands(a, weights, [x if x.numel() else None for x in biases] or none, none)
         own = recorded_world(world)
         with own.report_refusal:  # of a backward pass, or a compiled graph
+            check_timeout(timeout)
+            options = operator.exchanged(own, operands, options, timeout)
             return driver.call(operator, own, operands, options, timeout)
 
     schema = (

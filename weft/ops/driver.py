@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from weft import _native
-from weft.checks import check_timeout
 from weft.engines.program import Program
 from weft.ops.autotune import measure, select
 from weft.ops.call import Call, Choice, Key, Selection
@@ -38,11 +37,10 @@ def call(
     timeout: float | None,
     key: Key | None = None,
 ) -> list[Tensor]:
-    """The results of a call of an operator, without gradients, collectively."""
-    check_timeout(timeout)
+    """The results of a call of an operator, whose sizes ranks have exchanged, without gradients,
+    collectively.
+    """
     with torch.no_grad():  # autograd records by thread, and this may be another
-        if operator.exchange is not None:
-            options = operator.exchange(world, operands, options, timeout)
         checked = operator.check(world, operands, options)
         checked.timeout = timeout
         made: list[Tensor] = run(checked, key)

@@ -136,6 +136,14 @@ class FusedOperator:
         if self.fake is None and (self.gradient or self.pattern):
             raise ValueError(f"{self.name}: a gradient or a pattern needs fake")
 
+    def exchanged(
+        self, world: World, operands: Operands, options: Any, timeout: float | None
+    ) -> Any:
+        """The options, with the split sizes of all ranks if they have some; collective then."""
+        return (
+            options if self.exchange is None else self.exchange(world, operands, options, timeout)
+        )
+
     @property
     def name(self) -> str:
         """The name of the public function and of its module."""

@@ -62,13 +62,12 @@ def call(
         operands = Operands(rows, weights, biases, outs)
         if arguments.recorded([a, *weights, *biases, *outs]):
             return _recorded(operator, operands._replace(a=a), out, record, timeout, world)
-        if operator.exchange is not None:
-            record = operator.exchange(world, operands, record, timeout)
-            if isinstance(record.input_split_sizes, Exchanged):
-                again = key is not None and record.input_split_sizes.again
-                key = (operator.check, record, a, out, weights, biases) if again else None
-                if key is not None and (found := driver.repeat(key, world, timeout)) is not None:
-                    return [found], record
+        record = operator.exchanged(world, operands, record, timeout)
+        sizes = getattr(record, "input_split_sizes", None)
+        if isinstance(sizes, Exchanged):
+            key = (check, record, a, out, weights, biases) if key and sizes.again else None
+            if key is not None and (found := driver.repeat(key, world, timeout)) is not None:
+                return [found], record
         return driver.call(operator, world, operands, record, timeout, key), record
     except Exception as error:
         report(error, world)
@@ -96,8 +95,7 @@ def _recorded(
                 "the shapes of a compiled graph cannot depend on what arrives: give "
                 "output_split_sizes"
             )
-        assert operator.exchange is not None
-        found = operator.exchange(world, operands, record, timeout).input_split_sizes
-        record = record._replace(output_split_sizes=found.received)
+        every = operator.exchanged(world, operands, record, timeout).input_split_sizes
+        record = record._replace(output_split_sizes=every.received)
     custom = getattr(torch.ops.weft, operator.name).default
     return autograd.call(custom, a, weights, biases, out, record, timeout, world), record
