@@ -8,7 +8,7 @@ at home; or all ranks have the same tokens, and sum what their experts contribut
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -156,13 +156,13 @@ class OwnTokens(Layer):
         mixture, rank, own = self.mixture, self.world.rank, self.own
         self.sizes = [self.settings.experts] * self.world.ranks
         self.packed = pack_experts(mixture.gate_up[own], mixture.down[own], first=own.start)
-        self.weight = self.packed.routed(self.settings.top)
         self.every = [
             visits.find(chosen, self.sizes, self.world.hosts) for chosen in mixture.chosen
         ]
         self.received = [each.counts[rank] for each in self.every]
         rows, new = sum(self.received), self.x.new_empty
-        self.arrived = new(rows, self.weight.shape[0])
+        self.row = [each.shape[1] * each.itemsize for each in self._carried(0)]
+        self.arrived = new((rows, sum(self.row)), dtype=torch.uint8)
         self.results = new(rows, self.settings.width)
         self.back = new(sum(self.every[rank].counts), self.settings.width)
 
@@ -177,8 +177,7 @@ class OwnTokens(Layer):
         """Rows, and what this rank's experts contribute to rows of others."""
         rank, counts = self.world.rank, self.every[self.world.rank].counts
         rows, back = (sum(sizes) - sizes[rank] for sizes in (counts, self.received))
-        row, contribution = self.arrived.shape[1], self.results.shape[1]
-        return (rows * row + back * contribution) * self.x.itemsize
+        return rows * sum(self.row) + back * self.results.shape[1] * self.x.itemsize
 
     def layer(self, algorithm: str) -> None:
         operands = self.x, self.chosen, self.scores, self.packed
@@ -198,28 +197,30 @@ class OwnTokens(Layer):
     def _rows(self) -> tuple[Tensor, visits.Visits]:
         """The rows of this rank's tokens."""
         found = visits.find(self.chosen, self.sizes, self.world.hosts)
-        return self.weight.rows(self.x, self.chosen, self.scores, found.tokens), found
+        return _rows_of((self.x, self.chosen.int(), self.scores), found.tokens), found
 
     def _multiply(self) -> None:
         """What this rank's experts contribute to the tokens of the rows that have arrived."""
-        self.weight.multiply(self.arrived, self.results, None, len(self.arrived))
+        x, chosen, scores = self.arrived.split(self.row, 1)
+        routing = chosen.view(torch.int32), scores.view(self.scores.dtype)
+        self.packed.sums(x.view(self.x.dtype), *routing, self.results)
 
     def _compute(self) -> None:
         _, found = self._rows()
         self._multiply()
         visits.add_up(self.back, found)
 
+    def _carried(self, source: int, run: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """What a row of gloo's exchange carries of the tokens of a rank."""
+        mixture = self.mixture
+        return mixture.tokens(source, run), mixture.chosen[source].int(), mixture.scores[source]
+
     def _fill(self, run: int) -> None:
         """The rows that arrive in this run."""
-        mixture, rank = self.mixture, self.world.rank
+        rank = self.world.rank
         self.renew(run)
         parts = [
-            self.weight.rows(
-                mixture.tokens(source, run),
-                mixture.chosen[source],
-                mixture.scores[source],
-                found.tokens.split(found.counts)[rank],
-            )
+            _rows_of(self._carried(source, run), found.tokens.split(found.counts)[rank])
             for source, found in enumerate(self.every)
         ]
         torch.cat(parts, out=self.arrived)
@@ -235,7 +236,7 @@ class OwnTokens(Layer):
     def _communicate(self) -> None:
         rows, found = self._rows()
         there = all_to_all(rows, input_split_sizes=found.counts)
-        contributions = there[:, : self.settings.width].contiguous()
+        contributions = there[:, : self.row[0]].contiguous().view(self.x.dtype)
         all_to_all(
             contributions,
             out=self.back,
@@ -246,6 +247,11 @@ class OwnTokens(Layer):
     def _check_rows(self, run: int) -> Check:
         tokens = self.every[self.world.rank].tokens[:, 0]
         return Check(int((self.back != self.x[tokens]).sum()))
+
+
+def _rows_of(carried: Sequence[Tensor], tokens: Tensor) -> Tensor:
+    """The bytes of rows of these tokens: what is carried of each, side by side."""
+    return torch.cat([each[tokens[:, 0]].view(torch.uint8) for each in carried], 1)
 
 
 class Measured(NamedTuple):

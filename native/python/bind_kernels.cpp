@@ -115,9 +115,8 @@ void bind_kernels(nb::module_& m) {
   nb::class_<PackedExperts>(m, "PackedExperts")
       .def(nb::init<nb::handle, nb::handle, Dtype, half::Activation, int64_t>(), "gate_up"_a,
            "down"_a, "dtype"_a, "activation"_a, "first"_a)
-      .def("sums", &PackedExperts::sums, "x"_a, "chosen"_a, "scores"_a, "out"_a, "out_dtype"_a)
-      .def_static("route", &PackedExperts::route, "x"_a, "chosen"_a, "scores"_a, "rows"_a,
-                  "token_of"_a = nb::none());
+      .def("sums", &PackedExperts::sums, "x"_a, "chosen"_a, "scores"_a, "out"_a, "out_dtype"_a);
+  m.def("take_rows", &take_rows, "numbers"_a, "sources"_a, "to"_a);
   m.def("find_visits", &find_visits, "chosen"_a, "ends"_a, "parts"_a, "places"_a, "token_of"_a);
   m.def("add_up_visits", &add_up_visits, "rows"_a, "places"_a, "ends"_a, "hosts"_a, "out"_a,
         "dtype"_a);

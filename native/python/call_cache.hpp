@@ -20,17 +20,26 @@
 
 namespace weft {
 
-// The operands of a call: the caller's input and output (None for a new one), and each weight of
-// its products with its bias. Operators without some of these operands leave them out.
+// The operands of a call: the caller's input (a tuple if its rows have companions, which follow it)
+// and output (None for a new one), and each weight of its products with its bias. Operators without
+// some of these operands leave them out.
 struct Operands {
   nb::handle a, out, weights, biases;
+
+  // The input, and the companions of its rows.
+  nb::handle rows() const { return PyTuple_Check(a.ptr()) ? PyTuple_GET_ITEM(a.ptr(), 0) : a; }
+  Py_ssize_t companions() const {
+    return PyTuple_Check(a.ptr()) ? PyTuple_GET_SIZE(a.ptr()) - 1 : 0;
+  }
+  nb::handle companion(Py_ssize_t at) const { return PyTuple_GET_ITEM(a.ptr(), at + 1); }
 };
 
 // A computation with operands of known layouts, as `Computes.prepare` makes it:
 // run(*sources, weight, result, bias).
 struct Computation {
   static constexpr size_t kMost = 16;  // arguments
-  // The caller's tensor of this number, 0 for `a`, then the results; or `make` makes it of them.
+  // The caller's tensor of this number, 0 for `a`, then the results, then companions; or `make`
+  // makes it of them.
   struct Operand {
     Py_ssize_t number;
     nb::object make;
@@ -78,7 +87,8 @@ struct CachedCall {
   struct Result {
     nb::object shape, strides, dtype;
   };
-  // A buffer of the program inside an operand: in `a` (0), or in a result, numbered from 1.
+  // A buffer of the program inside an operand: in `a` (0), in a result, numbered from 1, or in a
+  // companion of `a`, numbered after them.
   struct Placed {
     uint32_t buffer;
     size_t operand;
@@ -122,12 +132,13 @@ class CallCache {
     auto& bound = nb::cast<Binding&>(binding);
     CachedCall made{function, options, layouts_,        program, binding,
                     bound,    prepare, std::move(left), {},      {}};
-    std::vector<Place> within(1, a_);
+    std::vector<Place> within(1, a_);  // in the order of `CachedCall::addresses`
     for (nb::handle result : results) {
       if (!view_.read(result)) return;
       within.push_back({view_.address, view_.span()});
       made.results.push_back({result.attr("shape"), result.attr("stride")(), result.attr("dtype")});
     }
+    within.insert(within.end(), companions_.begin(), companions_.end());
     for (auto [name, tensor] : tensors) {
       if (!view_.read(tensor)) return;
       if (!view_.span()) continue;
@@ -168,6 +179,7 @@ class CallCache {
       nb::object results = out.is_none() ? new_results(cached) : nb::borrow(out);
       if (results.is_none() || (cached.left && !cached.left->take())) return;
       made = std::move(results);
+      for (const Place& companion : companions_) cached.addresses.push_back(companion.address);
       for (const CachedCall::Placed& one : cached.placed)
         cached.bound.move(one.buffer, cached.addresses[one.operand] + one.offset);  // C2
       execute(executor_, cached.program, cached.bound, timeout,
@@ -198,12 +210,14 @@ class CallCache {
     layouts_.assign(1, reinterpret_cast<intptr_t>(function.ptr()));
     layouts_.push_back(exact);
     a_ = out_ = {};
+    companions_.clear();
     if (operands.a.is_none()) return true;
-    if (!add_layout(operands.a, a_)) return false;
+    const nb::handle a = operands.rows();
+    if (!add_layout(a, a_)) return false;
     if (operands.out.is_none()) {
       layouts_.push_back(kNone);
     } else {
-      if (operands.out.is(operands.a))
+      if (operands.out.is(a))
         out_ = a_;
       else if (!add_layout(operands.out, out_))
         return false;
@@ -211,6 +225,9 @@ class CallCache {
                                            : kSeparate);
     }
     const auto separate = [&] { return !overlap({view_.address, view_.span()}, out_); };
+    for (Py_ssize_t at = 0; at < operands.companions(); ++at)
+      if (!add_layout(operands.companion(at), companions_.emplace_back()) || !separate())
+        return false;
     return all(operands.weights,
                [&](nb::handle weight) {
                  if (!prepared(weight)) return view_.add_layout(weight, layouts_) && separate();
@@ -273,9 +290,11 @@ class CallCache {
       return true;
     };
     if (operands.a.is_none()) return true;
-    if (!fine(operands.a)) return false;
-    if (!operands.out.is_none() && !operands.out.is(operands.a) && !fine(operands.out))
-      return false;
+    const nb::handle a = operands.rows();
+    if (!fine(a)) return false;
+    for (Py_ssize_t at = 0; at < operands.companions(); ++at)
+      if (!fine(operands.companion(at))) return false;
+    if (!operands.out.is_none() && !operands.out.is(a) && !fine(operands.out)) return false;
     return all(operands.weights,
                [&](nb::handle weight) {
                  if (!prepared(weight)) return fine(weight);
@@ -292,10 +311,11 @@ class CallCache {
   // Run the computation of an instruction.
   static void compute(CachedCall& cached, int at, const Operands& operands,
                       const nb::object& made) {
-    const bool several = cached.addresses.size() > 2;
+    const auto results = static_cast<Py_ssize_t>(cached.results.size());
+    const bool several = results > 1;
     nb::object all;  // the tensors, in the order of `addresses`
     const auto tensors = [&] {
-      return all.is_valid() ? all : all = all_of(operands.a, made, several);
+      return all.is_valid() ? all : all = all_of(operands, made, several);
     };
     auto found = cached.computations.find(at);
     if (found == cached.computations.end())
@@ -315,10 +335,14 @@ class CallCache {
       const size_t number = i < sources ? i : sources + 1;  // the weight comes before the result
       if (operand.make.is_valid())
         pass(number, operand.make(tensors()));
-      else if (!operand.number || !several)
-        arguments[number] = operand.number ? made.ptr() : operands.a.ptr();
-      else
+      else if (!operand.number)
+        arguments[number] = operands.rows().ptr();
+      else if (operand.number > results)
+        arguments[number] = operands.companion(operand.number - results - 1).ptr();
+      else if (several)
         pass(number, item(made, operand.number - 1));
+      else
+        arguments[number] = made.ptr();
     }
     arguments[sources] = arguments[sources + 2] = Py_None;
     if (one.weight >= 0) {
@@ -351,15 +375,16 @@ class CallCache {
     return several ? all : made;
   }
 
-  // The operands as a list: `a`, then the results.
-  static nb::list all_of(nb::handle a, const nb::object& made, bool several) {
-    nb::list operands;
-    operands.append(a);
+  // The operands as a list: `a`, the results, then the companions of `a`.
+  static nb::list all_of(const Operands& operands, const nb::object& made, bool several) {
+    nb::list all;
+    all.append(operands.rows());
     if (several)
-      operands.extend(made);
+      all.extend(made);
     else
-      operands.append(made);
-    return operands;
+      all.append(made);
+    for (Py_ssize_t at = 0; at < operands.companions(); ++at) all.append(operands.companion(at));
+    return all;
   }
 
   // The cached call of the layouts that `read` has written, with these options (C1); null if there
@@ -438,6 +463,7 @@ class CallCache {
   uint64_t reads_ = 0;            // calls of `read`
   std::vector<int64_t> layouts_;  // of the latest call; a member, so that its memory is reused
   Place a_, out_;                 // of the latest call
+  std::vector<Place> companions_;
 
  public:
   // let the garbage collector find the objects that the cache retains

@@ -55,28 +55,6 @@ class PackedExperts {
     multiply(RowView(x), routing, RowView(out), out_dtype);
   }
 
-  // Write tokens to `rows`, each followed by the experts that it chose as int32, and its scores:
-  // all tokens, or for each row that of `token_of` (rows, 1).
-  static void route(nb::handle x, nb::handle chosen, nb::handle scores, nb::handle rows,
-                    nb::handle token_of) {
-    const RowView from(x), choices(chosen), factors(scores), to(rows);
-    const size_t bytes = from.columns() * from.item, at = (bytes + 3) / 4 * 4,
-                 top = choices.columns();
-    const int64_t* const tokens =
-        token_of.is_none() ? nullptr : RowView(token_of).row<const int64_t>(0);
-    for (size_t number = 0; number < to.rows(); ++number) {
-      char* const row = to.row<char>(number);
-      const size_t token = tokens ? static_cast<size_t>(tokens[number]) : number;
-      std::memcpy(row, from.row<const char>(token), bytes);
-      std::memset(row + bytes, 0, at - bytes);
-      auto* const numbers = reinterpret_cast<int32_t*>(row + at);
-      for (size_t choice = 0; choice < top; ++choice)
-        numbers[choice] = choices.item == 8 ? narrowed(choices.row<const int64_t>(token)[choice])
-                                            : choices.row<const int32_t>(token)[choice];
-      std::memcpy(numbers + top, factors.row<const float>(token), top * sizeof(float));
-    }
-  }
-
  private:
   struct Free {
     void operator()(char* memory) const { ::operator delete[](memory, std::align_val_t{64}); }
@@ -85,12 +63,6 @@ class PackedExperts {
 
   static Memory allocate(size_t bytes) {
     return Memory(static_cast<char*>(::operator new[](bytes, std::align_val_t{64})));
-  }
-
-  // The number of an expert, or one that no expert has.
-  static int32_t narrowed(int64_t number) {
-    const auto narrow = static_cast<int32_t>(number);
-    return narrow == number ? narrow : INT32_MIN;
   }
 
   void multiply(const RowView& x, const experts::Routing& routing, const RowView& out,

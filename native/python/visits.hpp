@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 #include <vector>
 
@@ -28,6 +29,30 @@ inline std::vector<int64_t> find_visits(nb::handle chosen, const std::vector<int
   nb::gil_scoped_release release;
   return visits::find(routing, choices.rows(), ends, parts, to.row<int64_t>(0),
                       tokens.row<int64_t>(0));
+}
+
+// Write the rows of these `numbers`, (rows, 1) of int64, of each matrix of `from` to that of `to`.
+inline void take_rows(nb::handle numbers, const std::vector<nb::object>& from,
+                      const std::vector<nb::object>& to) {
+  const RowView wanted(numbers);
+  const std::vector<RowView> sources(from.begin(), from.end()), targets(to.begin(), to.end());
+  if (wanted.item != 8 || sources.size() != targets.size())
+    throw std::invalid_argument("numbers of rows are int64, and each matrix has a target");
+  for (size_t at = 0; at < sources.size(); ++at)
+    if (sources[at].columns() != targets[at].columns() || sources[at].item != targets[at].item ||
+        targets[at].rows() != wanted.rows())
+      throw std::invalid_argument(
+          "a target has the columns of its matrix, and a row of each number");
+  nb::gil_scoped_release release;
+  for (size_t at = 0; at < sources.size(); ++at) {
+    const RowView &source = sources[at], &target = targets[at];
+    for (size_t row = 0; row < wanted.rows(); ++row) {
+      const auto number = static_cast<size_t>(*wanted.row<const int64_t>(row));
+      if (number >= source.rows()) throw std::out_of_range("there is no row of this number");
+      std::memcpy(target.row<char>(row), source.row<const char>(number),
+                  source.columns() * source.item);
+    }
+  }
 }
 
 // out (tokens, columns) = for each token the sum of its rows, as `places` has them, of which those

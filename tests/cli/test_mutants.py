@@ -60,7 +60,7 @@ def test_numbers_of_ranks_are_checked(ranks):
 def test_the_proof_misses_no_mutant_on_two_ranks():
     """On 3 ranks, as the command does without options, it takes some minutes more."""
     found, _ = score("--ranks", "2")
-    assert {*found["operators"]} == {*OPERATORS, *COLLECTIVES, "accumulation"}
+    assert {*found["operators"]} == {*OPERATORS, *COLLECTIVES, *mutation.MADE}
     for scores in found["operators"].values():
         assert not any(each["missed"] for each in scores.values())
         assert scores["deleted"]["rejected"] == scores["deleted"]["mutants"]

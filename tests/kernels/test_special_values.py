@@ -219,7 +219,7 @@ def test_products_of_int8():
         )
         for b in (rows.t(), torch.eye(2, dtype=dtype)):
             found = torch.empty(len(rows), b.shape[1])
-            weft.quantize(b).multiply(rows, found, None, len(rows))
+            weft.quantize(b).multiply([rows], found, None, len(rows))
             x, w = rows.float().double(), b.float().double()
             wanted = x @ w
             row, column = x.abs().amax(1, keepdim=True), w.abs().amax(0, keepdim=True)
@@ -237,13 +237,15 @@ def test_sums_of_any_number_of_int8(k):
     b = weft.quantize(torch.ones(k, 8))
     for sign in (1, -1):
         found = torch.empty(1, 8, dtype=torch.float32)
-        b.multiply(torch.full((1, k), float(sign)), found, None, 1)
+        b.multiply([torch.full((1, k), float(sign))], found, None, 1)
         torch.testing.assert_close(found, torch.full((1, 8), float(sign * k)), rtol=1e-6, atol=0)
 
 
 def test_scales_of_int8_are_applied_without_an_infinite_step():
     found = torch.empty(1, 1)
-    weft.quantize(torch.full((200, 1), 1e-30)).multiply(torch.full((1, 200), 3e38), found, None, 1)
+    weft.quantize(torch.full((200, 1), 1e-30)).multiply(
+        [torch.full((1, 200), 3e38)], found, None, 1
+    )
     torch.testing.assert_close(found, torch.full((1, 1), 6e10))
 
 
@@ -284,11 +286,8 @@ def test_products_of_int8_by_processors_without_instructions_for_them(instructio
 def test_products_of_float8(dtype):
     values = torch.arange(256).to(torch.uint8).view(dtype)[:, None]
     weight = ScaledWeight(torch.ones(1, 8).to(dtype), torch.full((1, 8), 2.0))
-    rows = torch.zeros(256, 8, dtype=dtype)
-    rows[:, :1] = values
-    rows[:, 4:] = torch.ones(256, 1).view(dtype)
     found = torch.empty(256, 8)
-    weight.multiply(rows, found, None, 256)
+    weight.multiply([values, torch.ones(256, 1)], found, None, 256)
     assert_same(found, (values.float() * 2).expand(256, 8))
 
 

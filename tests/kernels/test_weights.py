@@ -94,7 +94,7 @@ def int8(world, dtype):
     weights = [torch.randn(K, N, generator=random).to(dtype) for _ in range(world.ranks)]
     b = weft.quantize(weights[world.rank])
     whole, wanted = torch.cat(inputs), torch.empty(world.ranks * ROWS, N, dtype=dtype)
-    b.multiply(whole, wanted, None, len(whole))
+    b.multiply([whole], wanted, None, len(whole))
     for algorithm in ALGORITHMS["all_gather_matmul"]:
         for _ in range(2):
             got = weft.all_gather_matmul(inputs[world.rank], b, algorithm=algorithm)
@@ -161,7 +161,7 @@ def test_a_kernel_of_its_own_in_a_schedule():
     b = weft.quantize(torch.randn(K, N, generator=random))
     ((_, outputs),) = run(Call(plan, [{"a": a}, {"a": a[:0]}], [{}, {"w": b}]))
     wanted = torch.empty(1, N)
-    b.multiply(a, wanted, None, 1)
+    b.multiply([a], wanted, None, 1)
     assert torch.allclose(outputs["out"], wanted, rtol=1e-6, atol=1e-6)
 
 
@@ -173,7 +173,7 @@ def test_quantized_rows():
     assert scales[3].isnan()
     b = weft.quantize(torch.eye(2))
     out = torch.empty(4, 2)
-    b.multiply(rows, out, None, 4)
+    b.multiply([rows], out, None, 4)
     assert torch.allclose(out[:3], rows[:3], rtol=1 / 127, atol=2 / 127)
     assert out[3].isnan().all(), "what is no number stays none"
     assert isinstance(weft.quantize(torch.ones(0, 3)), Int8Weight)
@@ -199,7 +199,7 @@ def test_int8_weights_with_dimensions_of_size_1(rows, k, n):
     b = torch.arange(1.0, n + 1) * torch.tensor([1.0, 1.0, -1.0, 1.0, 1.0])[:k, None]
     for given, weight in itertools.product(strides_of(x), strides_of(b)):
         out = torch.full((rows, n), torch.nan)
-        weft.quantize(weight).multiply(given, out, None, rows)
+        weft.quantize(weight).multiply([given], out, None, rows)
         torch.testing.assert_close(out, x @ b)
 
 

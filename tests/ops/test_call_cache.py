@@ -208,6 +208,30 @@ def many_calls(world):
     assert counted_now == 10
 
 
+def companions(world, own):
+    """Rows with companions: new ones in each call, and of other dtypes, beside the same rows."""
+    numbers = torch.Generator().manual_seed(3)
+    experts = weft.pack_experts(
+        torch.randn(2, 8, 4, generator=numbers), torch.randn(2, 4, 4, generator=numbers)
+    )
+    every = weft.Experts(experts.gate_up.repeat(world.ranks, 1, 1), experts.down.repeat(2, 1, 1))
+    mine = weft.pack_experts(experts.gate_up, experts.down, first=2 * world.rank)
+    options = {"experts_of_ranks": [2] * world.ranks} if own else {}
+    x, kept = torch.randn(6, 4, generator=numbers), set()
+    for dtype in (torch.int64, torch.int64, torch.int32, torch.int64, torch.int32):
+        chosen = torch.randint(0, 2 * world.ranks, (6, 2), generator=numbers).to(dtype)
+        scores = torch.rand(6, 2, generator=numbers)
+        found = weft.moe(x, chosen, scores, mine, **options)
+        torch.testing.assert_close(found, weft.expert_sums(x, chosen, scores, every))
+        kept.add(len(engine(world).calls))
+    assert max(kept) == len(engine(world).calls) > 0, "repeated calls are found"
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_companions_may_be_other_tensors(own):
+    on_ranks(companions, 2, own)
+
+
 def limited_calls(world):
     """A call that may be repeated twice, and twice again after it was checked."""
     own = engine(world)

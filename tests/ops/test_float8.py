@@ -80,7 +80,7 @@ def refused(world):
             (a, b),
             {**scales, "out_dtype": torch.float64},
         ),
-        (ValueError, "b must be a matrix", (a, b.t()), scales),
+        (ValueError, "a has 8 columns and b 6 rows", (a, b.t()), scales),
     ]
     for operator in (weft.all_gather_matmul, weft.matmul_reduce_scatter, weft.matmul_all_reduce):
         for kind, message, arguments, options in bad:

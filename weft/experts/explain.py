@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.experts.layer import Layer
-from weft.experts.moe import factors, moe
+from weft.experts.moe import moe
 from weft.experts.options import LayerOptions
 from weft.experts.own_tokens import rows_of
 from weft.experts.visits import check_sizes
@@ -31,8 +31,9 @@ def of_layer(x: Tensor, experts: Any, given: Mapping[str, Any], world: World) ->
     others = {name: arguments[name] for name in arguments if name not in ("x", "experts")}
     with torch.no_grad():
         if sizes is None:
-            by = "matmul_all_reduce"
-            return of_operator(by, *factors(layer), others, world, f"{LAYER}, by {by},")
+            by, (x, *routing, experts) = "matmul_all_reduce", layer.ready()
+            title = f"{LAYER}, by {by},"
+            return of_operator(by, x, experts.routed, others, world, title, routing)
         options = LayerOptions(experts_of_ranks=check_sizes(sizes, experts, world), **others)
         check_types(options)
         choice = alike(layer.chosen, rows_of(layer), options, world)

@@ -15,11 +15,10 @@ from weft.experts.gradients import Gradients, gradients
 from weft.experts.layer import Layer
 from weft.experts.options import LayerOptions
 from weft.experts.recorded import LayerOperator
-from weft.experts.routed import RoutedExperts
 from weft.experts.weights import Experts
+from weft.ops import matmul_all_reduce, prologue
 from weft.ops.all_reduce import all_reduce
 from weft.ops.autograd import recorded_world
-from weft.ops.matmul_all_reduce import matmul_all_reduce
 from weft.ops.options import check_types, schema
 from weft.ops.refusals import report
 from weft.world import World, current
@@ -124,20 +123,20 @@ def _sums(layer: Layer, options: LayerOptions, world: World) -> Tensor:
     """The layer of checked operands, without gradients; collective."""
     if options.experts_of_ranks is not None:
         return own_tokens.sums(layer, options, world)
-    return matmul_all_reduce(
-        *factors(layer),
-        algorithm=options.algorithm,
-        chunk_rows=options.chunk_rows,
-        world=world,
-        timeout=options.timeout,
+    x, *routing, experts = layer.ready()
+    asked = "sum", None, options.algorithm, options.chunk_rows, False
+    (result,), _ = prologue.call(
+        matmul_all_reduce.OPERATOR,
+        x,
+        experts.routed,
+        None,
+        None,
+        asked,
+        world,
+        options.timeout,
+        companions=tuple(routing),
     )
-
-
-def factors(layer: Layer) -> tuple[Tensor, RoutedExperts]:
-    """The rows of all tokens, and the weight by which each rank multiplies them."""
-    x, chosen, scores, experts = layer.ready()
-    weight = experts.routed(chosen.shape[1])
-    return weight.rows(x, chosen, scores), weight
+    return result
 
 
 def _gradients(

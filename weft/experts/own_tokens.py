@@ -7,20 +7,51 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+import weft._native as _native
 from weft.experts.gradients import Gradients, add_gradients
 from weft.experts.layer import Layer
 from weft.experts.options import LayerOptions
-from weft.experts.routed import RoutedExperts
+from weft.experts.routed import ExpertSums
 from weft.experts.ways import Rows, visit
-from weft.kernels.function import weight
+from weft.kernels.function import FunctionWeight
+from weft.kernels.weights import WeightKernel
+from weft.ops.dims import adjacent
 from weft.world import World
+
+
+class ExpertGradients(WeightKernel):
+    """The gradients of rows and of their scores by a rank's experts; those of the experts' weights
+    are added up on the way.
+    """
+
+    name = "expert_gradients"
+    companions = (*ExpertSums.companions, "grads")
+
+
+class _Visited(FunctionWeight):
+    """A rank's experts as the weight of rows whose companions are their routing and the gradients
+    of their results: a row (K + top) has those of the row and of its scores.
+    """
+
+    kernel = ExpertGradients()
+
+    def __init__(self, layer: Layer) -> None:
+        experts, (width, top) = layer.experts, (layer.x.shape[1], layer.chosen.shape[1])
+        self.experts, self.parts = experts, (width, top)
+        self.for_gate_up = torch.zeros_like(experts.gate_up)
+        self.for_down = torch.zeros_like(experts.down)
+        super().__init__(self._add, (width, width + top), layer.x.dtype, 1)
+
+    def _add(self, x: Tensor, chosen: Tensor, scores: Tensor, grads: Tensor, out: Tensor) -> None:
+        for_x, for_scores = out.zero_().split(self.parts, 1)
+        into = for_x, for_scores, self.for_gate_up, self.for_down
+        add_gradients(grads, Layer(x, chosen, scores, self.experts), into)
 
 
 def rows_of(layer: Layer) -> Rows:
     """The rows of a layer's tokens, which the experts of other ranks multiply."""
     x, chosen, scores, experts = layer.ready()
-    routed = experts.routed(chosen.shape[1])
-    return Rows(lambda tokens: routed.rows(x, chosen, scores, tokens), routed, x.dtype)
+    return Rows(lambda tokens: _taken(tokens, x, chosen, scores), experts.routed, x.dtype)
 
 
 def sums(layer: Layer, options: LayerOptions, world: World) -> Tensor:
@@ -32,28 +63,21 @@ def gradients(layer: Layer, grad: Tensor, options: LayerOptions, world: World) -
     """The gradients of a layer; collective. Rows visit the experts again, with the gradients of
     their results.
     """
-    x, chosen, scores, experts = layer.ready()
-    routed = RoutedExperts(experts, chosen.shape[1])
-    width, at = x.shape[1], routed.shape[0]
-    for_gate_up, for_down = torch.zeros_like(experts.gate_up), torch.zeros_like(experts.down)
-
-    def rows(tokens: Tensor) -> Tensor:
-        # as wide as lets routings be aligned
-        of_results = x.new_zeros(len(tokens), routed.routing_at)
-        of_results[:, :width] = grad[tokens[:, 0]]
-        return torch.cat((routed.rows(x, chosen, scores, tokens), of_results), 1)
-
-    def product(rows: Tensor, out: Tensor) -> None:
-        visitors = Layer(*routed.split(rows[:, :at]), experts)
-        for_x, for_scores = out.zero_().split((width, visitors.chosen.shape[1]), 1)
-        into = for_x, for_scores, for_gate_up, for_down
-        add_gradients(rows[:, at : at + width], visitors, into)
-
-    shape = at + routed.routing_at, width + chosen.shape[1]
-    found = visit(chosen, Rows(rows, weight(product, shape, x.dtype), layer.wide), options, world)
+    layer, grad = layer.ready(), adjacent(grad)
+    x, chosen, scores, _ = layer
+    visited = _Visited(layer)
+    rows = Rows(lambda tokens: _taken(tokens, x, chosen, scores, grad), visited, layer.wide)
+    found = visit(chosen, rows, options, world)
     # one operator's results share no memory
     for_x, for_scores = (
-        part.clone(memory_format=torch.contiguous_format)
-        for part in found.split((width, chosen.shape[1]), 1)
+        part.clone(memory_format=torch.contiguous_format) for part in found.split(visited.parts, 1)
     )
-    return for_x, for_scores, for_gate_up, for_down
+    return for_x, for_scores, visited.for_gate_up, visited.for_down
+
+
+def _taken(tokens: Tensor, *matrices: Tensor) -> tuple[Tensor, ...]:
+    """The rows of these tokens (rows, 1) of each matrix."""
+    rows = tokens.shape[0]
+    made = tuple([each.new_empty(rows, each.shape[1]) for each in matrices])
+    _native.take_rows(tokens, [*matrices], [*made])
+    return made

@@ -38,9 +38,11 @@ LAYER = "moe"
 
 
 class Rows(NamedTuple):
-    """The rows of tokens, which `of_tokens` makes of their numbers, and the weight of this rank."""
+    """The rows of tokens with their companions, which `of_tokens` makes of the numbers of tokens,
+    and the weight of this rank.
+    """
 
-    of_tokens: Callable[[Tensor], Tensor]
+    of_tokens: Callable[[Tensor], tuple[Tensor, ...]]
     weight: Weight
     out_dtype: torch.dtype
 
@@ -75,14 +77,14 @@ class Ways(Choice):
         super().__init__(world, options.timeout)
         self.ways, self.rows, self.options = ways, rows, options
         self.row_limit = options.chunk_rows
-        self._given, self._calls = dict[str, Tensor](), dict[str, FusedCall]()
+        self._given, self._calls = dict[str, tuple[Tensor, ...]](), dict[str, FusedCall]()
 
     def way(self, algorithm: str) -> Way:
         """The way that has an algorithm."""
         return next(way for way in self.ways if algorithm in way.algorithms)
 
-    def given(self, way: Way) -> Tensor:
-        """This rank's rows, made at the first use."""
+    def given(self, way: Way) -> tuple[Tensor, ...]:
+        """This rank's rows and their companions, made at the first use."""
         name = way.operator.name
         if name not in self._given:
             self._given[name] = self.rows.of_tokens(way.visits.tokens)
@@ -99,8 +101,10 @@ class Ways(Choice):
                 chunk_rows=self.options.chunk_rows,
                 input_split_sizes=Exchanged(way.counts, (), False),
             )
-            operands = Operands(self.given(way), [self.rows.weight], [None], [None])
-            call = self._calls[name] = way.operator.check(self.world, operands, options)
+            rows, *companions = self.given(way)
+            operands = Operands(rows, [self.rows.weight], [None], [None])
+            call = way.operator.checked(self.world, operands, options, companions)
+            self._calls[name] = call
             call.timeout = self.timeout
         return self._calls[name]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -64,13 +66,11 @@ class Experts:
         self.gate_up, self.down, self.first, self.activation = gate_up, down, first, activation
         self.dtype = gate_up.dtype
         self.shape = Shape(count, width, inner)
-        self._routed: dict[int, RoutedExperts] = {}
 
-    def routed(self, top: int) -> RoutedExperts:
-        """These experts as a weight of rows that carry their `top` choices each."""
-        if top not in self._routed:
-            self._routed[top] = RoutedExperts(self, top)
-        return self._routed[top]
+    @cached_property
+    def routed(self) -> RoutedExperts:
+        """These experts as a weight of rows that have their routing as companions."""
+        return RoutedExperts(self)
 
     @property
     def requires_grad(self) -> bool:

@@ -17,7 +17,7 @@ class FunctionWeight(PreparedWeight):
 
     def __init__(
         self,
-        product: Callable[[Tensor, Tensor], object],
+        product: Callable[..., object],
         shape: Sequence[int],
         dtype: torch.dtype,
         rows_multiple: int,
@@ -25,9 +25,11 @@ class FunctionWeight(PreparedWeight):
         self.product, self.rows_multiple = product, rows_multiple
         super().__init__(shape, dtype)
 
-    def multiply(self, x: Tensor, out: Tensor, bias: Tensor | None, rows: int) -> None:
+    def multiply(
+        self, sources: Sequence[Tensor], out: Tensor, bias: Tensor | None, rows: int
+    ) -> None:
         if out.numel():
-            self.product(x, out)
+            self.product(*sources, out)
             if bias is not None:
                 out.add_(bias)
 

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.kernels.weights import PreparedWeight, check_matrix, check_product
-from weft.plan import Kernel
-from weft.plan.kernel import Load, Rates, Run
+from weft.kernels.weights import PreparedWeight, WeightKernel, check_matrix
+from weft.plan.kernel import Load, Rates
 
 _LARGEST = 127
 _EXACT = (2**31 - 1) // _LARGEST**2
@@ -29,7 +28,7 @@ Measured on a 2-core Zen 4: blocks of 64 rows take 1.16 times as long, of 32 row
 """
 
 
-class Int8Product(Kernel):
+class Int8Product(WeightKernel):
     """The product of quantized rows by an `Int8Weight`.
 
     Rounding makes it no linear function of its rows, so the proof knows it by the general `value`
@@ -42,13 +41,6 @@ class Int8Product(Kernel):
         numbers, scales = quantized(sources[0])
         wide: Tensor = numbers.double() @ weight.values.double() * scales * weight.scales
         return wide.to(sources[0].dtype)
-
-    def check(self, sources: Sequence[Tensor], weight: Any, out: Tensor) -> None:
-        check_product(sources[0], weight, out)
-
-    def prepare(self, sources: Sequence[Tensor], weight: Any, out: Tensor, rows: int) -> Run:
-        product: Run = weight.prepare(sources[0], out, rows)
-        return product
 
     def seconds(self, machine: Rates, load: Load) -> float:
         """That of reading the weight, or of a product of 16-bit numbers, whichever is longer."""
@@ -72,12 +64,15 @@ class Int8Weight(PreparedWeight):
         self.values, self.scales = self.tensors = values, scales
         super().__init__(values.shape, dtype)
 
-    def multiply(self, x: Tensor, out: Tensor, bias: Tensor | None, rows: int) -> None:
+    def multiply(
+        self, sources: Sequence[Tensor], out: Tensor, bias: Tensor | None, rows: int
+    ) -> None:
         """Exact sums times both scales in float32, or in float64 if they might be infinite on the
         way, rounded once to `out`.
         """
         if not out.numel():
             return
+        (x,) = sources
         for start in range(0, len(x), _BLOCK):
             part = out[start : start + _BLOCK]
             numbers, scales = quantized(x[start : start + _BLOCK])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from weft.plan import Compute, Instruction, Kernel, Plan, Region, Term, Value
+from weft.plan import Compute, Instruction, Kernel, Plan, Region, Term, Value, companions
 from weft.plan.kernel import Load, Rates, Run
 from weft.plan.lazy import Deferred
 from weft.plan.values import Applied, Symbol, Weight, Whole
@@ -57,12 +57,19 @@ MATMUL = Matmul()
 
 
 def with_kernel(plan: Plan, kernel: Kernel) -> Plan:
-    """The plan with another kernel of one source and a weight in place of the matrix product."""
+    """The plan with another kernel of the rows of ``a`` and a weight in place of the matrix
+    product; the rows have the companions that the kernel takes.
+    """
+    names = kernel.companions
 
     def instruction(one: Instruction) -> Instruction:
         if isinstance(one, Compute) and one.kernel is MATMUL:
-            return replace(one, kernel=kernel)
+            return replace(companions.compute_with(one, names), kernel=kernel)
         return one
+
+    def product(source: Value, weight: Weight | None) -> Symbol:
+        sources = [source, *(companions.of_value(source, name) for name in names)]
+        return kernel.value(sources, weight)[0]
 
     def value(terms: Value) -> Value:
         return tuple(map(symbol, terms))
@@ -73,16 +80,17 @@ def with_kernel(plan: Plan, kernel: Kernel) -> Plan:
         if isinstance(one, Applied):
             sources = tuple(map(value, one.sources))
             if one.kernel == MATMUL.name:
-                return kernel.value(sources, one.weight)[0]
+                return product(sources[0], one.weight)
             return one._replace(sources=sources)
         if one.weights is None:
             return one
-        return kernel.value(((one._replace(weights=None),),), one.weights)[0]
+        return product((one._replace(weights=None),), one.weights)
 
-    return plan.with_instructions(
+    moved = companions.with_companions(plan, names) if names else plan
+    return moved.with_instructions(
         instruction,
-        f"{plan.request} by {kernel.name}",
-        result=Deferred(lambda: {region: value(terms) for region, terms in plan.result.items()}),
+        f"{moved.request} by {kernel.name}",
+        result=Deferred(lambda: {region: value(terms) for region, terms in moved.result.items()}),
     )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 import weft._native as _native
 from weft.kernels import products
 from weft.kernels.methods import METHODS, mm, mm_packed
-from weft.kernels.weights import PreparedWeight, Product, check_matrix, transposed
+from weft.kernels.weights import PreparedWeight, check_matrix, transposed
+from weft.plan.kernel import Run
 
 SAMPLED = 64
 """Elements that are compared: a net below a promise, which no result may rely on.
@@ -47,11 +50,13 @@ class PackedWeight(PreparedWeight):
             self._forms[method] = METHODS[method].packed(self.plain)
         return self._forms[method]
 
-    def multiply(self, x: Tensor, out: Tensor, bias: Tensor | None, rows: int) -> None:
-        self.prepare(x, out, rows)(x, self, out, bias)
+    def multiply(
+        self, sources: Sequence[Tensor], out: Tensor, bias: Tensor | None, rows: int
+    ) -> None:
+        self.prepare(sources, out, rows)(*sources, self, out, bias)
 
-    def prepare(self, x: Tensor, out: Tensor, rows: int) -> Product:
-        name = products.select(x, self.shape, out, rows, self._layout_name)
+    def prepare(self, sources: Sequence[Tensor], out: Tensor, rows: int) -> Run:
+        name = products.select(sources[0], self.shape, out, rows, self._layout_name)
         run = METHODS[name].run
         if run is mm:
             return mm_packed

@@ -39,7 +39,7 @@ def prepare(x: Tensor, weight: Weight, out: Tensor, rows: int | None = None) -> 
     """The product of operands with these layouts, as `multiply` computes it."""
     rows = rows or x.shape[0]
     if not isinstance(weight, Tensor):
-        return weight.prepare(x, out, rows)
+        return weight.prepare([x], out, rows)
     layout = "transposed" if transposed(weight) else "plain"
     method = METHODS[select(x, weight.shape, out, rows, layout)]
     if method.run is mm:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from weft.checks import check_tensor, name
-
-if TYPE_CHECKING:
-    from weft.plan import Kernel
+from weft.plan import Kernel
+from weft.plan.kernel import Run
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """The dtypes that products take."""
@@ -58,15 +57,25 @@ class PreparedWeight(ABC):
         self.layout = _layouts.setdefault(key, len(_layouts))
 
     @abstractmethod
-    def multiply(self, x: Tensor, out: Tensor, bias: Tensor | None, rows: int) -> None:
-        """Write ``x @ weight (+ bias)`` to `out`; x is a part of a call of `rows` rows.
+    def multiply(
+        self, sources: Sequence[Tensor], out: Tensor, bias: Tensor | None, rows: int
+    ) -> None:
+        """Write the product of rows, ``x @ weight (+ bias)``, to `out`: `sources` are x, a part of
+        a call of `rows` rows, and the companions that `kernel` gives its rows.
 
-        The columns of a row of x, and of out, are contiguous.
+        The columns of a row of each matrix are contiguous.
         """
 
-    def prepare(self, x: Tensor, out: Tensor, rows: int) -> Product:
-        """A `Product` for operands with these layouts and any weight with this `layout`."""
-        return lambda x, weight, out, bias: weight.multiply(x, out, bias, rows)
+    def prepare(self, sources: Sequence[Tensor], out: Tensor, rows: int) -> Run:
+        """The product, ``run(*sources, weight, out, bias)``, for operands with these layouts and
+        any weight with this `layout`.
+        """
+
+        def run(*operands: Any) -> None:
+            *sources, weight, out, bias = operands
+            weight.multiply(sources, out, bias, rows)
+
+        return run
 
     def check(self, k: int) -> None:
         """Raise `ValueError` if this weight cannot be used with rows of `k` columns, or no longer.
@@ -96,6 +105,22 @@ class PreparedWeight(ABC):
 
 Weight = Tensor | PreparedWeight
 """An operand `b` of an operator."""
+
+
+class WeightKernel(Kernel):
+    """A kernel that is computed by its weight, a `PreparedWeight`."""
+
+    def compute(self, sources: Sequence[Tensor], weight: Any) -> Tensor:
+        out = sources[0].new_empty(len(sources[0]), weight.shape[1])
+        weight.multiply(sources, out, None, len(out))
+        return out
+
+    def check(self, sources: Sequence[Tensor], weight: Any, out: Tensor) -> None:
+        check_product(sources[0], weight, out)
+
+    def prepare(self, sources: Sequence[Tensor], weight: Any, out: Tensor, rows: int) -> Run:
+        run: Run = weight.prepare(sources, out, rows)
+        return run
 
 
 def check_matrix(b: Tensor, use: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from weft.engines.equivalence import Equivalence
 from weft.errors import PlanError
-from weft.measure.accumulation import gathered, in_turn
+from weft.measure import accumulation, companions
 from weft.plan import Plan
 from weft.plan.mutants import Mutant, aimed_elsewhere, deleted, moved, repeated
 from weft.plan.proof import accepts, verify
@@ -31,8 +31,16 @@ MUTATIONS: Mapping[str, Callable[[Plan], Iterator[Mutant]]] = {
 }
 """Changes of one instruction, by what happens to it."""
 
-SUBJECTS = (*PLANNERS, "accumulation")
-"""The plans that are changed: those of each operator, and plans that accumulate, which none has."""
+MADE: Mapping[str, Callable[[int], list[Plan]]] = {
+    "accumulation": lambda ranks: [accumulation.gathered(ranks, 2), accumulation.in_turn(ranks, 2)],
+    "companions": companions.plans,
+}
+"""Plans of kernels that no operator has, by the number of ranks: plans that accumulate, and those
+of the fused operators for rows with companions.
+"""
+
+SUBJECTS = (*PLANNERS, *MADE)
+"""The plans that are changed."""
 
 
 def choices(ranks: int) -> tuple[dict[str, Any], ...]:
@@ -77,8 +85,8 @@ def plans(operator: str, ranks: int) -> list[Plan]:
     """The distinct plans of a subject in two pieces: of an operator by every algorithm, with the
     defaults and with each other choice that makes a difference, and by levels.
     """
-    if operator not in PLANNERS:
-        return [gathered(ranks, 2), in_turn(ranks, 2)]
+    if operator in MADE:
+        return MADE[operator](ranks)
     planner = PLANNERS[operator]
     collective = COLLECTIVES.get(operator)
     every = [

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels.products import multiply
-from weft.kernels.weights import FLOAT8, Weight
+from weft.kernels.weights import Weight
 from weft.ops import arguments, autograd, dims, prologue
 from weft.ops.call import Selection
 from weft.ops.fused import FusedCall
@@ -117,12 +117,7 @@ def all_gather_matmul(
     made, _ = prologue.call(OPERATOR, a, b, bias, out, options, world, timeout, scale_a, scale_b)
     several = isinstance(b, (list, tuple))
     results = made[: len(b)] if several else made[0]  # type: ignore[arg-type]
-    if not return_gathered:
-        return results
-    gathered = made[-1]
-    if a.dtype in FLOAT8:  # rows have their scales behind their columns
-        gathered = gathered[..., : a.shape[-1]].contiguous()
-    return results, gathered
+    return (results, made[-1]) if return_gathered else results
 
 
 def check(world: World, operands: Operands, options: AllGatherMatmul) -> FusedCall:
@@ -134,6 +129,11 @@ def check(world: World, operands: Operands, options: AllGatherMatmul) -> FusedCa
     shards = arguments.check_shard_rows(a.shape[dim], options.shard_rows, world)
     if not weights:
         raise ValueError("b is an empty list: give at least one weight")
+    if split and (beside := kernel_of(weights[0]).companions):
+        raise ValueError(
+            f"rows that have {' and '.join(beside)} beside them, as those of float8, cannot be "
+            "gathered along K, their last dimension: choose another dim"
+        )
     for b, bias in zip(weights, biases, strict=True):
         arguments.check_weight(a, b, world, sum(shards) if split else None)
         arguments.check_bias(bias, b.shape[1], world)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.kernels.function import weight
+from weft.kernels.function import FunctionWeight
 from weft.kernels.products import multiply
-from weft.kernels.weights import Weight
+from weft.kernels.weights import Weight, WeightKernel
 from weft.ops import autograd, expert_calls, prologue
 from weft.ops.arguments import as_key
 from weft.ops.expert_calls import ExpertCall
@@ -159,34 +159,46 @@ def _gradients(
     weights again, with the gradients of their products.
     """
     visited = [_Visited(b.detach()) for b in weights]
-    for_a = all_to_all_matmul_all_to_all(
-        torch.cat((a.detach(), dy.detach()), 1),
-        [weight(each.product, each.shape, a.dtype) for each in visited],
-        input_split_sizes=input_split_sizes,
-        experts_of_ranks=experts_of_ranks,
-        world=autograd.recorded_world(world),
-        timeout=timeout,
+    (for_a,), _ = prologue.call(
+        OPERATOR,
+        a.detach(),
+        visited,
+        None,
+        None,
+        (None, "auto", None, as_key(input_split_sizes), as_key(experts_of_ranks)),
+        autograd.recorded_world(world),
+        timeout,
+        companions=(dy.detach(),),
     )
     for_weights = [each.for_b.t().to(a.dtype) for each in visited]
     return [for_a, *for_weights, *[each.for_bias.to(a.dtype) for each in visited]]
 
 
-class _Visited:
-    """A weight (K, N) that is visited by rows of a and dy, side by side: their products are those
-    of dy by b^T, and they add to the gradients of b, which is transposed, and of a bias. Sums are
-    at least of float32; pieces of rows come in the order of the plan, so they have the same bits
-    in every run.
+class _ProductGradients(WeightKernel):
+    """The gradients of rows, from those of their products; those of the weight are added up on the
+    way.
     """
+
+    name = "product_gradients"
+    companions = ("grads",)
+
+
+class _Visited(FunctionWeight):
+    """The transpose of a weight (K, N) as the weight of rows whose companions are the gradients dy
+    of their products: a row (K) is that of ``dy @ b.T``, and both add to the gradients of b, which
+    is transposed, and of a bias. Sums are at least of float32; pieces of rows come in the order of
+    the plan, so they have the same bits in every run.
+    """
+
+    kernel = _ProductGradients()
 
     def __init__(self, b: Tensor) -> None:
         self.b, (k, n) = b, b.shape
-        self.shape = k + n, k
         wide = torch.float64 if b.dtype == torch.float64 else torch.float32
         self.for_b, self.for_bias = b.new_zeros(n, k, dtype=wide), b.new_zeros(n, dtype=wide)
+        super().__init__(self._add, (k, k), b.dtype, 1)
 
-    def product(self, rows: Tensor, out: Tensor) -> None:
-        """Multiply some rows, and add to the gradients."""
-        x, dy = rows.split(tuple(self.b.shape), 1)
+    def _add(self, x: Tensor, dy: Tensor, out: Tensor) -> None:
         multiply(dy, self.b.t(), out)
         made = torch.empty_like(self.for_b)
         multiply(dy.t(), x, made)

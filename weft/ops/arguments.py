@@ -73,7 +73,7 @@ def check_weight(a: Tensor, b: Weight, world: World, k: int | None = None) -> No
     if len(b.shape) != 2:
         raise ValueError(f"b must be a matrix (K, N); got shape {tuple(b.shape)}")
     if k != b.shape[0]:
-        turned = "weft.pack(b.t())" if isinstance(b, PreparedWeight) else "b.t()"
+        turned = "weft.pack(b.t())" if isinstance(b, PreparedWeight) and b.packed else "b.t()"
         raise ValueError(
             f"a has {k} columns and b {b.shape[0]} rows; these inner dimensions must be equal"
             + (f": pass {turned} if b is (N, K), as nn.Linear.weight is" if k == b.shape[1] else "")

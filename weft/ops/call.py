@@ -26,13 +26,13 @@ _log = logging.getLogger("weft")
 Key = tuple[
     Callable[..., "Call"],
     tuple[object, ...],
-    "Tensor | None",
+    "Tensor | tuple[Tensor, ...] | None",
     "Tensor | None",
     "Sequence[Weight] | None",
     "Sequence[Tensor | None] | None",
 ]
 """The key of a call in the call cache: its operator's `check`, its options, and its operands as the
-caller gave them: a, out, weights, biases.
+caller gave them: a (a tuple, if its rows have companions, which follow it), out, weights, biases.
 """
 
 

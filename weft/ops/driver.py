@@ -4,6 +4,7 @@ variant, prepare a program, execute it, finish; `Engine.calls` repeats it withou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,12 +37,13 @@ def call(
     options: Any,
     timeout: float | None,
     key: Key | None = None,
+    companions: Sequence[Tensor] = (),
 ) -> list[Tensor]:
     """The results of a call of an operator, whose sizes ranks have exchanged, without gradients,
     collectively.
     """
     with torch.no_grad():  # autograd records by thread, and this may be another
-        checked = operator.check(world, operands, options)
+        checked = operator.checked(world, operands, options, companions)
         checked.timeout = timeout
         made: list[Tensor] = run(checked, key)
         return made

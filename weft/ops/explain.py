@@ -31,16 +31,19 @@ def of_operator(
     options: Mapping[str, Any],
     world: World,
     title: str | None = None,
+    companions: Sequence[Tensor] = (),
 ) -> str:
-    """The text on an operator, by its name, for these arguments."""
+    """The text on an operator, by its name, for these arguments, and `companions` of the rows of
+    `a`.
+    """
     found = find_any(name)
     given = (a,) if b is None and name in COLLECTIVES else (a, b)
     bound = inspect.signature(function(name)).bind(*given, **options, world=world)
     title = title or name
     with torch.no_grad():
         if isinstance(found, FusedOperator):
-            operands, choices = _operands(found, world, a, b, options)
-            call = found.check(world, operands, choices)
+            operands, choices, scales = _operands(found, world, a, b, options)
+            call = found.checked(world, operands, choices, (*companions, *scales))
             return text(title, call, [call])
         bound.apply_defaults()
         return text(title, found.call(world, a, bound.arguments))
@@ -70,7 +73,8 @@ def _operands(
     a: Tensor,
     b: Weight | Sequence[Weight] | None,
     options: Mapping[str, Any],
-) -> tuple[Operands, Any]:
+) -> tuple[Operands, Any, Sequence[Tensor]]:
+    """The operands and the options of a call, and the scales of rows of float8."""
     several = isinstance(b, list | tuple)
     weights: list[Weight] = [*b] if several else [b]  # type: ignore[list-item, misc]
     if not weights or (len(weights) > 1 and not found.schedule.several_weights):
@@ -84,8 +88,9 @@ def _operands(
     given.pop("return_split_sizes", None)
     biases = listed(given.pop("bias", None), weights, several, "bias")
     scales = listed(given.pop("scale_b", None), weights, several, "scale_b")
-    rows, weights = float8.scaled(a, weights, given.pop("scale_a", None), scales, world)
-    return Operands(rows, weights, biases, [None] * len(weights)), found.options(**given)
+    weights, of_rows = float8.scaled(a, weights, given.pop("scale_a", None), scales, world)
+    operands = Operands(a, weights, biases, [None] * len(weights))
+    return operands, found.options(**given), of_rows
 
 
 def _check_products(call: FusedCall) -> None:
@@ -110,7 +115,9 @@ def _predicted(call: FusedCall) -> list[tuple[Variant, float]]:
 
     world, workload, profile = call.world, call.workload, machine.calibrated()
     model = machine.from_dict(profile) if profile else None
-    if model is None or not call.tunable or not model.multiplies(workload.dtype):
+    if model is None or not call.tunable or workload.kernel:
+        return []
+    if not model.multiplies(workload.dtype):
         return []
     if world.hosts.several:
         if model.network is None:

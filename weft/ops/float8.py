@@ -1,6 +1,4 @@
-"""Float8 inputs: each row of `a` carries its scale after its columns, so that plans move both
-together.
-"""
+"""Float8 inputs: each row of `a` has its scale as a companion, which plans move with it."""
 
 from __future__ import annotations
 
@@ -22,8 +20,9 @@ def scaled(
     scale_a: Tensor | None,
     scales_b: Sequence[Tensor | None],
     world: World,
-) -> tuple[Tensor, list[Weight]]:
-    """`a` with its scales after its columns, and the weights with theirs; unchanged without scales.
+) -> tuple[list[Weight], tuple[Tensor, ...]]:
+    """The weights with their scales, and those of the rows of `a` as their companion; unchanged
+    weights, and no companion, without scales.
 
     Scales are float32: one for a whole tensor, or one for each row of a (…, 1) and each column of b
     (1, N), as ``torch._scaled_mm`` takes them. Raises `ValueError` or `TypeError` for anything
@@ -34,7 +33,7 @@ def scaled(
         and all(scale is None for scale in scales_b)
         and getattr(a, "dtype", None) not in FLOAT8
     ):
-        return a, [*weights]  # if it is no tensor, the operator says so
+        return [*weights], ()  # if it is no tensor, the operator says so
     arguments.check_matrix(a, world, FLOAT8)
     made: list[Weight] = []
     for b, scale in zip(weights, scales_b, strict=True):
@@ -43,18 +42,14 @@ def scaled(
                 f"b must be a tensor where a is {name(a.dtype)}; got {type(b).__name__}"
             )
         arguments.check_input(b, "b", world, FLOAT8)
-        if b.dim() != 2 or b.shape[0] != a.shape[-1]:
-            raise ValueError(
-                f"b must be a matrix ({a.shape[-1]}, N) for this a; got shape {tuple(b.shape)}"
-            )
+        if b.dim() != 2:
+            raise ValueError(f"b must be a matrix (K, N); got shape {tuple(b.shape)}")
         made.append(ScaledWeight(b, _spread(scale, (1, b.shape[1]), "scale_b", world)))
     scales = _spread(scale_a, (*a.shape[:-1], 1), "scale_a", world)
     if arguments.recorded((a, scale_a, *scales_b)):
         for b in made:
             source(b)
-    filling = a.new_zeros((*a.shape[:-1], -a.shape[-1] % 4), dtype=torch.uint8)
-    carried = torch.cat([a.view(torch.uint8), filling, scales.view(torch.uint8)], -1)
-    return carried.view(a.dtype), made
+    return made, (scales,)
 
 
 def _spread(scale: Tensor | None, shape: tuple[int, ...], argument: str, world: World) -> Tensor:
@@ -67,7 +62,4 @@ def _spread(scale: Tensor | None, shape: tuple[int, ...], argument: str, world: 
             f"{argument} must be float32, a single one or of shape {shape}; got {scale.dtype}, "
             f"{tuple(scale.shape)}"
         )
-    spread = scale.reshape(-1)[:1].expand(shape) if scale.numel() == 1 else scale
-    # `contiguous` keeps the strides of an empty tensor and of dimensions of size 1, whatever they
-    # are; a view as bytes needs those of the layout
-    return spread.clone(memory_format=torch.contiguous_format)
+    return scale.reshape(-1)[:1].expand(shape) if scale.numel() == 1 else scale

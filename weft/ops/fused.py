@@ -21,10 +21,11 @@ from weft.engines.host import HostProgram
 from weft.engines.program import Program
 from weft.kernels.matmul import MATMUL, with_kernel
 from weft.kernels.weights import Weight, rows_multiple
-from weft.ops import arguments
+from weft.ops import arguments, dims
 from weft.ops.call import Call, Key, Selection
 from weft.ops.options import Options, kernel_of
 from weft.plan import Kernel, Plan
+from weft.plan.companions import companion
 from weft.plan.compression import compressed
 from weft.schedules.device_options import DEFAULT, DeviceOptions, honours
 from weft.schedules.operators import OPERATORS
@@ -77,6 +78,8 @@ class FusedCall(Call):
     operator has.
     """
 
+    companions: Sequence[str] = ()
+    """The names of the tensors of the companions of ``a``."""
     weights: Sequence[Weight] = ()
     biases: Sequence[Tensor | None] = ()
     weight_names: Sequence[str] = ()
@@ -94,6 +97,19 @@ class FusedCall(Call):
         self.order: str | None = getattr(options, "order", None)
         self.operator: Operator = OPERATORS[workload.operator]
         self.planner: Callable[[Request], Plan] = self.operator.plan
+
+    def carry(self, companions: Sequence[Tensor]) -> None:
+        """Let the rows of ``a`` have these companions, of which each row is one of a tensor with
+        the same dimensions but the last: those that the kernel of its weights takes.
+        """
+        names = self.kernel.companions
+        dim = getattr(self.options, "dim", 0)
+        for each, tensor in zip(names, companions, strict=True):
+            matrix = self.tensors[companion("a", each)] = dims.to_front(tensor, dim)
+            if (gathered := self.tensors.get("gathered")) is not None:
+                arrived = matrix.new_empty(len(gathered), matrix.shape[1])
+                self.tensors[companion("gathered", each)] = arrived
+        self.companions = [companion("a", each) for each in names]
 
     @property
     def kernel(self) -> Kernel:
@@ -320,15 +336,16 @@ class FusedCall(Call):
             self.engine.caches_calls
             and (out is None or len(self.results) == 1)  # else a result has no address
             and self.engine.shared_memory  # else products are to be preceded by sends
-            and len(self.tensors) == 1 + len(self.results)
+            and len(self.tensors) == 1 + len(self.results) + len(self.companions)
             and _same(self.weights, weights)
             and (not self.biases or _same(self.biases, biases))
         )
 
     def computes(self, program: Program, binding: Binding, key: Key) -> tuple[Any, Any]:
         assert isinstance(program, HostProgram), "no other engine caches calls"
-        _, _, a, _, weights, biases = key
-        operands = [a, *self.results]
+        _, _, rows, _, weights, biases = key
+        first, *companions = rows if isinstance(rows, tuple) else (rows,)
+        operands = [first, *self.results, *companions]
         computes = program.computes_of(
             binding,
             self.tensors,

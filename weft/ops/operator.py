@@ -136,6 +136,14 @@ class FusedOperator:
         if self.fake is None and (self.gradient or self.pattern):
             raise ValueError(f"{self.name}: a gradient or a pattern needs fake")
 
+    def checked(
+        self, world: World, operands: Operands, options: Any, companions: Sequence[Tensor] = ()
+    ) -> FusedCall:
+        """A checked call, in which the rows of ``a`` have these companions."""
+        call = self.check(world, operands, options)
+        call.carry(companions)
+        return call
+
     def exchanged(
         self, world: World, operands: Operands, options: Any, timeout: float | None
     ) -> Any:

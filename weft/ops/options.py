@@ -106,7 +106,19 @@ def workload(
     out_dtype: torch.dtype,
     symmetric: bool = True,
 ) -> Workload:
-    """The workload of a call; several weights count as one of all their columns."""
+    """The workload of a call; several weights count as one of all their columns. Rows that have
+    companions count as staged, since these are in memory of their own.
+    """
     a, weights, _, _ = operands
     columns, dtypes = sum([b.shape[1] for b in weights]), (name(a.dtype), name(out_dtype))
-    return Workload(operator, rows, a.shape[-1], columns, *dtypes, packed(weights), symmetric)
+    kernel = kernel_of(weights[0])
+    return Workload(
+        operator,
+        rows,
+        a.shape[-1],
+        columns,
+        *dtypes,
+        packed(weights),
+        symmetric and not kernel.companions,
+        kernel="" if kernel is MATMUL else kernel.name,
+    )

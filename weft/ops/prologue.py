@@ -33,10 +33,12 @@ def call(
     timeout: float | None,
     scale_a: Tensor | None = None,
     scale_b: Tensor | Sequence[Tensor | None] | None = None,
+    companions: tuple[Tensor, ...] = (),
 ) -> tuple[list[Tensor], Any]:
     """The results of a call, one for each weight, and what its options ask for beside; and the
     record of its options, with the sizes that ranks have exchanged; None of a call that is repeated
-    without. `options` are the values of the record.
+    without. `options` are the values of the record; `companions` are those of the rows of `a` that
+    the kernel of its weights takes.
     """
     try:
         # no union: the compiler of torch 2.9 does not know them
@@ -45,12 +47,13 @@ def call(
         biases: list[Any] = arguments.listed(bias, weights, several, "bias") if several else [bias]
         check = operator.check
         # `isinstance(out, Tensor)` would take a tenth of a repeated call
+        rows: Any = (a, *companions) if companions else a
         repeatable = scale_a is None and scale_b is None and not isinstance(out, (list, tuple))
         if repeatable and not torch.compiler.is_compiling():
-            found: Any = _native.repeat(check, options, a, out, weights, biases, world, timeout)
+            found: Any = _native.repeat(check, options, rows, out, weights, biases, world, timeout)
             if found is not None:
                 return found if isinstance(found, list) else [found], None
-        key: Any = (check, options, a, out, weights, biases) if repeatable else None
+        key: Any = (check, options, rows, out, weights, biases) if repeatable else None
         world = current(world)
         check_timeout(timeout)
         record: Any = operator.options(*options)
@@ -58,17 +61,19 @@ def call(
         several_results = several and operator.exchange is None
         outs = arguments.listed(out, weights, several_results, "out")
         scales = arguments.listed(scale_b, weights, several, "scale_b")
-        rows, weights = float8.scaled(a, weights, scale_a, scales, world)
-        operands = Operands(rows, weights, biases, outs)
+        weights, of_rows = float8.scaled(a, weights, scale_a, scales, world)
+        operands = Operands(a, weights, biases, outs)
         if arguments.recorded([a, *weights, *biases, *outs]):
-            return _recorded(operator, operands._replace(a=a), out, record, timeout, world)
+            return _recorded(operator, operands, out, record, timeout, world)
         record = operator.exchanged(world, operands, record, timeout)
         sizes = getattr(record, "input_split_sizes", None)
         if isinstance(sizes, Exchanged):
-            key = (check, record, a, out, weights, biases) if key and sizes.again else None
+            key = (check, record, rows, out, weights, biases) if key and sizes.again else None
             if key is not None and (found := driver.repeat(key, world, timeout)) is not None:
                 return [found], record
-        return driver.call(operator, world, operands, record, timeout, key), record
+        of_rows = *companions, *of_rows
+        made = driver.call(operator, world, operands, record, timeout, key, of_rows)
+        return made, record
     except Exception as error:
         report(error, world)
         raise

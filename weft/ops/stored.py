@@ -29,10 +29,12 @@ class Measured(NamedTuple):
 
 def key(workload: Workload, setting: str) -> str:
     """The name of the class of a workload in the `setting` of an engine."""
-    operator, rows, k, n, dtype, out_dtype, packed, symmetric, _ = workload
-    operands = f"{'' if symmetric else 'staged, '}{'packed' if packed else 'plain'}"
-    size = f"{len(rows)} ranks, up to {size_class(max(rows))} rows of each"
-    return f"{operator} {size} x {k} x {n} {dtype} to {out_dtype} {operands}, {setting}"
+    case = workload
+    operands = f"{'' if case.symmetric else 'staged, '}{'packed' if case.packed else 'plain'}"
+    kernel = f" by {case.kernel}" if case.kernel else ""
+    size = f"{case.ranks} ranks, up to {size_class(max(case.rows))} rows of each"
+    shape = f"{size} x {case.k} x {case.n}{kernel} {case.dtype} to {case.out_dtype}"
+    return f"{case.operator} {shape} {operands}, {setting}"
 
 
 def find(name: str) -> Measured | None:

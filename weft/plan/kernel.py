@@ -46,13 +46,15 @@ class Kernel(ABC):
     A kernel that `accumulates` may have its destination as its last source, besides the others: the
     result then takes the place of the rows that it was computed from. A kernel may also take a
     weight: a constant operand of the rank that executes it. `tiles`: whether the device engine's
-    persistent product kernel can make it, tile by tile.
+    persistent product kernel can make it, tile by tile. `companions`: what its rows have beside
+    them, by name, which are its further sources (`weft.plan.companions`).
     """
 
     name: ClassVar[str]
     whole: ClassVar[Collection[int]] = ()
     accumulates: ClassVar[bool] = False
     tiles: ClassVar[bool] = False
+    companions: ClassVar[Sequence[str]] = ()
 
     def value(self, sources: Sequence[Value], weight: Weight | None) -> Value:
         """The value of a row of the result, from the values of the same row of each source, and of

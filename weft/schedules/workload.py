@@ -47,6 +47,7 @@ class Workload(NamedTuple):
 
     `rows` are the rows of each rank's input (all_gather_matmul) or result. `symmetric`: the input
     is in symmetric memory. `compress`: how rows travel between hosts, as in `weft.plan.Copy`.
+    `kernel`: what computes its products, if they are not matrix products.
     """
 
     operator: str
@@ -58,6 +59,7 @@ class Workload(NamedTuple):
     packed: bool = True
     symmetric: bool = True
     compress: str = ""
+    kernel: str = ""
 
     @property
     def ranks(self) -> int:
