@@ -114,7 +114,7 @@ def all_gather_matmul(
     """
     shards = None if shard_rows is None else arguments.as_key(shard_rows)
     options = dim, out_dtype, return_gathered, shards, algorithm, chunk_rows, order, compress
-    made, _ = prologue.call(OPERATOR, a, b, bias, out, options, world, timeout, scale_a, scale_b)
+    made, _ = prologue.call(OPERATOR, a, b, bias, out, options, world, timeout, (scale_a, scale_b))
     several = isinstance(b, (list, tuple))
     results = made[: len(b)] if several else made[0]  # type: ignore[arg-type]
     return (results, made[-1]) if return_gathered else results

@@ -83,7 +83,7 @@ def matmul_all_reduce(
                 [8., 8., 8.]])
     """
     options = op, out_dtype, algorithm, chunk_rows, False
-    made, _ = prologue.call(OPERATOR, a, b, bias, out, options, world, timeout, scale_a, scale_b)
+    made, _ = prologue.call(OPERATOR, a, b, bias, out, options, world, timeout, (scale_a, scale_b))
     return made[0]
 
 

@@ -116,7 +116,7 @@ def matmul_reduce_scatter(
     """
     shards = None if shard_rows is None else arguments.as_key(shard_rows)
     options = op, dim, out_dtype, shards, algorithm, chunk_rows, order, compress, False
-    made, _ = prologue.call(OPERATOR, a, b, bias, out, options, world, timeout, scale_a, scale_b)
+    made, _ = prologue.call(OPERATOR, a, b, bias, out, options, world, timeout, (scale_a, scale_b))
     return made[0]
 
 

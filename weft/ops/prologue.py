@@ -31,14 +31,13 @@ def call(
     options: tuple[Any, ...],
     world: World | None,
     timeout: float | None,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | Sequence[Tensor | None] | None = None,
+    scales: tuple[Any, Any] = (None, None),
     companions: tuple[Tensor, ...] = (),
 ) -> tuple[list[Tensor], Any]:
     """The results of a call, one for each weight, and what its options ask for beside; and the
     record of its options, with the sizes that ranks have exchanged; None of a call that is repeated
-    without. `options` are the values of the record; `companions` are those of the rows of `a` that
-    the kernel of its weights takes.
+    without. `options` are the values of the record, `scales` those of a and b, and `companions`
+    those of the rows of `a` that the kernel of its weights takes.
     """
     try:
         # no union: the compiler of torch 2.9 does not know them
@@ -48,6 +47,7 @@ def call(
         check = operator.check
         # `isinstance(out, Tensor)` would take a tenth of a repeated call
         rows: Any = (a, *companions) if companions else a
+        scale_a, scale_b = scales
         repeatable = scale_a is None and scale_b is None and not isinstance(out, (list, tuple))
         if repeatable and not torch.compiler.is_compiling():
             found: Any = _native.repeat(check, options, rows, out, weights, biases, world, timeout)
@@ -60,8 +60,8 @@ def call(
         # an exchange of rows has one result for all weights
         several_results = several and operator.exchange is None
         outs = arguments.listed(out, weights, several_results, "out")
-        scales = arguments.listed(scale_b, weights, several, "scale_b")
-        weights, of_rows = float8.scaled(a, weights, scale_a, scales, world)
+        scales_b = arguments.listed(scale_b, weights, several, "scale_b")
+        weights, of_rows = float8.scaled(a, weights, scale_a, scales_b, world)
         operands = Operands(a, weights, biases, outs)
         if arguments.recorded([a, *weights, *biases, *outs]):
             return _recorded(operator, operands, out, record, timeout, world)
