@@ -34,9 +34,11 @@ BESIDE = Beside()
 
 
 def plans(ranks: int) -> list[Plan]:
-    """The plan of each algorithm of each fused operator, in two pieces."""
+    """The plan of each fused operator in two pieces: of those that move the rows of ``a`` by each
+    algorithm.
+    """
     return [
         with_kernel(operator.plan(Request(ranks, 2, algorithm)), BESIDE)
         for operator in OPERATORS.values()
-        for algorithm in operator.algorithms
+        for algorithm in (operator.algorithms if operator.exchanges == "a" else ["sequential"])
     ]
