@@ -160,7 +160,7 @@ class Bench:
         def seconds(calls: int) -> float:
             return largest(self.world, contender.time(calls))[0] / calls
 
-        shared = self.world.oversubscribed
+        shared = self.world.placement.oversubscribed
         once = seconds(_settling(seconds(3), min(_SETTLING, share)))
         calls, most = batches(once, oversubscribed=shared, longest=longest)
         if self.settings.neighbours is not None:

@@ -33,7 +33,7 @@ void exclusively(Executor& executor, nb::handle program, Work work) {
     work();
   } catch (const InUse& use) {
     const nb::object error = in_use(use);
-    program.attr("world").attr("fail")(error);
+    program.attr("world").attr("failure").attr("fail")(error);
     raise(error);
   }
 }
@@ -58,7 +58,9 @@ void execute_once(Executor& executor, nb::handle program, Binding& bound, double
     Program& native;
     bool has_comm;
   };
-  const auto fail = [&](nb::handle error) { program.attr("world").attr("fail")(error); };
+  const auto fail = [&](nb::handle error) {
+    program.attr("world").attr("failure").attr("fail")(error);
+  };
   {
     const Join join{executor, native, has_comm};
     try {

@@ -82,7 +82,7 @@ def test_rows_are_received_and_sent_as_they_lie_in_memory():
 
 def test_a_failure_reaches_a_peer():
     with two_worlds() as worlds:
-        worlds[1].fail(RuntimeError("broken"))
+        worlds[1].failure.fail(RuntimeError("broken"))
         with pytest.raises(PeerLost, match=r"rank 1 .* failed with RuntimeError: broken"):
             weft.all_gather(torch.ones(2, 2), world=worlds[0])
 
@@ -93,7 +93,7 @@ def test_a_failure_while_rows_are_sent_reaches_a_peer():
         many = torch.ones(1, 24 << 20)
         weft.all_gather_async(many, world=worlds[1])
         weft.all_reduce_async(torch.ones(2), world=worlds[1])
-        worlds[1].fail(RuntimeError("broken"))
+        worlds[1].failure.fail(RuntimeError("broken"))
         with pytest.raises(PeerLost, match=r"rank 1 .* failed with RuntimeError: broken"):
             weft.all_gather(many, world=worlds[0])
 
@@ -101,7 +101,7 @@ def test_a_failure_while_rows_are_sent_reaches_a_peer():
 def test_closing_ends_the_wait_for_a_peer_that_receives_nothing():
     with one_world() as (world, _):
         handle = weft.all_gather_async(torch.ones(16 << 20), world=world)
-        world.fail(RuntimeError("enough"))
+        world.failure.fail(RuntimeError("enough"))
         with pytest.raises(weft.WeftError):
             handle.wait()
 
@@ -120,7 +120,9 @@ def test_no_row_arrives_after_an_error_although_another_thread_closes_the_world(
             abort()
 
         world.network.close = close
-        failing = threading.Thread(target=world.fail, args=(RuntimeError("broken"), 0, True))
+        failing = threading.Thread(
+            target=world.failure.fail, args=(RuntimeError("broken"), 0, True)
+        )
         failing.start()
         with pytest.raises(weft.WeftError, match="broken"):
             weft.all_gather(torch.ones(2, 2), world=world)
@@ -139,7 +141,7 @@ def test_a_world_ends_its_threads_before_the_interpreter():
                 time.sleep(0.001)
             time.sleep(1)  # longer than the world waits for its peer
 
-        world.before_failure = slowly
+        world.failure.before = slowly
         world.network._note(_native.Trouble.garbled, 1, 0, "a message")
         while not threads:
             time.sleep(0.001)

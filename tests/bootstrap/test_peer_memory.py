@@ -97,7 +97,7 @@ def not_to_be_read(first):
         os.environ["WEFT_READ_PEERS"] = "0"
     world = remade()
     assert not world.reads_memory, "all ranks or none"
-    assert world.staging_reason == "rank 1 has WEFT_READ_PEERS=0"
+    assert world.placement.staging_reason == "rank 1 has WEFT_READ_PEERS=0"
     mine = torch.full((NUMBERS,), float(world.rank))
     assert "read through the kernel" not in call_text(world, lambda: weft.all_gather(mine))
     assert weft.all_gather(mine)[::NUMBERS].tolist() == [*map(float, range(world.ranks))]
@@ -110,7 +110,7 @@ def test_a_rank_that_is_not_to_be_read():
 def small_pages_on_one(first):
     world = remade(large=first.rank == 0)
     assert world.reads_memory
-    assert not world.huge_pages, "all ranks or none"
+    assert not world.placement.huge_pages, "all ranks or none"
     mine = torch.full((NUMBERS,), float(world.rank))
     assert "read through the kernel" not in call_text(world, lambda: weft.all_gather(mine)), (
         "staged until it is measured"
@@ -172,7 +172,7 @@ def forbidden(first):
     if first.rank == 1:
         peer_memory.refusal = lambda pids, probes: refuse(pids, probes) or "it is not to"
     world = remade()
-    assert (world.reads_memory, world.staging_reason) == (
+    assert (world.reads_memory, world.placement.staging_reason) == (
         False,
         "it is not to" if world.rank == 1 else "",
     )

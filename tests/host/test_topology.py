@@ -11,7 +11,7 @@ from weft.bootstrap.listener import Address
 from weft.bootstrap.rendezvous import RankInfo
 from weft.host import topology
 from weft.host.topology import listed, numbers
-from weft.world.peers import groups
+from weft.world.placement import groups
 
 
 @pytest.fixture

@@ -196,7 +196,7 @@ def rows_of_other_layouts(world, name):
 def many_calls(world):
     """More calls than the cache keeps, with all sorts of options; `most` of them stay cached."""
     own, counted, none = engine(world), [], [None] * 4
-    program = own.program(barrier(world.levels), {})
+    program = own.program(barrier(world.placement.levels), {})
     for number in range(_native.CallCache.most + 10):
         key = counted.append, (number,), *none
         own.calls.add(*key, program, program.bind({}, ()), {}, [], None)
@@ -235,7 +235,7 @@ def test_companions_may_be_other_tensors(own):
 def limited_calls(world):
     """A call that may be repeated twice, and twice again after it was checked."""
     own = engine(world)
-    program = own.program(barrier(world.levels), {})
+    program = own.program(barrier(world.placement.levels), {})
     key = limited_calls, (), None, None, None, None
     for _ in range(3):
         binding, left = program.bind({}, ()), _native.CallsLeft(2)

@@ -182,7 +182,7 @@ def one_cache(world, folder):
         group, before = dist.new_group([*range(ranks)]), found["autograd_cache_hit"]
         if world.rank < ranks:
             torch.compiler.reset()
-            weft.world.peers._numbers = itertools.count(1000)
+            weft.world.world._numbers = itertools.count(1000)
             with weft.init(group) as part:
                 compiled_and_eager(part)
             hits.append(found["autograd_cache_hit"] - before)

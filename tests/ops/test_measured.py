@@ -251,7 +251,7 @@ def test_ranks_have_the_same_number_of_programs():
 @pytest.mark.parametrize("size", [4 << 10, 64 << 10, 512 << 10, 2 << 20])
 def test_all_sizes_of_a_class_have_the_same_plans(size, reads):
     """At each limit, the sizes around it are of two classes."""
-    world = SimpleNamespace(reads_memory=reads, huge_pages=True)
+    world = SimpleNamespace(reads_memory=reads, placement=SimpleNamespace(huge_pages=True))
     of_class = {}
     for each in (size // 2 + 1, size - 1, size, size + 1, 2 * size):
         found = granularity.plans(world, each, *[lambda: None] * 4)

@@ -384,7 +384,7 @@ def beside_others(world, directory):
     for waited in (lambda: 0, time.monotonic_ns):  # never, and all the time
         tune.waited_for_core = waited
         found += tune.measure([tune.TuningCase(case, [Variant("push")])], 1, 1)
-    return [each.busy for each in found], world.oversubscribed
+    return [each.busy for each in found], world.placement.oversubscribed
 
 
 def test_what_is_tuned_beside_other_programs_is_marked(tmp_path):

@@ -85,7 +85,7 @@ def fails_last(_):
         raise MemoryError("none left")
 
     if dist.get_rank() == 1:
-        by_all.send_to_all = fail
+        by_all.confirm = fail
     dist.new_group(backend="weft")
 
 

@@ -257,7 +257,7 @@ dist.init_process_group()
 x = torch.ones(1)
 dist.all_reduce(x)
 from weft.process_group import worlds
-sys.stdout.write(f"{worlds.find(dist.group.WORLD).maker.split('(')[0]} {x.item()}\n")
+sys.stdout.write(f"{worlds.find(dist.group.WORLD).failure.maker.split('(')[0]} {x.item()}\n")
 dist.destroy_process_group()
 """
 

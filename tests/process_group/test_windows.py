@@ -100,7 +100,7 @@ def tensors_of_two_dtypes(pg, of_torch):
     assert own.tolist() == [3.0] * 8
     if dist.get_rank():
         # a call that a rank made late would be taken for a refused one
-        operations.world.check()
+        operations.world.failure.check()
         pg.get_group_store().wait(["late"])
     else:
         pg.get_group_store().set("late", "")

@@ -90,7 +90,7 @@ def collectives(world):
         assert weft.all_gather(own).equal(parts)
         assert weft.all_gather(symmetric.copy_(own), out=out).equal(parts)
         assert weft.broadcast(own, 1).eq(1).all()
-    return world.thresholds, world.levels
+    return world.thresholds, world.placement.levels
 
 
 def test_ranks_with_different_caches_agree():

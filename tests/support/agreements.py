@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from types import SimpleNamespace
 from unittest import mock
 
@@ -263,7 +264,7 @@ class Process(greenlet):
         while self.course.now < until:
             getcurrent().parent.switch()
 
-    def make(self, known: renewal.Known, endpoint: Endpoint) -> World:
+    def make(self, known: renewal.Known, endpoint: Endpoint, global_ranks: Sequence[int]) -> World:
         """Make a world of ranks with these handles, or raise."""
         course, world = self.course, World(known.rank, known.handles, endpoint)
         come = course.making.setdefault(world.key, {})

@@ -64,7 +64,7 @@ def _world(rank: int, listeners: Sequence[Listener]) -> World:
     ]
     mesh = _native.Mesh([-1 if each == rank else _native.Mesh.elsewhere for each in range(RANKS)])
     addresses = {peer: (os.getpid(), listeners[peer].address)}
-    network = Network(rank, range(RANKS), mesh, listeners[rank], addresses, LIMIT)
+    network = Network(rank, range(RANKS), mesh, listeners[rank], addresses)
     network.connect(LIMIT)
     return World(rank, infos, mesh, LIMIT, Backend(), network)
 

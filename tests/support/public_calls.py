@@ -201,7 +201,6 @@ OTHER_METHODS = (
     "invitation",
     "disown",
     "close",
-    "set_timeout",
 )
 """Methods of this rank alone, and those by which ranks find each other again."""
 

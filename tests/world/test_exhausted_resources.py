@@ -157,7 +157,7 @@ def closes_before_it_is_read(_, symmetric):
     if world.rank == 0:
         execute_unproved(world, fetch(), {"a": a.fill_(1), "out": out})
         weft.wait(closed, 0, ">=", 1)
-        world.fail(KeyError("gone"))
+        world.failure.fail(KeyError("gone"))
         a.fill_(777)
         weft.world.registry.default = None
         return

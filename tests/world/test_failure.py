@@ -432,7 +432,7 @@ def too_many_names(world):
 
 def raised_later(world):
     if world.rank == 0:
-        world.fail(
+        world.failure.fail(
             weft.MismatchError("rank 0 calls this, but rank 1 calls that"), 1, in_background=True
         )
     while not world.mesh.failure()[0]:

@@ -26,7 +26,6 @@ from weft.doctor import flight as doctor
 from weft.doctor.causes import difference, explanation
 from weft.doctor.recording import FlightRecording, Rank, RecordedCall, read
 from weft.world import flight
-from weft.world.peers import Peers
 
 
 def fail(world, folder, how):
@@ -158,7 +157,7 @@ def fail_alone(_, folder, variable):
         with weft.local_world(2) as local:
             with contextlib.suppress(ZeroDivisionError):
                 local.run(divide)
-            messages += [str(world.recorded) for world in local.worlds]
+            messages += [str(world.failure.recorded) for world in local.worlds]
     return messages
 
 
@@ -334,7 +333,7 @@ def fails_while_it_is_made(_, folder):
     """A rank that has no memory for its counters when its world is made."""
     os.environ[flight.VARIABLE] = str(folder)
     with (
-        mock.patch.object(Peers, "_control_segment", side_effect=MemoryError("no memory")),
+        mock.patch("weft.world.world.control_segment", side_effect=MemoryError("no memory")),
         pytest.raises(MemoryError),
     ):
         weft.init()

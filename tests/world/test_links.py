@@ -119,7 +119,7 @@ def test_a_failure_reaches_other_hosts_after_the_first_link_ranks_have_left():
             close_on_threads(worlds, [gone])
         left = [rank for rank in range(6) if worlds[rank].closed is None]
         assert len(left) == 4
-        worlds[left[0]].fail(KeyError("enough"))
+        worlds[left[0]].failure.fail(KeyError("enough"))
         for rank in left[1:]:
             wait_until(lambda world=worlds[rank]: world.mesh.failure()[0])
             assert worlds[rank].mesh.failure()[:2] == ("KeyError", left[0])

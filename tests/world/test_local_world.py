@@ -12,7 +12,7 @@ from support.on_hosts import results
 import weft
 from weft.engines.recording import record
 from weft.gpu import memory as device_memory
-from weft.world import memory, peers
+from weft.world import memory, placement
 
 
 def shard(rank, *shape, call=0):
@@ -248,7 +248,7 @@ def test_concurrent_worlds_and_nested_defaults():
 @pytest.fixture
 def one_rank_per_core(monkeypatch):
     """Ranks synchronize as if each had a core."""
-    monkeypatch.setattr(peers, "oversubscribed", lambda places: False)
+    monkeypatch.setattr(placement, "oversubscribed", lambda places: False)
 
 
 @pytest.mark.usefixtures("one_rank_per_core")
@@ -261,7 +261,7 @@ def test_ranks_synchronize_by_levels():
             came[world.rank] = call
             weft.barrier()
             assert min(came) >= call
-        return len(world.levels)
+        return len(world.placement.levels)
 
     with weft.local_world(16) as local:
         assert local.run(synchronize) == [2] * 16
@@ -270,12 +270,12 @@ def test_ranks_synchronize_by_levels():
 @pytest.mark.parametrize("several", [False, True])
 def test_few_rows_by_levels(several, monkeypatch):
     """Small collectives of many ranks, one after the other: sums in rank order, with exact bits."""
-    monkeypatch.setattr(peers, "oversubscribed", lambda places: not several)
+    monkeypatch.setattr(placement, "oversubscribed", lambda places: not several)
     ranks, uneven = 12, [rank % 2 for rank in range(12)]
 
     def gather(call):
         world = weft.init()
-        assert (len(world.levels) > 1) == several
+        assert (len(world.placement.levels) > 1) == several
         rows = [shard(r, 3, 5, call=call) for r in range(ranks)]
         own = rows[world.rank]
         assert torch.equal(weft.all_gather(own), torch.cat(rows))

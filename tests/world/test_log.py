@@ -82,7 +82,7 @@ def of_a_group(_):
     with logged() as printed:
         pair = torch.distributed.new_group([1, 2], backend="weft")
         if torch.distributed.get_rank():
-            worlds.find(pair).fail(RuntimeError("a test"))
+            worlds.find(pair).failure.fail(RuntimeError("a test"))
         torch.distributed.barrier()  # rank 0 serves the store
         return lines(printed)
 

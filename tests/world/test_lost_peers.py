@@ -54,9 +54,9 @@ def grows(world, how, step, calls):
 @pytest.mark.parametrize(
     ("how", "step", "calls", "words"),
     [
-        ("dies", "weft.world.peers.send", 2, "died while rank"),
-        ("leaves", "weft.world.peers.send", 2, "closed its world while rank"),
-        ("dies", "weft.world.memory.receive", 1, "died while rank"),
+        ("dies", "weft.world.notes.Notes.send", 2, "died while rank"),
+        ("leaves", "weft.world.notes.Notes.send", 2, "closed its world while rank"),
+        ("dies", "weft.world.notes.Notes.receive", 1, "died while rank"),
         ("leaves", "weft._native.attach_mapping", 1, "closed its world while rank"),
         ("lacks", "weft._native.attach_mapping", 2, "failed with SymmetricMemoryError: empty("),
     ],
@@ -120,7 +120,7 @@ def joins(world, how, step):
         ("dies", "weft.bootstrap.connector.Connector._identify"),
         ("dies", "weft.world.connect.Connections"),
         ("dies", "weft._native.create_mapping"),
-        ("dies", "weft.world.peers.send"),
+        ("dies", "weft.world.notes.Notes.send"),
         ("dies", "weft._native.attach_mapping"),
         ("lacks", "weft.bootstrap.connector.Outbound.advance"),
         ("lacks", "weft._native.create_mapping"),

@@ -22,7 +22,7 @@ ONES = torch.ones
 
 
 def wrong_plan(world, wrong):
-    plan = barrier(world.levels)
+    plan = barrier(world.placement.levels)
     engine(world).execute(plan, {"a": ONES(2)} if wrong else {})
 
 

@@ -221,7 +221,10 @@ def test_one_thread_copies_where_ranks_have_more_threads_than_cores():
 
 def test_slots_are_as_large_as_threads_are_many():
     row = torch.empty(1, 1)
-    worlds = (SimpleNamespace(threads=threads, thresholds=Thresholds()) for threads in (1, 8))
+    worlds = (
+        SimpleNamespace(placement=SimpleNamespace(threads=threads), thresholds=Thresholds())
+        for threads in (1, 8)
+    )
     alone, eight = (slot_rows(row, 1 << 20, 3, world) for world in worlds)
     assert eight // 8 == alone == Thresholds().slot_bytes // 3 // 4
 

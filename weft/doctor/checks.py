@@ -132,7 +132,7 @@ def diagnose(console: Console, verbose: bool = False) -> bool:
         problems = all_gather_values(
             world, [*_problems(everyone, links, clock_offsets(world, now=time.time_ns))], list[str]
         )[0]
-        staged = all_gather_values(world, world.staging_reason, str)
+        staged = all_gather_values(world, world.placement.staging_reason, str)
         stores = all_gather_values(world, _native.stores(), str)
         replaced = all_gather_values(world, in_place_of_gloo.in_force(), bool)
         if world.rank == 0:
@@ -147,7 +147,9 @@ def diagnose(console: Console, verbose: bool = False) -> bool:
             texts += [_gloo(replaced), _setup()]
             if verbose:
                 _print_tables(everyone, links, console)
-                console.print(_thresholds(everyone, world.thresholds, world.oversubscribed))
+                console.print(
+                    _thresholds(everyone, world.thresholds, world.placement.oversubscribed)
+                )
                 texts += [_stores(stores), _new_memory(), _measurements()]
             else:
                 texts.append("--verbose shows each rank, core and link, thresholds and choices.")

@@ -99,10 +99,10 @@ class Engine(ABC):
         is not correct, `ValueError` or `TypeError` for tensors that do not fit, before anything is
         sent.
         """
-        self.world.check()
+        self.world.failure.check()
         weights = weights or {}
         rows = plan.pieces if rows is None else rows
-        with self.world.report_refusal:
+        with self.world.failure.report_refusal:
             self._prove(plan)
             program = self.program(plan, tensors, rows)
             program.check_operands(tensors, weights)
@@ -268,7 +268,9 @@ class Engine(ABC):
     def meet(self, call: str, timeout: float | None = None) -> None:
         """Wait until all ranks make a call; collective. `call` describes it as in `execute_as`."""
         with self._unrecorded():
-            self.execute_as(call, _barrier(_choice(call), self.world.levels), {}, timeout=timeout)
+            self.execute_as(
+                call, _barrier(_choice(call), self.world.placement.levels), {}, timeout=timeout
+            )
 
     def exchange(self, call: str, text: str, timeout: float | None = None) -> list[str]:
         """The texts of all ranks, by rank, of up to 4 KiB each; collective. `call` describes the
@@ -277,7 +279,7 @@ class Engine(ABC):
         world, padded = self.world, bytearray(text.encode().ljust(_LONGEST, b"\0"))
         own = torch.frombuffer(padded, dtype=torch.uint8).view(1, -1)
         every = own.new_empty(world.ranks, _LONGEST)
-        plan = _to_all(_choice(call), world.levels, world.hosts.if_several)
+        plan = _to_all(_choice(call), world.placement.levels, world.hosts.if_several)
         tensors = {"a": own, "gathered": every}
         with self._unrecorded():
             self.execute_as(call, plan, tensors, (1,) * world.ranks, timeout)
@@ -296,9 +298,9 @@ class Engine(ABC):
     def setting(self) -> str:
         """The properties of its world, besides its calls, on which the fastest variants depend."""
         link, world = self.world.emulated_link, self.world
-        pages = "huge" if world.huge_pages else "small"
+        pages = "huge" if world.placement.huge_pages else "small"
         over = f"over {link[0]:g} Gbit/s {link[1]:g} us" if link else "in shared memory"
-        return f"{world.threads} threads, {pages} pages, {over}"
+        return f"{world.placement.threads} threads, {pages} pages, {over}"
 
     def check_options(self, options: Any) -> None:  # noqa: B027, of streams only
         """Raise `ValueError` for options that this rank's device cannot honour."""
@@ -340,7 +342,7 @@ class Engine(ABC):
             compiled.notify(0, world.executor, peer, self.index(Signal("agree", world.rank)))
         for peer in peers:
             compiled.wait(0, world.executor, world.rank, self.index(Signal("agree", peer)), peer, 1)
-        with world.fail_on_error:
+        with world.failure.fail_on_error:
             world.executor.begin(compiled, world.timeout)
             if world.executor.run(compiled, 0, 0) < 0:
                 status, _, source, *_ = compiled.wait_failure(0)
@@ -365,21 +367,23 @@ class Engine(ABC):
                 own, theirs = (
                     world.executor.peer_call(rank, compiled.call) for rank in (world.rank, source)
                 )
-                return world.mismatch(compiled.call, own, source, theirs)
+                return world.failure.mismatch(compiled.call, own, source, theirs)
             case _native.WaitStatus.refused:
                 own = world.executor.peer_call(world.rank, compiled.call)
-                return world.refused(own, source)
+                return world.failure.refused(own, source)
             case _native.WaitStatus.left:
-                return world.lost(source, "closed its world", purpose)
+                return world.failure.lost(source, "closed its world", purpose)
             case _native.WaitStatus.failed:
-                return world.failure(purpose)
+                return world.failure.reported(purpose)
             case _native.WaitStatus.lane:  # but no lane of this call has failed
                 return WeftError(
                     f"rank {world.rank} closed its world while it waited {purpose}: wait for "
                     "asynchronous calls before the world is closed"
                 )
             case _:
-                return world.timed_out(purpose, *self._late_rank(source, compiled.call), timeout)
+                return world.failure.timed_out(
+                    purpose, *self._late_rank(source, compiled.call), timeout
+                )
 
     def _late_rank(self, source: int, call: int) -> tuple[int, str]:
         """The rank that delays a wait for rank `source` in a call, and the reason: `source`, or a
@@ -389,7 +393,7 @@ class Engine(ABC):
         # a rank elsewhere of which this host has never heard may have made the call
         missing = [
             peer
-            for peer in self.world.others
+            for peer in self.world.placement.others
             if not executor.peer_call(peer, call)
             and (peer == source or here(peer) or executor.made_calls(peer))
         ]

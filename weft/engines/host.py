@@ -214,7 +214,7 @@ class HostProgram(Program):
         self, binding: _native.Binding, retained: object = None, timeout: float | None = None
     ) -> None:
         self.timeout = timeout or self.world.timeout
-        with self.world.fail_on_error:
+        with self.world.failure.fail_on_error:
             self.apply(binding)
             self.begin(self.timeout)
             self.world.executor.start(
@@ -227,7 +227,7 @@ class HostProgram(Program):
 
     def join(self, timeout: float = math.inf) -> bool:
         deadline = time.monotonic() + timeout
-        self.world.check_process()
+        self.world.failure.check_process()
         while self in self.engine.pending:
             left = deadline - time.monotonic()
             # in short waits, so that Python can handle a signal between them
@@ -274,7 +274,7 @@ class HostProgram(Program):
                 f"{os.strerror(actual)}; with WEFT_READ_PEERS=0 large tensors are staged in shared "
                 "memory instead"
             )
-            return self.world.fail(
+            return self.world.failure.fail(
                 WeftError(f"rank {self.world.rank} cannot read the rows of a peer {purpose}: {why}")
             )
         return self.engine.wait_error(status, source, self.compiled, purpose, timeout)

@@ -59,7 +59,7 @@ class NetworkEngine(HostEngine):
         return NetworkProgram(self, plan, tensors, dtypes)
 
     def agree(self, call: str) -> None:
-        program = self.program(barrier(self.world.levels, "agree"), {})
+        program = self.program(barrier(self.world.placement.levels, "agree"), {})
         program.compiled.set_call_text(call)
         program.run_locked({}, (), {})
 

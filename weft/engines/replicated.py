@@ -92,7 +92,7 @@ class ReferenceProgram(Program):
         bias: Tensors | None = None,
         timeout: float | None = None,
     ) -> None:
-        with self.world.fail_on_error:
+        with self.world.failure.fail_on_error:
             calls = self._exchange(tensors, weights, bias or {})
             outputs = {
                 name: tensors[name].dtype

@@ -163,7 +163,7 @@ def _gradients(
 def _recorded_sums(layer: Layer, *others: Any) -> Tensor:
     *values, name = others
     options, world = LayerOptions(*values), recorded_world(name)
-    with world.report_refusal:
+    with world.failure.report_refusal:
         if options.experts_of_ranks is not None:
             visits.check_sizes(options.experts_of_ranks, layer.experts, world)
         return _sums(layer, options, world)
@@ -172,7 +172,7 @@ def _recorded_sums(layer: Layer, *others: Any) -> Tensor:
 def _recorded_gradients(layer: Layer, grad: Tensor, of_tokens: bool, *others: Any) -> Gradients:
     *values, name = others
     world = recorded_world(name)
-    with world.report_refusal:
+    with world.failure.report_refusal:
         return _gradients(layer, grad, of_tokens, LayerOptions(*values), world)
 
 

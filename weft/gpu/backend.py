@@ -20,8 +20,8 @@ from weft.gpu import driver, memory
 from weft.gpu.options import check_queues
 from weft.gpu.signals import DeviceSignals
 from weft.schedules.device_options import DEFAULT, DeviceOptions
+from weft.world import World
 from weft.world.backend import Backend
-from weft.world.peers import Peers
 from weft.world.signals import Signals
 
 _TRITON = "3.6"
@@ -89,13 +89,13 @@ class StreamBackend(Backend):
         return _Stream(self.device) if self.on_gpu else nullcontext()
 
     def allocate(
-        self, world: Peers, shape: Sequence[int], dtype: torch.dtype, call: str | None = None
+        self, world: World, shape: Sequence[int], dtype: torch.dtype, call: str | None = None
     ) -> torch.Tensor:
         if self.on_gpu:
             return memory.allocate(world, shape, dtype, call)
         return super().allocate(world, shape, dtype, call)
 
-    def signals(self, world: Peers, count: int, name: str) -> Signals:
+    def signals(self, world: World, count: int, name: str) -> Signals:
         if self.runs_kernels:
             return DeviceSignals(world, count, name)
         return super().signals(world, count, name)

@@ -37,14 +37,14 @@ class HostCounters:
 
     def __init__(self, world: World, count: int) -> None:
         self.world = world
-        with world.fail_on_error:
+        with world.failure.fail_on_error:
             self.signals = Signals(world, count, "counters of lanes")
         self.base = [0] * count
 
     def notify(self, peer: int, index: int) -> None:
         """Add 1 on `peer`, after all earlier steps of this lane."""
         if not self.signals.array.add(peer, index, 1, 1, 1):
-            raise self.world.failure(f"to notify rank {peer}")
+            raise self.world.failure.reported(f"to notify rank {peer}")
 
     def wait(
         self, index: int, source: int, count: int, compiled: _native.Compiled, timeout: float

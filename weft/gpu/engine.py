@@ -111,7 +111,7 @@ class DeviceEngine(Engine):
 
     def exchange(self, call: str, text: str, timeout: float | None = None) -> list[str]:
         """As of any engine, by the hosts of ranks: the caller does not wait for the lanes."""
-        with self.world.exclusive, self.world.fail_on_error:
+        with self.world.exclusive, self.world.failure.fail_on_error:
             return self.exchange_locked(call, text, timeout)
 
     def exchange_locked(self, call: str, text: str, timeout: float | None = None) -> list[str]:
@@ -204,9 +204,9 @@ class DeviceEngine(Engine):
                         _native.WaitStatus.mismatch, peer, last.compiled, "", world.timeout
                     )
         if world.mesh.failure()[0]:
-            raise world.failure("to make its next call")
+            raise world.failure.reported("to make its next call")
         if (timeout := self.timed_out()) is not None:
-            raise world.fail(timeout)
+            raise world.failure.fail(timeout)
 
     def timed_out(self) -> PeerTimeout | None:
         """The error of a kernel's wait that timed out, which the kernel has recorded: of a plan, or

@@ -73,7 +73,7 @@ class Loading:
                 )
             return
         several = engine.world.backend.ranks_per_device > 1
-        with engine.world.fail_on_error:
+        with engine.world.failure.fail_on_error:
             if several and not any(engine.exchange_locked(program.call, "loads" if new else "")):
                 return
             if new:

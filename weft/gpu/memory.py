@@ -19,15 +19,14 @@ from torch.distributed.distributed_c10d import PrefixStore
 import weft._native as _native
 from weft.bootstrap.rendezvous import StoreRendezvous
 from weft.checks import name as dtype_name
-from weft.world import memory
-from weft.world.peers import Peers
+from weft.world import World, memory
 
 _parts: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 """Parts of the ranks of this process, by address."""
 
 
 def allocate(
-    world: Peers, shape: Sequence[int], dtype: torch.dtype, call: str | None = None
+    world: World, shape: Sequence[int], dtype: torch.dtype, call: str | None = None
 ) -> torch.Tensor:
     """A tensor of zeros in a new segment on the world's device, see `World.empty`; `call` is the
     name of the call in errors.
@@ -50,7 +49,7 @@ def allocate(
 
 
 def _in_this_process(
-    world: Peers, size: int, compiled: _native.Compiled, call: str
+    world: World, size: int, compiled: _native.Compiled, call: str
 ) -> list[torch.Tensor]:
     own = torch.zeros(max(size, 1), dtype=torch.uint8, device=world.device)
     drain(world.device)  # zeros are written before any peer gets the address
@@ -61,7 +60,7 @@ def _in_this_process(
     return parts
 
 
-def _between_processes(world: Peers, size: int) -> list[torch.Tensor]:
+def _between_processes(world: World, size: int) -> list[torch.Tensor]:
     import torch.distributed._symmetric_memory as symmetric_memory
     from torch._C._distributed_c10d import _SymmetricMemory
 

@@ -209,11 +209,11 @@ class OneSided:
         """Raise the errors that a stream cannot raise: a peer failed, or a wait timed out, after
         which the results of the stream are wrong; both close the world.
         """
-        self.world.check()
+        self.world.failure.check()
         if self.world.mesh.failure()[0]:
-            raise self.world.failure("to make its next call")
+            raise self.world.failure.reported("to make its next call")
         if (timeout := self.any_timed_out()) is not None:
-            raise self.world.fail(timeout)
+            raise self.world.failure.fail(timeout)
 
     def timed_out(self) -> PeerTimeout | None:
         """The error of the first one-sided wait that timed out, which its kernel has recorded."""

@@ -154,7 +154,7 @@ class DeviceProgram(FixedProgram):
         lanes = {name: name for name in self.lane_names}
         self.loading.prepare(operands, {**self.launches, **traces}, lanes)
         self._begin(seconds)
-        with world.fail_on_error, in_range(self.plan.operator):
+        with world.failure.fail_on_error, in_range(self.plan.operator):
             completions = []
             # Transfers first: to enqueue them is fast, and they then overlap with the compute lane.
             for name in (*self.lane_names[1:], "compute"):
@@ -211,7 +211,7 @@ class DeviceProgram(FixedProgram):
             try:
                 completion.join()
             except BaseException as error:
-                self.world.fail(error)
+                self.world.failure.fail(error)
                 errors.append(error)
         if errors:
             raise min(
@@ -257,7 +257,7 @@ class DeviceProgram(FixedProgram):
                     return False
         except BaseException as error:
             self.engine.pending.remove(self)
-            self.failure = self.world.fail(error)
+            self.failure = self.world.failure.fail(error)
             raise self.failure from None
         self.engine.pending.remove(self)
         self.retained = None
@@ -309,7 +309,7 @@ class DeviceProgram(FixedProgram):
         """Run steps; an error of one ends the waits of this rank's other lanes, and of its peers,
         at once.
         """
-        with self.world.fail_on_error:
+        with self.world.failure.fail_on_error:
             _all(steps)
 
     def find(self, region: Region, tensors: Tensors) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.world.peers import Peers
+from weft.world import World
 from weft.world.signals import COUNTER_BYTES, LARGEST, Signals
 
 
@@ -19,7 +19,7 @@ class DeviceSignals(Signals):
 
     on_streams = True
 
-    def __init__(self, world: Peers, count: int, name: str) -> None:
+    def __init__(self, world: World, count: int, name: str) -> None:
         self.world, self.name, self._count = world, name, count
         shape = [count, COUNTER_BYTES // torch.int64.itemsize]
         # new symmetric memory is zeroed

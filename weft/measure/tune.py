@@ -86,7 +86,7 @@ def measure(cases: list[TuningCase], iterations: int, threads: int) -> list[Case
             measured = stopwatch.interleave(views, 1, iterations, advance).values()
             took = monotonic_ns() - begin
             (waited,) = largest(world, [waited_for_core() - before])
-            busy = disturbed(waited, took) and not world.oversubscribed
+            busy = disturbed(waited, took) and not world.placement.oversubscribed
             times = [
                 VariantTime(variant, time.median, time.min)
                 for variant, time in zip(variants, measured, strict=True)

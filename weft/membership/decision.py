@@ -53,11 +53,16 @@ class Membership:
 
     @classmethod
     def of_made(
-        cls, name: str, rank: int, handles: Sequence[Handle], endpoint: Endpoint
+        cls,
+        name: str,
+        rank: int,
+        handles: Sequence[Handle],
+        endpoint: Endpoint,
+        global_ranks: Sequence[int] = (),
     ) -> Membership:
-        """The place of a rank in a world that is made, and is no part of a larger job."""
-        ranks = len(handles)
-        return cls(name, rank, handles, range(ranks), endpoint, range(ranks), ranks)
+        """The place of a rank in a world that is made, by default no part of a larger job."""
+        ranks = range(len(handles))
+        return cls(name, rank, handles, global_ranks or ranks, endpoint, ranks, len(ranks))
 
     @classmethod
     def decided(cls, decision: Decision, endpoint: Endpoint) -> Membership | None:

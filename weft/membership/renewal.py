@@ -23,8 +23,10 @@ from weft.membership.view import View
 _LONGEST = 8 << 20  # bytes of a text that was compressed: thousands of handles
 World = TypeVar("World")
 Kind = TypeVar("Kind")
-Make = Callable[[Known, Endpoint], World]
-"""Makes the world of ranks that have each other's handles; raises as `weft.init`."""
+Make = Callable[[Known, Endpoint, Sequence[int]], World]
+"""Makes the world of ranks that have each other's handles, with these global ranks; raises as
+`weft.init`.
+"""
 
 
 def renew(
@@ -73,7 +75,7 @@ def follow(
             assert membership is not None  # an agreement raises `Excluded` instead
             adopt(membership)
             try:
-                made = make(Known(membership.rank, decision.handles), own)
+                made = make(Known(membership.rank, decision.handles), own, decision.global_ranks)
                 break
             except (PeerLost, PeerTimeout):
                 if again:

@@ -126,7 +126,7 @@ class ParallelExperts(nn.Module):
                     f"{type(self).__name__}: the weights were changed after "
                     "weft.nn.freeze(model); call it again after every change"
                 )
-                self.world.refuse(error)
+                self.world.failure.refuse(error)
                 raise error
             return frozen.packed
         gate_up, down = local(self.gate_up_proj), local(self.down_proj)

@@ -173,7 +173,7 @@ class ShardedLinear(nn.Linear):
                 if accepted is not None:
                     return x, accepted
             dtypes = DTYPES if weight is None else _dtypes_of_inputs(weight)
-            with self.world.report_refusal:
+            with self.world.failure.report_refusal:
                 x = waited(x)
                 arguments.check_input(x, "input", self.world, dtypes, traced=True)
                 check_untransformed(x, "input")
@@ -194,7 +194,7 @@ class ShardedLinear(nn.Linear):
         """The error for a call that this rank refuses, of which peers are told."""
         error = ValueError(why)
         if not torch.compiler.is_compiling():
-            self.world.refuse(error)
+            self.world.failure.refuse(error)
         return error
 
     def _output(self, y: Tensor, placement: Placement, size: int | None = None) -> Tensor:

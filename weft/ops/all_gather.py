@@ -182,7 +182,7 @@ class _AllGather(CollectiveCall):
             return {algorithm: partial(planner, 1, algorithm, **launched)}
         reached = symmetric or symmetric_out
         if algorithm in ("auto", "pull") and limit is None:
-            eager = partial(schedule.eager, world.levels)
+            eager = partial(schedule.eager, world.placement.levels)
             if not reached and granularity.measurable(world, size):
                 return granularity.plans(
                     world,

@@ -101,7 +101,7 @@ class _AllReduce(CollectiveCall):
         if algorithm in ("auto", "one_shot") and granularity.reduced_eagerly(
             world, size, symmetric or symmetric_out
         ):
-            return {"eager": partial(schedule.eager, world.levels, op)}
+            return {"eager": partial(schedule.eager, world.placement.levels, op)}
         if algorithm == "auto":
             algorithm = "one_shot" if size <= world.thresholds.eager_bytes else "two_shot"
         few = algorithm == "one_shot" and size * world.ranks <= EAGER_BUFFER_BYTES

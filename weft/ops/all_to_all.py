@@ -183,7 +183,7 @@ class _AllToAll(CollectiveCall):
         symmetric = world.is_symmetric(matrix)
         planner = partial(planned, schedule.all_to_all, world.ranks)
         slots = pieces(most, granularity.exchanged_rows(matrix, most, world))
-        eager = partial(schedule.eager, world.levels)
+        eager = partial(schedule.eager, world.placement.levels)
         if not symmetric and granularity.measurable(world, size):
             return granularity.plans(
                 world,

@@ -46,7 +46,7 @@ def register(operator: FusedOperator) -> None:
         none = [None] * len(weights)
         operands = Operands(a, weights, [x if x.numel() else None for x in biases] or none, none)
         own = recorded_world(world)
-        with own.report_refusal:  # of a backward pass, or a compiled graph
+        with own.failure.report_refusal:  # of a backward pass, or a compiled graph
             check_timeout(timeout)
             options = operator.exchanged(own, operands, options, timeout)
             return driver.call(operator, own, operands, options, timeout)

@@ -140,7 +140,9 @@ def measure(call: Choice, trial: Trial, execute: Callable[[], None]) -> None:
         return
     name = f"{call.description}\n{key} took {len(trial.calls)} times"
     times = call.engine.exchange(name, json.dumps(trial.calls), call.timeout)
-    fastest = trial.end_round([*map(json.loads, times)], world.hosts, world.oversubscribed)
+    fastest = trial.end_round(
+        [*map(json.loads, times)], world.hosts, world.placement.oversubscribed
+    )
     if fastest is None:
         return
     if call.exact:

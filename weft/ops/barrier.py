@@ -41,7 +41,7 @@ def barrier(world: World | None = None, timeout: float | None = None) -> None:
         world = current(world)
         own = engine(world)
         own.drain()
-        program = own.program(schedule.barrier(world.levels), {})
+        program = own.program(schedule.barrier(world.placement.levels), {})
         binding = program.bind({}, ())
         with world.exclusive:
             program.execute(binding, timeout)

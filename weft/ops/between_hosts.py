@@ -16,7 +16,7 @@ from torch import Tensor
 import weft._native as _native
 from weft.engines.ranges import in_range
 from weft.errors import PeerTimeout, WeftError
-from weft.world.peers import Peers
+from weft.world import World
 from weft.world.signals import LARGEST, Signals
 
 _NOTICED = 0.5  # seconds until the world has noticed why a peer hung up
@@ -50,7 +50,7 @@ class RemoteChange:
 
 
 def put(
-    world: Peers,
+    world: World,
     peer: int,
     copy: _native.RemoteCopy,
     tensors: object,
@@ -70,7 +70,7 @@ def put(
 
 
 def get(
-    world: Peers, peer: int, copy: _native.RemoteCopy, tensors: object, description: object
+    world: World, peer: int, copy: _native.RemoteCopy, tensors: object, description: object
 ) -> None:
     """Make a get, as `put`."""
     with in_range("get"):
@@ -94,7 +94,7 @@ def put_notify_at_once(
     ):
         return False
     world = signals.world
-    world.check()
+    world.failure.check()
     if world.network is None:
         return False
     ended = _native.put_notify_at_once(
@@ -109,7 +109,7 @@ def put_notify_at_once(
     return True
 
 
-def settle(world: Peers, doing: str) -> None:
+def settle(world: World, doing: str) -> None:
     """Return once ranks of other hosts have all that this rank has notified them of; the phrase
     `doing` is what that is for.
     """
@@ -125,32 +125,32 @@ def settle(world: Peers, doing: str) -> None:
         raise _error(world, culprit, status, doing)
 
 
-def _regions(world: Peers) -> _native.Regions:
+def _regions(world: World) -> _native.Regions:
     assert world.network is not None
     assert world.network.regions is not None
     return world.network.regions
 
 
-def _error(world: Peers, peer: int, status: _native.WaitStatus, doing: str) -> WeftError:
+def _error(world: World, peer: int, status: _native.WaitStatus, doing: str) -> WeftError:
     """The error for requests that have ended with a status other than `none`; the phrase `doing` is
     what they waited for. Closes the world.
     """
     if status == _native.WaitStatus.timeout:
-        return world.fail(
+        return world.failure.fail(
             PeerTimeout(
                 f"rank {world.rank} waited {world.timeout:g} s {doing}: the host of "
-                f"{world.name_of(peer)} does not answer; is that process suspended, or the network "
-                "down?"
+                f"{world.placement.name_of(peer)} does not answer; is that process suspended, or "
+                "the network down?"
             )
         )
     deadline = time.monotonic() + _NOTICED
     while not (_failed(world) or world.mesh.left(peer)) and time.monotonic() < deadline:
         time.sleep(0.001)
     if _failed(world):
-        return world.failure(doing)
-    world.check()
-    return world.lost(peer, "closed its world", doing)
+        return world.failure.reported(doing)
+    world.failure.check()
+    return world.failure.lost(peer, "closed its world", doing)
 
 
-def _failed(world: Peers) -> bool:
+def _failed(world: World) -> bool:
     return bool(world.mesh.failure()[0])

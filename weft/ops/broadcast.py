@@ -134,7 +134,7 @@ class _Broadcast(CollectiveCall):
 
         slots = cut_into(piece_bytes(size))
         if algorithm in ("auto", "pull"):
-            eager = partial(schedule.eager, source, world.levels)
+            eager = partial(schedule.eager, source, world.placement.levels)
             if not symmetric and granularity.measurable(world, size):
                 return granularity.plans(
                     world,

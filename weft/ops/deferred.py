@@ -36,15 +36,15 @@ class DeferredHandle(Handle):
         self._description, self._result, self._timeout = description, result, timeout
         self._begun: Handle | None = None
         self._refused: Exception | None = None
-        world.deferred = self
+        world.exclusive.deferred = self
 
     def begin(self) -> None:
         """Wait for the numbers of all ranks, and begin the call; once."""
         numbers = self._exchange.wait()
-        if self._world.deferred is not self:
+        if self._world.exclusive.deferred is not self:
             return
-        self._world.deferred = None
-        with self._world.fail_on_error:
+        self._world.exclusive.deferred = None
+        with self._world.failure.fail_on_error:
             try:
                 call = self._prepare(numbers)
                 call.description, call.timeout = self._description, self._timeout
@@ -74,7 +74,7 @@ class DeferredHandle(Handle):
         if self._refused is not None:
             raise self._refused
         if self._begun is None:
-            self._world.check()
+            self._world.failure.check()
         assert self._begun is not None, "an error of `begin` has closed the world"
         wait_for(self._begun)
         return self._begun.wait()

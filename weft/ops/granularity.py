@@ -55,8 +55,8 @@ def slot_rows(matrix: Tensor, most: int, readers: int, world: World, piece: int 
     row, limits = _row_bytes(matrix), world.thresholds
     uncut, slot = (
         (piece, piece)
-        if piece and world.threads == 1
-        else (limits.staged_bytes, limits.slot_bytes * world.threads)
+        if piece and world.placement.threads == 1
+        else (limits.staged_bytes, limits.slot_bytes * world.placement.threads)
     )
     staged = most if most * row <= uncut else slot // (row * max(1, readers))
     return max(1, staged, -(-most // MAX_PIECES))
@@ -66,10 +66,10 @@ def exchanged_rows(matrix: Tensor, most: int, world: World) -> int:
     """The number of rows, of `most` in all, that any two ranks exchange at a time: few enough that
     both ranks write to each slot that they share.
     """
-    if world.oversubscribed:
+    if world.placement.oversubscribed:
         return slot_rows(matrix, most, world.ranks - 1, world)
     row, peers = _row_bytes(matrix), max(1, world.ranks - 1)
-    largest = world.thresholds.staged_bytes * world.threads // peers
+    largest = world.thresholds.staged_bytes * world.placement.threads // peers
     in_slots = max(-(-most // (2 * SHARED_SLOTS)), EXCHANGED_BYTES // row)
     return max(1, min(in_slots, largest // row), -(-most // MAX_PIECES))
 
@@ -116,7 +116,7 @@ def _eager(world: World, size: int, most: int) -> bool:
 
 def costly_signals(world: World) -> bool:
     """Whether signals take most of a small collective's time: with many or oversubscribed ranks."""
-    return world.oversubscribed or len(world.levels) > 1
+    return world.placement.oversubscribed or len(world.placement.levels) > 1
 
 
 def measurable(world: World, size: int) -> bool:
@@ -149,6 +149,6 @@ def plans(
         found["short slots"] = short
     if world.reads_memory:
         reads = {"read": read}
-        usual = world.huge_pages and largest > LEAST_BYTES
+        usual = world.placement.huge_pages and largest > LEAST_BYTES
         found = reads | found if usual else found | reads
     return found

@@ -45,7 +45,6 @@ from weft.ops.between_hosts import RemoteChange
 from weft.ops.signalling import notification, on_streams, seconds_of
 from weft.uncompiled import untraced
 from weft.world import World, by_number, check_world, memory
-from weft.world.peers import Peers
 from weft.world.signals import Signals
 
 if TYPE_CHECKING:
@@ -105,14 +104,14 @@ class Transfer:
         effect on transfer and world, so the caller may wait again; and `PeerLost` if a peer had
         failed before the transfer started, so that nothing was moved.
         """
-        self._world.check_process()
+        self._world.failure.check_process()
         seconds = seconds_of(timeout, self._world)
         if not self._world.transfers.wait(self._number, seconds):
             raise PeerTimeout(
                 f"rank {self._world.rank} waited {seconds:g} s for its {self._copy}; it is not done"
             )
         if self._world.transfers.refused(self._number):
-            raise self._world.failure(f"for its {self._copy}")
+            raise self._world.failure.reported(f"for its {self._copy}")
 
     def __repr__(self) -> str:
         return f"Transfer({self._copy}, {'done' if self.done() else 'under way'})"
@@ -128,7 +127,7 @@ class QueuedTransfer(Transfer):
         return self._made.done()
 
     def wait(self, timeout: float | None = None) -> None:
-        self._world.check_process()
+        self._world.failure.check_process()
         seconds = seconds_of(timeout, self._world)
         try:
             self._made.result(seconds)
@@ -137,7 +136,7 @@ class QueuedTransfer(Transfer):
                 f"rank {self._world.rank} waited {seconds:g} s for its {self._copy}; it is not done"
             ) from None
         except WeftError:
-            self._world.unreported = False
+            self._world.failure.unreported = False
             raise
 
 
@@ -153,7 +152,7 @@ class StreamTransfer(Transfer):
         return self._completion.done()
 
     def wait(self, timeout: float | None = None) -> None:
-        self._world.check_process()
+        self._world.failure.check_process()
         seconds = seconds_of(timeout, self._world)
         if not self._completion.join(seconds):
             raise PeerTimeout(
@@ -340,7 +339,7 @@ def put_notify(
         return
     _make((dst, src), own, copy, description)
     if not raising():
-        raise own.failure(f"to notify rank {peer}")
+        raise own.failure.reported(f"to notify rank {peer}")
 
 
 def _copy(
@@ -371,7 +370,7 @@ def _make(tensors: object, world: World, copy: Copy, description: _Copy) -> None
     elif not isinstance(copy, _native.StridedCopy):
         on_streams(world).run(copy)
     elif not world.transfers.copy(copy):
-        raise world.failure(f"to make a {description}")
+        raise world.failure.reported(f"to make a {description}")
 
 
 def _make_later(tensors: object, world: World, copy: Copy, description: _Copy) -> None:
@@ -380,7 +379,7 @@ def _make_later(tensors: object, world: World, copy: Copy, description: _Copy) -
     try:
         _make(tensors, world, copy, description)
     except WeftError:
-        world.unreported = world.closed is not None
+        world.failure.unreported = world.failure.closed is not None
         raise
 
 
@@ -409,7 +408,7 @@ def _prepared(
     remote: Tensor,
     local: Tensor,
     peer: int,
-    world: Peers | None,
+    world: World | None,
     put: bool,
     algorithm: str,
     comm_sms: int | None,
@@ -423,9 +422,10 @@ def _prepared(
     if found is None or own is None or (world is not None and world is not own):
         own = _checked(remote, local, rank, world, put)
         found = _native.one_sided(put, remote, local, rank, checked=True)
-    if own.closed is not None:
-        own.check()
-    _check_algorithm(algorithm, comm_sms, own)
+    if own.failure.closed is not None:
+        own.failure.check()
+    if algorithm != "auto" or comm_sms is not None:
+        _check_algorithm(algorithm, comm_sms, own)
     if not (own.stream_ordered and own.hosts.here(rank)):
         assert found is not None
         return own, found[1]
@@ -456,7 +456,7 @@ def _check_algorithm(algorithm: str, comm_sms: int | None, world: World) -> None
         raise ValueError(f"comm_sms must be at least 1; got {comm_sms}")
 
 
-def _checked(remote: Tensor, local: Tensor, peer: int, world: Peers | None, put: bool) -> World:
+def _checked(remote: Tensor, local: Tensor, peer: int, world: World | None, put: bool) -> World:
     """The world of `remote`. Raises the error for arguments of which there is no copy between
     `peer`'s counterpart of `remote` and `local`.
     """
@@ -500,7 +500,7 @@ def _checked(remote: Tensor, local: Tensor, peer: int, world: Peers | None, put:
             "be equal"
         )
     if (own := by_number(segment.world)) is not None:
-        own.check()
+        own.failure.check()
         check_rank(peer, "peer", own.ranks)
     if own is None or (world is not None and world is not own):
         raise ValueError(

@@ -146,7 +146,7 @@ class _ReduceScatter(CollectiveCall):
         if algorithm in ("auto", "direct") and granularity.reduced_eagerly(
             world, self.size, symmetric
         ):
-            return {"eager": partial(schedule.eager, world.levels, op)}
+            return {"eager": partial(schedule.eager, world.placement.levels, op)}
         if hosts is not None or algorithm in ("push", "ring"):
             cut = pieces(most, granularity.sent_rows(matrix, most))
             algorithm = "ring" if algorithm == "ring" else "push"

@@ -21,4 +21,4 @@ def report(error: Exception, world: World | None) -> None:
     """
     own = (registry.of_thread() or registry.default) if world is None else world
     if isinstance(own, World) and not torch.compiler.is_compiling():
-        own.refuse(error)
+        own.failure.refuse(error)

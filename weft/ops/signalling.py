@@ -17,7 +17,6 @@ from weft.ops import between_hosts
 from weft.ops.between_hosts import RemoteChange
 from weft.uncompiled import untraced
 from weft.world import World
-from weft.world.peers import Peers
 from weft.world.signals import LARGEST, Signals
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def notify(
         [5, 5]
     """
     if not notification(signals, index, peer, op, value)():
-        raise signals.world.failure(f"to notify rank {peer}")
+        raise signals.world.failure.reported(f"to notify rank {peer}")
 
 
 @untraced
@@ -100,7 +99,7 @@ def wait(
         world = signals.world
     except AttributeError:
         raise no_signals(signals) from None
-    world.check()
+    world.failure.check()
     selection, compare, number = signals.select(index), _comparison(cmp), _value(value)
     seconds = seconds_of(timeout, world)
     if signals.on_streams:
@@ -113,9 +112,9 @@ def wait(
         return
     doing = f"for {signals.name}[{at}] {cmp} {number}: it is {actual}"
     if status == _native.WaitStatus.failed:
-        raise world.failure(doing)
+        raise world.failure.reported(doing)
     if status == _native.WaitStatus.left:
-        raise world.lost(
+        raise world.failure.lost(
             (world.rank + 1) % world.ranks, "closed its world, as all peers did,", doing
         )
     raise PeerTimeout(f"rank {world.rank} waited {seconds:g} s {doing}")
@@ -144,20 +143,20 @@ def test(signals: Signals, index: int | slice, cmp: str, value: int) -> bool:
         world = signals.world
     except AttributeError:
         raise no_signals(signals) from None
-    world.check()
+    world.failure.check()
     selection, compare, number = signals.select(index), _comparison(cmp), _value(value)
     if signals.on_streams:
         satisfied = on_streams(world).test(cast("DeviceSignals", signals), selection, cmp, number)
     else:
         satisfied = signals.array.test(*selection, compare, number)
     if not satisfied and world.mesh.failure()[0]:
-        raise world.failure(f"for {signals.name}[{index}] {cmp} {number}")
+        raise world.failure.reported(f"for {signals.name}[{index}] {cmp} {number}")
     return satisfied
 
 
-def on_streams(world: Peers) -> OneSided:
+def on_streams(world: World) -> OneSided:
     """The one-sided calls of a world whose work is on streams."""
-    return cast("OneSided", engine(cast(World, world)).one_sided)
+    return cast("OneSided", engine(world).one_sided)
 
 
 def notification(
@@ -168,7 +167,7 @@ def notification(
         world = signals.world
     except AttributeError:
         raise no_signals(signals) from None
-    world.check()
+    world.failure.check()
     if op not in ("add", "set"):
         raise ValueError(f"a notify can add or set; got op={op!r}")
     if signals.on_streams:
@@ -185,7 +184,7 @@ def notification(
     return raising if world.network is None else partial(_after_others, world, rank, raising)
 
 
-def _after_others(world: Peers, rank: int, raising: Callable[[], bool]) -> bool:
+def _after_others(world: World, rank: int, raising: Callable[[], bool]) -> bool:
     """Raise counters of a rank of this host, once those of other hosts have what they were told."""
     between_hosts.settle(world, f"to notify rank {rank}")
     return raising()
@@ -209,7 +208,7 @@ def _value(value: int) -> int:
     return number
 
 
-def seconds_of(timeout: float | None, world: Peers) -> float:
+def seconds_of(timeout: float | None, world: World) -> float:
     """A time limit in seconds, the world's by default."""
     check_timeout(timeout)
     return min(world.timeout if timeout is None else timeout, _FOREVER)

@@ -112,7 +112,7 @@ class _Exchange:
         self.wide = way.most
         numbers = 2 * self.wide
         few = not world.stream_ordered and 8 * numbers <= EAGER_BUFFER_BYTES
-        self.plan = counts(operator, world.levels, world.hosts.if_several, few)
+        self.plan = counts(operator, world.placement.levels, world.hosts.if_several, few)
         self.rows = (1,) * world.ranks
         with torch.inference_mode(False):  # later calls may be outside of it
             own = torch.zeros(1, numbers, dtype=torch.int64, device=world.device)

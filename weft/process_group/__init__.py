@@ -106,14 +106,14 @@ def _made(
     seconds = timeout.total_seconds()
 
     def make() -> Backend:
-        world = init_by_store(store, rank, ranks, seconds)
+        world = init_by_store(store, rank, ranks, seconds, global_ranks)
         try:
             native = _native()  # now that peers learn why there is none
-            operations = Operations(world, store, global_ranks)
+            operations = Operations(world, store)
             made: Backend = native.make(operations, None, rank, ranks, seconds)
             confirm(world)
         except BaseException as error:
-            world.fail(error)
+            world.failure.fail(error)
             world.close()
             raise
         return made

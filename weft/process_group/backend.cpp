@@ -228,7 +228,7 @@ class Repeat {
       end();
       if (error.matches(PyExc_RuntimeError) || error.matches(PyExc_ValueError) ||
           error.matches(PyExc_TypeError))
-        world_.attr("refuse")(error.value());
+        world_.attr("failure").attr("refuse")(error.value());
       throw;
     }
   }
@@ -675,7 +675,7 @@ class Backend : public c10d::Backend {
   }
 
   void connect(const py::object& operations) {
-    operations.attr("failure").attr("hooks") = *hooks_;
+    operations.attr("abort_hooks").attr("hooks") = *hooks_;
     connection_ = std::make_shared<Connection>(operations);
   }
 

@@ -16,7 +16,6 @@ from weft.bootstrap.stores import arrived, leave_together
 from weft.errors import PeerLost, PeerTimeout, SymmetricMemoryError, WeftError
 from weft.outside import printable_lines
 from weft.world import World
-from weft.world.peers import receive, send_to_all
 
 Made = TypeVar("Made")
 
@@ -66,9 +65,9 @@ def confirm(world: World) -> None:
     if one fails instead, and closes its world.
     """
     doing = "to make the group"
-    send_to_all(world, "made", None, doing)
-    for peer in world.others:
-        receive(world, peer, doing, f"for rank {peer} {doing}")
+    world.notes.send_to_all("made", None, doing)
+    for peer in world.placement.others:
+        world.notes.receive(peer, doing, f"for rank {peer} {doing}", world.timeout)
 
 
 def _voted(vote: str, store: Store, rank: int) -> Store:

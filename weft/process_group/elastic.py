@@ -63,7 +63,7 @@ class Elastic:
         world.timeout = timeout
         if before is not None:
             before.leave()
-        return Operations(world, PrefixStore(f"weft {uuid}", self.store), range(world.ranks))
+        return Operations(world, PrefixStore(f"weft {uuid}", self.store))
 
     def close(self) -> None:
         """Make the handle useless."""

@@ -104,10 +104,12 @@ class Messages(Progress):
         if not 0 <= tag < _TAGS:
             raise ValueError(f"the tag of a message must be from 0 to 2**31 - 1; got {tag}")
         self.check()
-        world.check()
+        world.failure.check()
         message = begin(data.data_ptr(), data.numel(), peer, tag)
         if message is None:
-            raise self._left() if self.native.closed else world.failure("to begin a message")
+            raise (
+                self._left() if self.native.closed else world.failure.reported("to begin a message")
+            )
         return Message(message, self, data)
 
     def work(self, message: _native.Message) -> Message:
@@ -131,7 +133,7 @@ class Messages(Progress):
 
     def interrupted(self, error: BaseException) -> None:
         """End all messages: a signal handler has raised, perhaps in the middle of one."""
-        self.end_all(self.world.fail(error))
+        self.end_all(self.world.failure.fail(error))
 
     def settle(self, message: _native.Message, number: int, seconds: float | None) -> None:
         """Raise the error of a message whose wait has ended with the status of this number."""
@@ -192,15 +194,15 @@ class Messages(Progress):
         """End all messages for the reason that has ended the wait for this one."""
         world, waited = self.world, f"for {self._described(message)}"
         if status == _native.WaitStatus.failed:
-            error = world.failure(waited)
+            error = world.failure.reported(waited)
         elif status == _native.WaitStatus.left:
             peer = message.peer
             if peer is None or not world.mesh.left(peer):
-                peer = min(each for each in world.others if world.mesh.left(each))
-            error = world.lost(peer, "closed its world", waited)
+                peer = min(each for each in world.placement.others if world.mesh.left(each))
+            error = world.failure.lost(peer, "closed its world", waited)
         elif status == _native.WaitStatus.unreadable:
             why = self.native.trouble
-            error = world.fail(
+            error = world.failure.fail(
                 WeftError(f"messages cannot be moved ({why}) while waiting {waited}")
             )
         else:
@@ -217,10 +219,10 @@ class Messages(Progress):
         error = PeerTimeout(
             f"rank {self.world.rank} waited {limit:g} s for {self._described(message)}; check "
             "that the peer makes the call with this tag, or give the group a longer timeout"
-            f"{self.world.also_timed_out(limit)}"
+            f"{self.world.failure.also_timed_out(limit)}"
         )
         if not self.native.fail(message, error) and not message.done:
-            self.end_all(self.world.fail(error))
+            self.end_all(self.world.failure.fail(error))
 
     def _described(self, message: _native.Message) -> str:
         """A phrase for the event that a message waits for."""

@@ -24,7 +24,7 @@ _log = logging.getLogger("weft")
 _READ = 2.0  # seconds in which ranks that wait in a monitored barrier read that it is over
 
 
-class Failure:
+class AbortHooks:
     """What a world calls before an error closes it: the `hooks`, by their numbers.
 
     Attributes: `kind`, the error by which the world was closed, as torch knows it. The error itself
@@ -54,13 +54,12 @@ class Operations:
     Attributes: `world`, of the group's ranks, for calls of the group only.
     """
 
-    def __init__(self, world: World, store: Store, global_ranks: Sequence[int]) -> None:
+    def __init__(self, world: World, store: Store) -> None:
         self.store = store
         self.rank, self.ranks = world.rank, world.ranks
         self.world = world
-        self.world.global_ranks = [*global_ranks] or [*range(world.ranks)]
-        self.world.maker = 'init_process_group("weft") or new_group(backend="weft")'
-        self.failure = self.world.before_failure = Failure()
+        self.world.failure.maker = 'init_process_group("weft") or new_group(backend="weft")'
+        self.abort_hooks = self.world.failure.before = AbortHooks()
         self.queue = WorkQueue(f"weft group of {world.ranks}", self.world)
         self.messages = Messages(self.world)
         self.barriers = 0
@@ -91,7 +90,7 @@ class Operations:
         def came(key: str) -> bool:
             found = arrived(store, [key], deadline, lambda: self.world.closed is not None)
             if not found:
-                self.world.check()
+                self.world.failure.check()
             return found
 
         try:
@@ -129,7 +128,7 @@ class Operations:
 
     def set_name(self, name: str, text: str) -> None:
         """Set the group's name and description, which errors show."""
-        self.world.group_name = f"{name} {'' if text == 'undefined' else text}".strip()
+        self.world.failure.group_name = f"{name} {'' if text == 'undefined' else text}".strip()
 
     def shutdown(self) -> None:
         """Run all issued works, then close the world, as `dist.destroy_process_group` does.
@@ -137,10 +136,10 @@ class Operations:
         In a signal handler that interrupts a call on the group, the call and all works fail.
         """
         self._dropped.detach()
-        if self.world.forked:
+        if self.world.failure.forked:
             return
         if call := self.queue.current_call() or self.messages.current_call():
-            self.world.fail(
+            self.world.failure.fail(
                 WeftError(
                     f"rank {self.rank} left the group in a signal handler while it was in {call}"
                 )
@@ -150,9 +149,9 @@ class Operations:
 
     def abort(self) -> None:
         """Close the world without running issued works; peers get the reason."""
-        before = self.failure.kind
-        self.world.fail(WeftError("the group was aborted"))
-        self.failure.kind = before  # to abort is no error
+        before = self.abort_hooks.kind
+        self.world.failure.fail(WeftError("the group was aborted"))
+        self.abort_hooks.kind = before  # to abort is no error
         self.shutdown()
 
     def leave(self) -> None:
@@ -165,7 +164,7 @@ class Operations:
     def error_type(self) -> ErrorType:
         """Why the world was closed, if by an error."""
         lost = self.world.closed is None and self.world.mesh.failure()[0]  # no call has raised it
-        return ErrorType.REMOTE_ERROR if lost else self.failure.kind
+        return ErrorType.REMOTE_ERROR if lost else self.abort_hooks.kind
 
     # Groups of some of its ranks
 
@@ -173,8 +172,9 @@ class Operations:
         """The operations of a group of these ranks of this one, in this order; collective among
         them, by a store that serves nothing else.
         """
-        world = init_by_store(store, ranks.index(self.rank), len(ranks), timeout)
-        return Operations(world, store, [self.world.global_ranks[rank] for rank in ranks])
+        numbers = [self.world.global_ranks[rank] for rank in ranks]
+        world = init_by_store(store, ranks.index(self.rank), len(ranks), timeout, numbers)
+        return Operations(world, store)
 
     def without(self, excluded: Sequence[int], abort: bool, timeout: float) -> Operations:
         """As `part`, of all but the ranks `excluded`; `abort` this group first, or leave it as it
@@ -199,6 +199,6 @@ def _drop(queue: WorkQueue, messages: Messages) -> None:
     """Leave a group that its owner has dropped: on its thread, since this one may be anywhere in
     the program.
     """
-    if not queue.world.forked:
+    if not queue.world.failure.forked:
         queue.ended = partial(_leave, queue, messages)
         queue.deferred.close()

@@ -194,7 +194,7 @@ class Progress(ABC):
 
     def check(self) -> None:
         """Raise `WeftError` in a forked child, and in a signal handler that interrupts a call."""
-        self.world.check_process()
+        self.world.failure.check_process()
         if call := self.current_call():
             raise WeftError(
                 f"called from a signal handler while rank {self.world.rank} was in {call}, which "
@@ -238,7 +238,7 @@ class Progress(ABC):
             try:
                 self.run_pending()
             except BaseException as error:  # its works have it, but the next may be outstanding
-                self.world.fail(error, in_background=True)
+                self.world.failure.fail(error, in_background=True)
         _running.discard(self)
         self.ended()
 
@@ -279,7 +279,7 @@ class WorkQueue(Progress):
                 self.running = call
                 call(*args)
             except _ERRORS_OF_CALLS as error:
-                self.world.refuse(error)
+                self.world.failure.refuse(error)
                 raise
             finally:
                 self.running = None
@@ -290,9 +290,9 @@ class WorkQueue(Progress):
 
     def issue(self, call: Callable[..., object], *args: Any) -> Work:
         """Append ``call(*args)`` to the queue and return at once."""
-        self.world.check_process()
+        self.world.failure.check_process()
         if self.closed:
-            self.world.check()
+            self.world.failure.check()
         work = Work(self)
         self.issued.append((work, call, args))
         self.deferred.issue()
@@ -315,7 +315,7 @@ class WorkQueue(Progress):
                 while not ended.wait(max(0.0, min(_LOOK, deadline.left))) and not deadline.passed:
                     pass
         except BaseException as error:  # of a signal handler
-            self.world.fail(error)
+            self.world.failure.fail(error)
             raise
         finally:
             self.waiting.discard(thread)
@@ -352,9 +352,9 @@ class WorkQueue(Progress):
         except BaseException as error:
             work.end(error)
             if not isinstance(error, _ERRORS_OF_CALLS):
-                self.world.fail(error)
+                self.world.failure.fail(error)
                 raise
-            self.world.refuse(error)
+            self.world.failure.refuse(error)
         else:
             work.end()
         finally:

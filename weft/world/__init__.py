@@ -3,6 +3,8 @@
 from weft.bootstrap.endpoint import Endpoint as Endpoint
 from weft.launchers.reports import report_uncaught
 from weft.membership.renewal import handle_of as handle_of
+from weft.world.default import check_world as check_world
+from weft.world.default import current as current
 from weft.world.registry import by_number as by_number
 from weft.world.registry import default_here as default_here
 from weft.world.start import init as init
@@ -11,7 +13,5 @@ from weft.world.start import join as join
 from weft.world.start import reconfigure as reconfigure
 from weft.world.world import Recorder as Recorder
 from weft.world.world import World as World
-from weft.world.world import check_world as check_world
-from weft.world.world import current as current
 
 report_uncaught()

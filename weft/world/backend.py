@@ -18,7 +18,7 @@ from weft.world.signals import Signals
 
 if TYPE_CHECKING:
     from weft.bootstrap.rendezvous import StoreRendezvous
-    from weft.world.peers import Peers
+    from weft.world.world import World
 
 
 class Backend:
@@ -65,14 +65,14 @@ class Backend:
         return nullcontext()
 
     def allocate(
-        self, world: Peers, shape: Sequence[int], dtype: torch.dtype, call: str | None = None
+        self, world: World, shape: Sequence[int], dtype: torch.dtype, call: str | None = None
     ) -> torch.Tensor:
         """A tensor in a new segment of symmetric memory, as `weft.world.memory.allocate` makes
         it.
         """
         return memory.allocate(world, shape, dtype, call)
 
-    def signals(self, world: Peers, count: int, name: str) -> Signals:
+    def signals(self, world: World, count: int, name: str) -> Signals:
         """`count` counters on every rank."""
         return Signals(world, count, name)
 

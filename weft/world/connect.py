@@ -86,7 +86,6 @@ def connections(
                 mesh,
                 endpoint.of_world,
                 {peer: (infos[peer].pid, addresses[peer].of_world) for peer in remote},
-                timeout,
                 agreed({peer: each.offer for peer, each in enumerate(addresses)}),
             )
             unless_made.callback(network.close)

@@ -25,7 +25,7 @@ from weft.errors import PeerLost
 from weft.version import __version__
 
 if TYPE_CHECKING:
-    from weft.world.peers import Peers
+    from weft.world.failure import Failure
 
 VARIABLE = "WEFT_FLIGHT"
 _log = logging.getLogger("weft")
@@ -69,7 +69,7 @@ def world_of(file: Path) -> str:
     return file.name.partition("-")[0]
 
 
-def write(world: Peers, error: BaseException, culprit: int | None) -> Path | None:
+def write(failure: Failure, error: BaseException, culprit: int | None) -> Path | None:
     """Write the latest calls of all ranks, as this rank knows them, and return the file; None if
     there were no calls, or no file can be written.
 
@@ -77,11 +77,11 @@ def write(world: Peers, error: BaseException, culprit: int | None) -> Path | Non
     """
     try:
         into = folder()
-        record = _record(world, error, culprit)
+        record = _record(failure, error, culprit)
         if into is None or not any(rank["calls"] for rank in record["ranks"]):
             return None
         into.mkdir(parents=True, exist_ok=True)
-        file = into / f"{world.identity}-rank{world.rank}.json"
+        file = into / f"{failure.identity}-rank{failure.placement.rank}.json"
         file.write_text(json.dumps(record, indent=1))
         if not _chosen():
             _prune(into)
@@ -89,43 +89,44 @@ def write(world: Peers, error: BaseException, culprit: int | None) -> Path | Non
     except Exception as reason:  # the error itself matters more
         _log.warning(
             "the flight recorder cannot write the latest calls of world %s: %s",
-            world.identity,
+            failure.identity,
             reason,
         )
         return None
 
 
-def _record(world: Peers, error: BaseException, culprit: int | None) -> dict[str, Any]:
+def _record(failure: Failure, error: BaseException, culprit: int | None) -> dict[str, Any]:
+    of = failure.placement
     return {
         "weft": __version__,
-        "world": world.identity,
-        "group": world.group_name,
-        "rank": world.rank,
+        "world": failure.identity,
+        "group": failure.group_name,
+        "rank": of.rank,
         "written": time.time_ns(),
         "host": socket.gethostname(),
         "error": f"{type(error).__name__}: {error}",
         "lost": {"rank": culprit, "how": error.how} if isinstance(error, PeerLost) else None,
         "ranks": [
             {
-                "pid": world.pids[rank],
-                "host": world.hosts[rank],
-                "global_rank": world.global_ranks[rank],
-                "calls": [*_calls(world, rank)],
+                "pid": of.pids[rank],
+                "host": of.hosts[rank],
+                "global_rank": of.global_ranks[rank],
+                "calls": [*_calls(failure, rank)],
             }
-            for rank in range(world.ranks)
+            for rank in range(of.ranks)
         ],
     }
 
 
-def _calls(world: Peers, rank: int) -> Iterator[dict[str, Any]]:
+def _calls(failure: Failure, rank: int) -> Iterator[dict[str, Any]]:
     """The latest calls of a rank, the earliest first. Whether those of a rank on another host have
     ended is unknown.
     """
-    if "executor" not in vars(world):  # it fails while it is made
+    if failure.executor is None:  # the world fails while it is made
         return
-    here = world.hosts.here(rank)
-    made = world.executor.made_calls(rank)
-    for number, began, ended, text in made[0 if rank == world.rank else -_PEER_CALLS :]:
+    here = failure.placement.hosts.here(rank)
+    made = failure.executor.made_calls(rank)
+    for number, began, ended, text in made[0 if rank == failure.placement.rank else -_PEER_CALLS :]:
         call, _, plan = text.partition("\n")
         yield {
             "number": number,

@@ -31,9 +31,10 @@ from weft.launchers import hints
 from weft.schedules.device_options import DEFAULT, DeviceOptions
 from weft.schedules.levels import numbered
 from weft.world.backend import Backend, backend_of
+from weft.world.default import LOCAL_MAKER
 from weft.world.network import Network
 from weft.world.registry import default_here, of_thread
-from weft.world.world import LOCAL_MAKER, World, log_made
+from weft.world.world import World, log_made
 
 _LOOPBACK = "127.0.0.1"
 
@@ -108,14 +109,13 @@ class LocalWorld:
                     mesh,
                     self._listeners[rank],
                     {peer: (os.getpid(), self._listeners[peer].address) for peer in elsewhere},
-                    self._timeout,
                     transports.chosen(),
                 )
                 network.connect(self._timeout)
             world = World(rank, infos, mesh, self._timeout, self._backend, network)
             world.device_options = self._options
-            world.maker = LOCAL_MAKER
-            world.returned = self._returned
+            world.failure.maker = LOCAL_MAKER
+            world.failure.returned = self._returned
             default_here(world)
             log_made(world)
             self._backend.prepare(world)
@@ -152,7 +152,7 @@ class LocalWorld:
                         return fn(*args)
                     except BaseException as error:
                         hints.add(error, error.__traceback__)
-                        self.worlds[rank].fail(error)
+                        self.worlds[rank].failure.fail(error)
                         raise
             finally:
                 self._returned.add(rank)
@@ -166,7 +166,7 @@ class LocalWorld:
             return
         self.closed = True
         for world in self.worlds:
-            world.maker = "weft.local_world(...)"
+            world.failure.maker = "weft.local_world(...)"
         self._close_worlds()
         for thread in self.threads:
             thread.shutdown()

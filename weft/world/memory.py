@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -21,7 +21,9 @@ from weft.checks import name as dtype_name
 from weft.errors import SymmetricMemoryError
 from weft.host import control_groups
 from weft.host.topology import read_text
-from weft.world.peers import Peers, attach, receive, send_to_all
+
+if TYPE_CHECKING:
+    from weft.world.world import World
 
 
 class DeviceSegment:
@@ -90,7 +92,7 @@ def offset(tensor: torch.Tensor, segment: Segment, rank: int) -> int:
 
 
 def allocate(
-    world: Peers, shape: Sequence[int], dtype: torch.dtype, call: str | None = None
+    world: World, shape: Sequence[int], dtype: torch.dtype, call: str | None = None
 ) -> torch.Tensor:
     """A tensor in a new segment, see `World.empty`; `call` is the name of the call in errors."""
     size = math.prod(shape) * dtype.itemsize
@@ -109,7 +111,7 @@ def allocate(
         if text:
             failures[peer] = text
         elif world.rank not in failures and world.hosts.here(peer):
-            parts[peer] = attach(world, peer, theirs, size, call)
+            parts[peer] = world.notes.attach(peer, theirs, size, call)
     if failures:
         raise SymmetricMemoryError(
             f"{call}: "
@@ -126,31 +128,35 @@ def allocate(
 
 
 def exchange(
-    world: Peers, compiled: _native.Compiled, call: str, note: str, file: _native.File | None = None
+    world: World, compiled: _native.Compiled, call: str, note: str, file: _native.File | None = None
 ) -> Iterator[tuple[int, str, _native.File | None]]:
     """Send every peer a note and a file, if there is one, and yield ``(peer, note, file)`` of each;
     all ranks make this `call`. Of a call with a second line only that is compared between ranks,
     and the first one is for errors.
     """
     shown, _, compared = call.partition("\n")
-    send_to_all(world, f"{call}{_END_OF_CALL}{note}", file, f"in {shown}")
-    for peer in world.others:
+    world.notes.send_to_all(f"{call}{_END_OF_CALL}{note}", file, f"in {shown}")
+    for peer in world.placement.others:
         refused = world.executor.refused_call(compiled, peer)
 
         def look(peer: int = peer, refused: _native.RefusedCall = refused) -> None:
             if refused.stands:
-                raise world.refused(call, peer)
+                raise world.failure.refused(call, peer)
             if world.executor.mismatch(compiled, peer):
                 theirs = world.executor.peer_call(peer, compiled.call)
-                raise world.mismatch(compiled.call, call, peer, theirs)
+                raise world.failure.mismatch(compiled.call, call, peer, theirs)
 
         number = f"(call {compiled.call})"
-        note, theirs = receive(
-            world, peer, f"for {shown} {number}", f"for rank {peer} in {shown} {number}", look
+        note, theirs = world.notes.receive(
+            peer,
+            f"for {shown} {number}",
+            f"for rank {peer} in {shown} {number}",
+            world.timeout,
+            look,
         )
         their_call, text = note.split(_END_OF_CALL, 1)
         if their_call.partition("\n")[2] != compared or not (compared or their_call == call):
-            raise world.mismatch(compiled.call, call, peer, their_call)
+            raise world.failure.mismatch(compiled.call, call, peer, their_call)
         yield peer, text, theirs
     world.executor.end(compiled)
 

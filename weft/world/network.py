@@ -52,8 +52,7 @@ class Network:
 
     `addresses` are by peer its pid and where it accepts connections, as this rank does at
     `listener`; rows go by `transport`: TCP, or UCX, whose ranks introduce themselves to each other
-    by those connections. `timeout` is the seconds in which a peer must send the rest of its rows to
-    a rank that leaves. `connect` and then `start` are to be called first.
+    by those connections. `connect` and then `start` are to be called first.
 
     Attributes: `native` and `regions` (of one-sided calls), from `start` on; `copies`.
     """
@@ -65,7 +64,6 @@ class Network:
         mesh: _native.Mesh,
         listener: Listener,
         addresses: Mapping[int, tuple[int, Address]],
-        timeout: float,
         transport: str = TCP,
     ) -> None:
         self.rank = rank
@@ -74,7 +72,6 @@ class Network:
         self.mesh = mesh
         self.peers = [*addresses]
         self.addresses = {peer: address.host for peer, (_, address) in addresses.items()}
-        self.timeout = timeout
         self.connector = Connector(rank, listener, addresses, self._connected, self._not_connected)
         self.native: _native.Network | None = None
         self.regions: _native.Regions | None = None
@@ -139,13 +136,13 @@ class Network:
         self._dropped.append(number)
         self._look()
 
-    def finish(self) -> None:
-        """Return when this rank has received all rows that its calls expect and peers have received
-        all that it sent, or after the time limits.
+    def finish(self, timeout: float) -> None:
+        """Return when this rank has received all rows that its calls expect, within `timeout`, and
+        peers have received all that it sent, or after the time limits.
         """
         assert self.native is not None
         self.copies.end(time.monotonic() + _LINGER)
-        self.native.finish(self.timeout, _LINGER)
+        self.native.finish(timeout, _LINGER)
 
     def close(self) -> None:
         """Hang up, once peers have the farewell or the failure that the world has sent, or after

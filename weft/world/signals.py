@@ -6,12 +6,16 @@ and wait for them.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 import weft._native as _native
 from weft.checks import integer
 from weft.world import memory
-from weft.world.peers import Peers
+
+if TYPE_CHECKING:
+    from weft.world.world import World
 
 COUNTER_BYTES = 64  # a cache line each, against false sharing
 LARGEST = 2**64 - 1
@@ -37,7 +41,7 @@ class Signals:
     on_streams = False
     """Whether they are raised and waited for in the order of streams."""
 
-    def __init__(self, world: Peers, count: int, name: str) -> None:
+    def __init__(self, world: World, count: int, name: str) -> None:
         self.world = world
         self.name = name
         segment = memory.find(

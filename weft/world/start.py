@@ -110,13 +110,17 @@ def _meeting(
     return None, StoreRendezvous(HashStore(), 0, 1)
 
 
-def init_by_store(store: Store, rank: int, ranks: int, timeout: float) -> World:
+def init_by_store(
+    store: Store, rank: int, ranks: int, timeout: float, global_ranks: Sequence[int] = ()
+) -> World:
     """Make a world of `ranks` ranks that share a store and nothing else, collectively; it does not
     become the default.
 
-    `timeout` and errors are as of `init`.
+    `global_ranks` are the ranks' numbers in a larger job, if they are part of one. `timeout` and
+    errors are as of `init`.
     """
-    return connect(StoreRendezvous(store, rank, ranks), limited(timeout), Backend())
+    meeting = StoreRendezvous(store, rank, ranks)
+    return connect(meeting, limited(timeout), Backend(), global_ranks=global_ranks)
 
 
 def join(invitation: str, *, timeout: float | None = None, comm_threads: int = 1) -> World:
@@ -143,8 +147,8 @@ def join(invitation: str, *, timeout: float | None = None, comm_threads: int = 1
     limit, starting = (_TIMEOUT, STARTING) if timeout is None else (limited(timeout),) * 2
     placement.bind_as_launched()
 
-    def make(rendezvous: Rendezvous, endpoint: Endpoint) -> World:
-        return connect(rendezvous, limit, backend, endpoint)
+    def make(rendezvous: Rendezvous, endpoint: Endpoint, global_ranks: Sequence[int]) -> World:
+        return connect(rendezvous, limit, backend, endpoint, global_ranks)
 
     made, membership, kept = renewal.join(handles, starting, limit, backend.device_id, make)
     place(made, membership, kept)

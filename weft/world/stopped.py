@@ -18,7 +18,7 @@ from weft.launchers import reports
 from weft.world import flight
 
 if TYPE_CHECKING:
-    from weft.world.peers import Peers
+    from weft.world.failure import Failure
 
 _NOTICED = 0.5
 """Seconds within which a rank notices the death of a peer, also on a busy machine."""
@@ -26,9 +26,9 @@ _RAISED = 5.0
 """Seconds for which an error that has closed a world may still be on its way to its report."""
 
 
-def report_first(worlds: Callable[[], Iterable[Peers]]) -> None:
-    """Handle SIGTERM for this process's worlds, if ``weft run`` started it or the flight recorder
-    has a folder of its own, and the program has no handler.
+def report_first(failures: Callable[[], Iterable[Failure]]) -> None:
+    """Handle SIGTERM for this process's worlds, given by their `failures`, if ``weft run`` started
+    it or the flight recorder has a folder of its own, and the program has no handler.
     """
     if (
         not (reports.launched() or flight.has_own_folder())
@@ -39,14 +39,14 @@ def report_first(worlds: Callable[[], Iterable[Peers]]) -> None:
 
     def end(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)  # a second one ends this process at once
-        failing = _failing(worlds) if reports.launched() else None
+        failing = _failing(failures) if reports.launched() else None
         if failing is None:
-            for world in worlds():
-                if flight.has_own_folder() and world.closed is None:
-                    flight.write(world, SystemExit(flight.STOPPED), None)
+            for failure in failures():
+                if flight.has_own_folder() and failure.closed is None:
+                    flight.write(failure, SystemExit(flight.STOPPED), None)
             os.kill(os.getpid(), number)
         elif failing.closed is None and not _in_weft(frame):
-            raise failing.failure("")
+            raise failing.reported("")
 
     def leave_to_system() -> None:
         if signal.getsignal(signal.SIGTERM) is end:
@@ -56,13 +56,13 @@ def report_first(worlds: Callable[[], Iterable[Peers]]) -> None:
     os.register_at_fork(after_in_child=leave_to_system)
 
 
-def _failing(worlds: Callable[[], Iterable[Peers]]) -> Peers | None:
-    """A world whose error is still to be raised or reported, None if there is none."""
+def _failing(failures: Callable[[], Iterable[Failure]]) -> Failure | None:
+    """That of a world whose error is still to be raised or reported, None if there is none."""
     deadline = time.monotonic() + _NOTICED
     while True:
-        for world in worlds():
-            if world.mesh.failure()[0] and time.monotonic() - world.failed_at < _RAISED:
-                return world
+        for failure in failures():
+            if failure.mesh.failure()[0] and time.monotonic() - failure.failed_at < _RAISED:
+                return failure
         if time.monotonic() > deadline:
             return None
         time.sleep(0.005)

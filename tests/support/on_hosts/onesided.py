@@ -44,7 +44,7 @@ def counters(world):
     """Every way to change counters, seen at the latest when the call has returned."""
     signals = world.signals(6)
     if world.rank == 0:
-        for peer in world.others:
+        for peer in world.placement.others:
             weft.notify(signals, slice(0, 6, 2), peer, value=2**64 - 1)
             weft.notify(signals, 2, peer)
             weft.notify(signals, slice(3, 3), peer)
@@ -129,12 +129,12 @@ def a_passive_peer(world):
     weft.all_gather_async(rows).wait()  # ranks agree on the first
     if world.rank == 0:
         gathered = weft.all_gather_async(rows)
-        for peer in world.others:
+        for peer in world.placement.others:
             weft.put_notify(memory, torch.ones(1000), signals, 0, peer)
             back = torch.zeros(1000)
             weft.get(back, memory, peer)
             assert bool((back == 1).all())
-        for peer in world.others:
+        for peer in world.placement.others:
             weft.notify(signals, 1, peer)
     else:
         while not weft.test(signals, 1, ">=", 1):

@@ -92,7 +92,7 @@ def leaves(part: Part) -> None:
     if part.trial.by == "group":
         dist.destroy_process_group()
     else:
-        weft.world.world.current().close()
+        weft.world.current().close()
 
 
 @contextmanager
