@@ -1,18 +1,19 @@
-"""Write the tables of docs/five-systems.md from results of `five_systems.sh`: the published figures
-of five systems, and weft's. Of several directories the first that has a result counts.
+"""Write the tables of docs/five-systems.md, the published figures of five systems and weft's, from
+tables that `kept.py` has made of results of `five_systems.sh`.
 
-    python benchmarks/five_systems.py DIRECTORY…
+    python benchmarks/five_systems.py TABLE.csv…
 """
 
 import csv
-import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+
+import kept
 
 Row = dict[str, str]
+Result = dict[str, kept.Figures]
 _GATHERS = "weft", "weft (plain)", "gloo"
 PUBLISHED = Path(__file__).parent / "published_results.csv"
 PAGE = Path(__file__).parents[1] / "docs/five-systems.md"
@@ -35,21 +36,17 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join([line(heads), "|---" * len(heads) + "|", *map(line, rows)])
 
 
-def median(result: dict[str, Any], name: str, kind: str = "times_ms") -> float:
-    found: float = result[kind][name]["median"]
-    return found
-
-
-def overlapped(result: dict[str, Any]) -> list[str]:
+def overlapped(result: Result) -> list[str]:
     """The times and figures of a fused operator."""
-    times = [f"{median(result, name):.2f}" for name in ("compute", "sequential", "pipelined")]
-    return [*times, f"{result['speedup']:.2f}x", f"{result['limit_ratio']:.2f}"]
+    [figures] = result.values()
+    times = [f"{figures[name]:.2f}" for name in ("compute", "sequential", "pipelined")]
+    return [*times, f"{figures['speedup']:.2f}x", f"{figures['limit_ratio']:.2f}"]
 
 
 OVERLAPPED = "compute", "sequential", "pipelined", "speedup", "limit ratio"
 
 
-def streaming(load: Callable[[str], Any]) -> list[str]:
+def streaming(load: Callable[[str], Result]) -> list[str]:
     rows = []
     for row in published("allgather_gemm"):
         m, k, n = (int(row[name]) for name in "mkn")
@@ -71,15 +68,15 @@ def streaming(load: Callable[[str], Any]) -> list[str]:
     ]
 
 
-def steps(load: Callable[[str], Any]) -> list[str]:
+def steps(load: Callable[[str], Result]) -> list[str]:
     theirs = [float(row["value"]) for row in published("all_gather_matmul_v2")]
-    ours = {ranks: load(f"steps-{ranks}")["ablation_ms"] for ranks in (2, 4)}
-    names = [*ours[2]]
+    ours = {ranks: load(f"steps-{ranks}")["all-gather-matmul"] for ranks in (2, 4)}
+    names = ["cascade", "overlapped", "+ own rows first", "+ arrivals joined"]
 
     def cells(times: Sequence[float], unit: str, at: int) -> list[str]:
         return [f"{times[at]:.{0 if unit == 'us' else 2}f} {unit}", f"{times[0] / times[at]:.2f}x"]
 
-    medians = {ranks: [found[name]["median"] for name in names] for ranks, found in ours.items()}
+    medians = {ranks: [found[name] for name in names] for ranks, found in ours.items()}
     rows = [
         (
             name,
@@ -92,12 +89,8 @@ def steps(load: Callable[[str], Any]) -> list[str]:
     return [table(("step", "Ascend 950, 4 ranks", "", "2 ranks", "", "4 ranks", ""), rows)]
 
 
-def copies(load: Callable[[str], Any]) -> list[str]:
-    found = {
-        (row["size_bytes"], row["implementation"]): row
-        for row in load("copies")["rows"]
-        if row["operation"] == "get"
-    }
+def copies(load: Callable[[str], Result]) -> list[str]:
+    found = load("copies")
     gbs, cycles = (
         {(int(row["bytes"]), row["variant"]): float(row["value"]) for row in published(system)}
         for system in ("tget_bandwidth", "tget_cycles")
@@ -106,14 +99,14 @@ def copies(load: Callable[[str], Any]) -> list[str]:
     rows = []
     for size in sorted({size for size, _ in gbs}):
         theirs = [(gbs[size, v], cycles[size, v]) for v in ("TGET", "TGET_ASYNC")]
-        ours = [found[size, way] for way in ways]
+        ours = [found[f"get {way} {size}"] for way in ways]
         rows.append(
             (
                 f"{size >> 10} KiB",
                 ", ".join(f"{one:.2f}" for one, _ in theirs),
                 ", ".join(f"{ticks:,.0f}" for _, ticks in theirs),
                 ", ".join(f"{row['algbw_gbps']:.1f}" for row in ours),
-                ", ".join(_thousands(row["transfer_cycles"]) for row in ours),
+                ", ".join(_thousands(row.get("transfer_cycles")) for row in ours),
                 ", ".join(_thousands(row["cycles"]) for row in ours),
             )
         )
@@ -125,12 +118,12 @@ def _thousands(cycles: float | None) -> str:
     return "-" if cycles is None else f"{cycles / 1e3:,.0f}"
 
 
-def linear(load: Callable[[str], Any]) -> list[str]:
+def linear(load: Callable[[str], Result]) -> list[str]:
     cut = [(str(chunks), load(f"linear-{chunks}")) for chunks in (1, 2, 4)]
     cut.append(("2, symmetric result", load("linear-symmetric")))
     theirs = [float(row["value"]) for row in published("bench_overlapped_matmul_allgather")]
-    ours = load("beside")
-    medians = [median(ours, name) for name in ("sequential", "overlapped")]
+    ours = load("beside")["overlap"]
+    medians = [ours[name] for name in ("sequential", "overlapped")]
     rows = [
         ("sequential", theirs[0], "1.00x", f"{medians[0]:.2f}", "1.00x", ""),
         (
@@ -152,22 +145,23 @@ def linear(load: Callable[[str], Any]) -> list[str]:
     ]
 
 
-def gather(load: Callable[[str], Any]) -> list[str]:
-    found = {
-        (row["size_bytes"], row["implementation"]): row["busbw_gbps"]
-        for row in load("gather")["rows"]
-        if not row["in_place"]
-    }
+def gather(load: Callable[[str], Result]) -> list[str]:
+    found = load("gather")
+    of_weft = {int(case.split()[-1]) for case in found}
+
+    def bandwidth(size: int, row: kept.Figures | None) -> str:
+        return f"{size / row['time_us'] / 1e3:.1f}" if row else "-"
+
     theirs: dict[int, list[str]] = {}
     for row in published("iris_all_gather"):
         assert row["unit"] == "GiB/s"
         theirs.setdefault(int(row["bytes"]), []).append(f"{GIB * float(row['value']):.0f}")
-    sizes = sorted({*theirs, *(size for size, _ in found)})
+    sizes = sorted({*theirs, *of_weft})
     rows = [
         (
             f"{size >> 20} MiB",
             ", ".join(theirs.get(size, ["-"])),
-            *(f"{found[size, name]:.1f}" if (size, name) in found else "-" for name in _GATHERS),
+            *(bandwidth(size, found.get(f"all_gather {name} {size}")) for name in _GATHERS),
         )
         for size in sizes
     ]
@@ -175,18 +169,17 @@ def gather(load: Callable[[str], Any]) -> list[str]:
     return [table(heads, rows)]
 
 
-def tables(directories: Sequence[Path]) -> list[list[str]]:
+def tables(files: Sequence[Path]) -> list[list[str]]:
     """The tables of each of the page's numbered sections."""
+    results = {name: result for file in files for name, result in kept.load(file).items()}
 
-    def load(name: str) -> Any:
-        files = (directory / f"{name}.json" for directory in directories)
-        for file in files:
-            if file.exists():
-                return json.loads(file.read_text())
-        raise SystemExit(
-            f"no {name}.json in {', '.join(map(str, directories)) or 'no directory'}: name the "
-            "directories with all results of five_systems.sh"
-        )
+    def load(name: str) -> Result:
+        if name not in results:
+            raise SystemExit(
+                f"no result {name} in {', '.join(map(str, files)) or 'no table'}: name the tables "
+                "with all results of five_systems.sh"
+            )
+        return results[name]
 
     return [part(load) for part in (streaming, steps, copies, linear, gather)]
 

@@ -32,7 +32,7 @@ for ranks in 2 4; do
 done
 
 # 3. get, synchronous, asynchronous and staged: the published sizes
-"$weft" bench p2p --sizes 4K:4M:4 --iterations 15 --json "$into/copies.json" --plot "$into/copies.png" >"$into/copies.txt"
+"$weft" bench p2p --sizes 4K:4M:4 --iterations 15 --json "$into/copies.json" >"$into/copies.txt"
 
 # 4. a row-parallel linear layer in 1, 2 and 4 chunks, in 2 also into symmetric memory, and a product beside an all-gather: an eighth of
 # rows and columns, and a quarter of each rank's K of the layer
@@ -49,5 +49,5 @@ fused linear-symmetric matmul-all-reduce --shape 1024x4096x1024 --algorithm push
 
 # the page
 cp "$into/steps-2.png" docs/images/steps.png
-cp "$into/copies.png" docs/images/copies.png
-python3 benchmarks/five_systems.py "$into"
+python3 benchmarks/kept.py "$into"/*.json >"$into.csv"
+python3 benchmarks/five_systems.py "$into.csv"

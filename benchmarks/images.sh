@@ -1,9 +1,9 @@
 #!/bin/sh
-# The pictures of docs/images: those of the source, of predictions and of kept results. With MEASURED also those of a run of its own, the
+# The pictures of docs/images: those of the source and of predictions. With MEASURED also those of a run of its own, the
 # timelines: on a machine that does nothing else.
 # usage: benchmarks/images.sh BIN [MEASURED]      BIN has the commands python and weft; from the root of the repository
 set -eu
-bin=$1 measured=${2:-} images=docs/images kept=benchmarks/results
+bin=$1 measured=${2:-} images=docs/images
 
 "$bin/python" .ci/house.py
 "$bin/python" .ci/call.py
@@ -14,14 +14,6 @@ predict() { # of an all-gather + matmul
 predict --machine ascend-910b1 -n 8 --shape 8192x4096x4096 --dtype float16 --timeline $images/predicted-orders.png
 predict --machine h100-nvlink-8 -n 8 --shape 8192x8192x7168 --dtype bfloat16 --sweep link=25:800 --plot $images/predicted-link.png
 predict --machine h100-nvlink-8 --shape 65536x8192x7168 --dtype bfloat16 --sweep ranks=2:512:4 --plot $images/predicted-ranks.png
-
-"$bin/weft" show $kept/amd-epyc-zen4-2-cores/copies.json --plot $images/copies.png >/dev/null
-"$bin/python" - $kept/amd-epyc-zen4-2-cores/vllm.json $images/vllm.png <<'END'
-import json, sys
-from pathlib import Path
-from weft_bench.vllm.picture import draw
-draw(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
-END
 
 [ -z "$measured" ] && exit
 "$bin/weft" bench all-gather-matmul --dtype float32 --link-gbps auto --timeline $images/timeline.png

@@ -179,7 +179,7 @@ def main(
         "versions": versions(),
     }
     if keep:
-        console.print(f"LateResponder in {kept(rows, about)}.")
+        console.print(f"Kept in {kept(rows, about)}.")
     if json_file is not None:
         json_file.write_text(json.dumps(about | {"rows": [r._asdict() for r in rows]}, indent=1))
 

@@ -182,7 +182,7 @@ def test_a_missing_gpu_is_refused():
 
 
 def test_results_of_earlier_versions_are_shown():
-    file = Path(__file__).parents[2] / "benchmarks/results/amd-epyc-zen3-2-cores/p2p.json"
+    file = Path(__file__).parents[1] / "fixtures/results/p2p-earlier.json"
     shown = CliRunner().invoke(app, ["show", str(file)])
     sentence = (
         "get async, 4K: 0.49 of the bandwidth of get for 1.80 of its caller's cycles, which buys "

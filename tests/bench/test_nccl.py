@@ -15,7 +15,7 @@ from weft.cli import app
 from weft_bench import baselines, gather_ways, nccl, plots, saved
 from weft_bench.fused_baselines import call_of, refusal
 
-RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+RESULTS = Path(__file__).parents[1] / "fixtures/results"
 
 
 class Pools:
@@ -120,7 +120,7 @@ def test_a_limit_of_channels_is_part_of_the_name(monkeypatch):
 @pytest.fixture
 def of_channels(tmp_path):
     """Three results of a sweep, as with 4, 8 and 16 channels."""
-    made = json.loads((RESULTS / "intel-xeon-amx-2-cores/gather.json").read_text())
+    made = json.loads((RESULTS / "gather.json").read_text())
     files = []
     for channels in (4, 8, 16):
         result = json.loads(json.dumps(made))
@@ -177,6 +177,6 @@ def test_results_that_do_not_compare_are_refused(of_channels, tmp_path):
         file.write_text(json.dumps(first | {key: first[key] | found}))
         with pytest.raises(ValueError, match=f"was measured {why} than .*: show them one by one"):
             saved.load_together([of_channels[0], file])
-    steps = RESULTS / "intel-xeon-amx-2-cores/steps-2.json"
+    one = RESULTS / "streaming.json"
     with pytest.raises(ValueError, match="no result of a collective over sizes"):
-        saved.load_together([steps, steps])
+        saved.load_together([one, one])

@@ -22,7 +22,7 @@ from weft.predict import machine
 FORGED = (
     "x\nverified: FORGED\r\x1b]0;FORGED\x07\x9b2J\u202e\u2028Likely cause: FORGED[bold red]y[/]"
 )
-RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+RESULTS = Path(__file__).parents[1] / "fixtures/results"
 
 
 def variants(value):
@@ -96,19 +96,14 @@ def test_recordings(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        *("amd-epyc-zen3-2-cores/overlap", "amd-epyc-zen3-2-cores/p2p"),
-        *("amd-epyc-zen4-2-cores/linear-1", "amd-epyc-zen4-2-cores/vllm"),
-        *("intel-xeon-amx-2-cores/beside", "intel-xeon-amx-2-cores/gather"),
-        *("intel-xeon-amx-2-cores/ranks-2", "intel-xeon-amx-2-cores/chunks-16"),
-    ],
+    ["overlap-earlier", "p2p-earlier", "linear", "vllm", "beside", "gather", "streaming"],
 )
 def test_every_text_of_results(name, tmp_path):
     results(f"{name}.json", tmp_path, every=1)
 
 
 def test_results(tmp_path):
-    results("intel-xeon-amx-2-cores/gather.json", tmp_path, every=20)
+    results("gather.json", tmp_path, every=20)
 
 
 def results(name, folder, every):
