@@ -148,12 +148,11 @@ docs-version: .venv/documentation
 	@$(BIN)/python $(INSTALL) "torch-weft[docs]" $(ONLY_ERRORS)
 	touch $@
 
-# The pictures of the packages and of a call in docs/design.md, drawn from the source and from a run: they differ where the house does.
+# The diagram of the packages in docs/design.md, from their imports.
 house: .venv/installed
 	$(BIN)/python .ci/house.py
-	$(BIN)/python .ci/call.py
 
-# The pictures of docs/images from the source, predictions and kept results; MEASURED=1 measures the timelines too.
+# The pictures of docs/images from predictions; MEASURED=1 measures the timelines too.
 images: .venv/installed
 	benchmarks/images.sh $(BIN) $(MEASURED)
 

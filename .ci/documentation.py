@@ -71,10 +71,18 @@ def wrapped(block: re.Match[str]) -> str:
     return f"``` {{ .text .wrapped }}\n{text}```"
 
 
+def drawn(block: re.Match[str]) -> str:
+    """A Mermaid diagram as SVG: browsers draw one only with a script from a network."""
+    import mermaidx
+
+    return f"<div>{mermaidx.render(block[1]).svg()}</div>\n"
+
+
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Links from docs/ to files outside it, and from these to docs/, as links between pages."""
     if page.file.src_uri.startswith(("reference/", "examples/")):
         return markdown
+    markdown = re.sub(r"^```mermaid\n(.*?)^```$", drawn, markdown, flags=re.MULTILINE | re.DOTALL)
     markdown = re.sub(r"^```(\w*)\n(.*?)^```$", wrapped, markdown, flags=re.MULTILINE | re.DOTALL)
     markdown = re.sub(r"\]\(\.\./README\.md", "](index.md", markdown)
     markdown = re.sub(

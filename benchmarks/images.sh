@@ -1,12 +1,9 @@
 #!/bin/sh
-# The pictures of docs/images: those of the source and of predictions. With MEASURED also those of a run of its own, the
+# The pictures of docs/images: those of predictions. With MEASURED also those of a run of its own, the
 # timelines: on a machine that does nothing else.
 # usage: benchmarks/images.sh BIN [MEASURED]      BIN has the commands python and weft; from the root of the repository
 set -eu
 bin=$1 measured=${2:-} images=docs/images
-
-"$bin/python" .ci/house.py
-"$bin/python" .ci/call.py
 
 predict() { # of an all-gather + matmul
   "$bin/weft" predict all-gather-matmul "$@" >/dev/null

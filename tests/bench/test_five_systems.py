@@ -41,7 +41,4 @@ def test_published_bandwidths_are_in_the_unit_of_weft(five_systems):
 def test_every_picture_of_the_pages_is_drawn_by_one_command():
     program = (ROOT / "benchmarks/images.sh").read_text()
     drawn = {*re.findall(r"\$images/([\w-]+\.\w+)", program)}
-    for name in ("house.py", "call.py"):
-        assert f".ci/{name}" in program
-        drawn |= {*re.findall(r"docs/images/([\w-]+\.\w+)", (ROOT / ".ci" / name).read_text())}
     assert drawn == {file.name for file in (ROOT / "docs/images").iterdir()}
