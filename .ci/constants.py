@@ -1,5 +1,5 @@
-"""The table of measured constants in docs/tuning.md, from the docstrings beside them: a hook of
-mkdocs, and `python .ci/constants.py`, which prints it.
+"""The table of measured constants in docs/performance.md, from the docstrings beside them: a hook
+of mkdocs, and `python .ci/constants.py`, which prints it.
 
 A constant is listed if the string below it, in C++ the comment above it, ends with "Measured on",
 a machine, a colon and the gain. Any other number needs no line anywhere.

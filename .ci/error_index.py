@@ -7,7 +7,6 @@ from __future__ import annotations
 import ast
 import html
 import json
-import logging
 import re
 from collections.abc import Iterator
 from itertools import groupby
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 MARK = "<!-- the index of errors -->"
-_log = logging.getLogger("mkdocs.plugins.error_index")
 
 
 class Error(NamedTuple):
@@ -85,69 +83,33 @@ def index() -> str:
     return "\n\n".join(parts)
 
 
-def words_of(root: Path) -> str:
-    """All fixed texts of the source, one a line."""
-    found = []
-    for path in (root / "weft").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
-    for path in (root / "native").rglob("*.?pp"):
-        for literals in re.findall(r'(?:"(?:[^"\\\n]|\\.)*"\s*)+', path.read_text()):
-            found.append("".join(re.findall(r'"((?:[^"\\]|\\.)*)"', literals)))
-    return "\n".join(found)
-
-
-def outdated(page: str, root: Path = ROOT) -> list[str]:
-    """The messages with a remedy on the page that no text of the source has any more; those of
-    torch and Python among them.
-    """
-    words = words_of(root)
-    return [
-        message
-        for message in re.findall(r"^\| `([^`]+)`", page, re.MULTILINE)
-        if not all(
-            part.strip() in words
-            for part in re.split(r"…|[;:,)] ", message)  # it may be composed at its punctuation
-            if re.search(r"\w{3}", part)
-        )
-    ]
-
-
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """The page with the index at its mark."""
-    if MARK not in markdown:
-        return markdown
-    for message in outdated(markdown):
-        _log.debug("no text of the source: %s", message)
-    return markdown.replace(MARK, index())
+    return markdown.replace(MARK, index()) if MARK in markdown else markdown
 
 
 found: list[dict[str, str]] = []
-"""The entries of the search for messages with a remedy: a part of the page each, that a pasted
-message finds.
-"""
+"""The entries of the search: a part of the page for each message, which a pasted one finds."""
 
 
 def on_page_content(content: str, page: Page, **_: Any) -> str:
-    """The page with a name for each row of a message, a cause and a cure."""
+    """The page with a name for each row of a message."""
     if page.file.src_uri != "errors.md":
         return content
     names = set[str]()
 
     def named(row: re.Match[str]) -> str:
-        message, cause, cure = row.groups()
+        message, file = row.groups()
         words = re.findall(r"\w+", html.unescape(message).lower())
         name = "-".join(words)[:60]
         while name in names:
             name += "-"
         names.add(name)
-        text = f"<p>{cause}. {cure}</p>"
-        found.append({"location": f"{page.url}#{name}", "title": message, "text": text})
+        found.append({"location": f"{page.url}#{name}", "title": message, "text": file})
         return row[0].replace("<tr>", f'<tr id="{name}">', 1)
 
-    cell = r"\s*<td>(.*?)</td>"
-    return re.sub(rf"<tr>\s*<td><code>(.*?)</code></td>{cell}{cell}\s*</tr>", named, content)
+    cells = r"<td><code>([^<]*)</code></td>\s*<td>(weft/[^<]*)</td>"
+    return re.sub(rf"<tr>\s*{cells}\s*</tr>", named, content)
 
 
 def on_post_build(config: MkDocsConfig, **_: Any) -> None:

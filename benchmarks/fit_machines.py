@@ -25,7 +25,7 @@ from weft.predict.machine import LinkRate, Machine
 
 HERE = Path(__file__).parent
 PROFILES = HERE.parent / "weft" / "predict" / "machines"
-PAGE = HERE.parent / "docs" / "prediction.md"
+PAGE = HERE / "published_errors.md"
 BEGIN, END = "<!-- tables of fit_machines.py -->", "<!-- end of tables -->"
 
 

@@ -1,4 +1,4 @@
-"""Write the tables of docs/five-systems.md, the published figures of five systems and weft's, from
+"""Write the tables of docs/comparison.md, the published figures of five systems and weft's, from
 tables that `kept.py` has made of results of `five_systems.sh`.
 
     python benchmarks/five_systems.py TABLE.csv…
@@ -16,7 +16,7 @@ Row = dict[str, str]
 Result = dict[str, kept.Figures]
 _GATHERS = "weft", "weft (plain)", "gloo"
 PUBLISHED = Path(__file__).parent / "published_results.csv"
-PAGE = Path(__file__).parents[1] / "docs/five-systems.md"
+PAGE = Path(__file__).parents[1] / "docs/comparison.md"
 GIB = 1.073741824
 """GB of a GiB."""
 
@@ -56,16 +56,7 @@ def streaming(load: Callable[[str], Result]) -> list[str]:
         ours = load(f"streaming-{ranks}-{m // 2}x{k // 2}x{n // 2}")
         rows.append((ranks, f"{m}x{k}x{n}", *theirs, *overlapped(ours)))
     theirs_heads = "ranks", "M x K x N", "910B1", "TFLOP/s"
-    every = [(ranks, load(f"ranks-{ranks}")) for ranks in (2, 4, 8, 16)]
-    cuts = [(chunks, load(f"chunks-{chunks}")) for chunks in (4, 16, 64, 128)]
-    return [
-        table((*theirs_heads, *(f"half: {OVERLAPPED[0]}", *OVERLAPPED[1:])), rows),
-        table(("ranks", *OVERLAPPED), ((ranks, *overlapped(found)) for ranks, found in every)),
-        table(
-            ("chunks of each source", *OVERLAPPED),
-            ((chunks, *overlapped(found)) for chunks, found in cuts),
-        ),
-    ]
+    return [table((*theirs_heads, *(f"half: {OVERLAPPED[0]}", *OVERLAPPED[1:])), rows)]
 
 
 def steps(load: Callable[[str], Result]) -> list[str]:

@@ -1,6 +1,6 @@
 #!/bin/sh
 # The measurements of the five published systems that weft takes over, scaled to a machine without accelerators. At the end it draws the
-# pictures of docs/five-systems.md and writes its tables, beside the published figures.
+# pictures of docs/comparison.md and writes its tables, beside the published figures.
 # usage: benchmarks/five_systems.sh WEFT DIRECTORY      from the root of the repository; 7 minutes on two cores of a Xeon
 set -eu
 weft=$1 into=$2

@@ -315,17 +315,11 @@ def shell_lines(block):
         yield Shell(block.where, words, "\n".join(shown))
 
 
-def without_messages(document):
-    """A document without the first cells of docs/errors.md, which are messages."""
-    text = (ROOT / document).read_text()
-    return re.sub(r"^\| `[^`]+`", "", text, flags=re.M) if document == "docs/errors.md" else text
-
-
 COMMANDS = [command for block in ALL if not block.language for command in shell_lines(block)]
 MENTIONED = {
     f"{document} {' '.join(words)}": words
     for document in DOCUMENTS
-    for span in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", without_messages(document))
+    for span in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", (ROOT / document).read_text())
     for part in span.split(";")
     if (words := part.split())[:1] == ["weft"]
 }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The published sizes of the five systems that weft takes over, on a machine with one GPU that all ranks share, as
-# docs/five-systems.md has them for other machines.
+# docs/comparison.md has them for other machines.
 #
 #   benchmarks/gpu/five_systems.sh     results in $OUT, as common.sh describes; at most 590 s
 #

@@ -152,16 +152,6 @@ def test_questions_are_selected_by_name_and_by_group():
         selected(["queue"])
 
 
-def test_the_page_lists_the_questions():
-    page = (ROOT / "docs/gpu.md").read_text()
-    rows = [
-        f"| `{question.name}` | {question.relied_on} | "
-        f"{question.where if question.where == 'programs' else f'`{question.where}`'} |"
-        for question in QUESTIONS
-    ]
-    assert re.findall(r"^\| `\w+/[\w-]+` \|.*\|$", page, re.MULTILINE) == rows
-
-
 def answered(*asks, begin=fake.machine, seconds=100.0):
     """The facts of the processes that were asked, and the replies by the name of the function."""
     questions = [fake.question(ask, 1.0 if ask is fake.hangs else 60.0) for ask in asks]

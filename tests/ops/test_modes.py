@@ -1,6 +1,6 @@
 """Every public call in every mode of torch that changes what tensors or operators are: its result is
-right, or the call is refused by the name of an argument before anything is sent. The outcome of all
-of them is the table of docs/modes.md.
+right, or the call is rejected by the name of an argument before anything is sent. The outcome of all
+of them is the table of docs/new-operator.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import weft
 import weft.nn
 
-PAGE = Path(__file__).parents[2] / "docs" / "modes.md"
+PAGE = Path(__file__).parents[2] / "docs" / "new-operator.md"
 ROWS, K, N = 4, 6, 2
 REPEATED = 3  # calls before the one in the mode: it is found in the call cache
 
@@ -278,7 +278,7 @@ def detached(result):
 
 
 def verdict(world, run, call, a, wanted):
-    """Whether a call in a mode is right or refused; else a description of what is wrong."""
+    """Whether a call in a mode is right or rejected; else a description of what is wrong."""
     made = world.executor.calls
     try:
         result = run(call, a)
@@ -286,12 +286,12 @@ def verdict(world, run, call, a, wanted):
         if world.closed is not None:
             return f"closed the world: {error}"
         if world.executor.calls != made:
-            return f"refused after a call was made: {error}"
+            return f"rejected after a call was made: {error}"
         named = re.match(r"(a|b|src|dst|tensor|tensors|input|out|empty)\b", str(error))
-        return "refused" if named else f"refused without a name: {error}"
+        return "rejected" if named else f"rejected without a name: {error}"
     except BaseException as error:
         if world.executor.calls == made and "c10d" in str(error):
-            return "refused"  # by torch's own operators, as on other backends
+            return "rejected"  # by torch's own operators, as on other backends
         return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
     if type(result) is not torch.Tensor:  # fake: it has no elements to compare
         return "right" if (result.shape, result.dtype) == (wanted.shape, wanted.dtype) else "wrong"
@@ -325,21 +325,21 @@ def found():
     return first
 
 
-def test_every_call_is_right_or_refused(found):
+def test_every_call_is_right_or_rejected(found):
     wrong = [
         f"{mode}: {name}: {each}"
         for mode, groups in found.items()
         for members in groups.values()
         for name, verdicts in members.items()
         for each in verdicts
-        if each not in ("right", "refused")
+        if each not in ("right", "rejected")
     ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_the_page_has_the_table(found):
     made = table(found)
-    assert made in PAGE.read_text(), f"docs/modes.md must have this table:\n{made}"
+    assert made in PAGE.read_text(), f"docs/new-operator.md must have this table:\n{made}"
 
 
 FACTORIES = {

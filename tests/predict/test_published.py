@@ -47,15 +47,15 @@ def error(system, point):
 
 
 def stated(label):
-    """The error of a figure in the docs, in percent."""
-    page = (REPOSITORY / "docs" / "prediction.md").read_text()
+    """The error of a figure in the tables, in percent."""
+    page = (REPOSITORY / "benchmarks" / "published_errors.md").read_text()
     [found] = set(
         re.findall(rf"^\| {re.escape(label)} \|.*\| ([+-][0-9.]+) % \| ", page, re.MULTILINE)
     )
     return float(found)
 
 
-def test_residuals_and_docs_have_the_errors_of_the_simulator(published):
+def test_residuals_and_tables_have_the_errors_of_the_simulator(published):
     for make in published.SYSTEMS:
         system = make()
         for point in system.points if system.shipped else ():
@@ -65,7 +65,7 @@ def test_residuals_and_docs_have_the_errors_of_the_simulator(published):
             assert found == pytest.approx(stated(point.label), abs=0.2)
 
 
-def test_docs_have_the_errors_of_figures_to_which_nothing_is_fitted(published):
+def test_tables_have_the_errors_of_figures_to_which_nothing_is_fitted(published):
     tests = [
         (system, point)
         for make in published.SYSTEMS
