@@ -17,9 +17,7 @@ _SKIP = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameActi
 
 
 def uncompiled_methods(kind: Kind) -> Kind:
-    """The class, whose own methods the compiler calls as they are, as it does those of torch's
-    process groups and works, which are native.
-    """
+    """Class decorator: torch.compile does not trace these methods."""
     for member in [*vars(kind).values()]:
         if isinstance(member, FunctionType):
             uncompiled(member)

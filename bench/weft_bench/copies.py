@@ -7,7 +7,7 @@ are complete (latency, and the cycles of the whole transfer), then a window of c
 (bandwidth, and the cycles of the calling thread). An asynchronous copy costs its caller only the
 submission. A staged get fetches one tile after the other into a small buffer, which stays in the
 core's cache, and copies it on from there, as a processor does that reaches memory only through a
-buffer of its own; it is one native call.
+its own buffer; it is one native call.
 """
 
 from __future__ import annotations

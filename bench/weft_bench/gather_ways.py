@@ -91,7 +91,7 @@ def multicast_sms(size: int) -> int:
 
 def _zero_cta(world: World, a: Tensor) -> Way:
     """NCCL with the policy that leaves all SMs to products: it copies by copy engines from and to
-    symmetric memory of its own. With NCCL 2.28 both must be: an input that is not goes by SMs.
+    its own symmetric memory. With NCCL 2.28 both must be: an input that is not goes by SMs.
     """
     groups: Any = getattr(dist, "ProcessGroupNCCL", None)
     policy = getattr(groups, "NCCL_CTA_POLICY_ZERO", None)
@@ -111,7 +111,7 @@ def _zero_cta(world: World, a: Tensor) -> Way:
 
 
 class _Ended(NamedTuple):
-    """Work on a stream of its own."""
+    """Work on its own stream."""
 
     stream: Any
 
@@ -121,7 +121,7 @@ class _Ended(NamedTuple):
 
 
 def _in_background(gather: Callable[[], object]) -> Callable[[], _Ended]:
-    """Begin a gather on a stream of its own, after the work of the current stream."""
+    """Begin a gather on its own stream, after the work of the current stream."""
     stream: Any = torch.cuda.Stream()
 
     def begin() -> _Ended:

@@ -108,7 +108,7 @@ def environment(world: World, settings: Any, **baselines: str) -> dict[str, Any]
 
 
 def waited() -> float:
-    """The percentage of the time in which this thread was to run for which it waited for a core."""
+    """The percentage of this thread's runnable time that it spent in the run queue."""
     ran, late = time_of_thread()
     return round(100 * late / max(1, ran + late), 1)
 

@@ -154,9 +154,8 @@ def overlaps(report: dict[str, Any]) -> bool:
 
 
 def called(report: dict[str, Any], name: str) -> str:
-    """The name of a measured call for readers: that of weft's call has its algorithm, that of a
-    baseline the dtype of its product if it is not that of the results, and a mark if its times are
-    scaled.
+    """The label of a measured call: weft's algorithm; a baseline's compute dtype if it differs from
+    that of the results; a mark if its times are scaled.
     """
     if tables.is_scaled(report, name):
         return f"{name}, SCALED"

@@ -1,7 +1,7 @@
 """The subjects of benchmarks: the tensors of each fused operator, and the steps from the cascade to
 all-gather + matmul.
 
-An operator without one of its own is compared with its definition, and has no baseline.
+An operator without its own subject is compared with its definition, and has no baseline.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Problem:
 
     The rows of run 0, 1, … are a window onto a longer random matrix that moves by one row, so each
     row differs from the one at its index in the run before, and one product in float64 serves
-    `RUNS` runs. Every rank draws the same rows from `seed`, and a weight of its own.
+    `RUNS` runs. Every rank draws the same rows from `seed`, and its own weight.
     """
 
     def __init__(

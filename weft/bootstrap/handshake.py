@@ -1,10 +1,9 @@
 """The mutual proof at the beginning of every connection between processes that share a key.
 
-The caller sends the name of the key and a number that it has drawn; the listener answers with a
-number of its own and a keyed hash of both; the caller answers with its hash, and the text `about`
-it that the hash covers. Neither end sends or reads anything else before the other one has proved
-itself. A key itself never travels, and what was overheard of one connection proves nothing in
-another.
+The caller sends the name of the key and a number that it has drawn; the listener answers with its
+own number and a keyed hash of both; the caller answers with its hash, and the text `about` it that
+the hash covers. Neither end sends or reads anything else before the other one has proved itself. A
+key itself never travels, and what was overheard of one connection proves nothing in another.
 
 This is mutual authentication in three passes by a keyed hash, ISO/IEC 9798-4, with HMAC-SHA256.
 """

@@ -24,9 +24,7 @@ def doctor(
     ] = False,
     gpu: Annotated[
         bool,
-        typer.Option(
-            "--gpu", help="Ask the first GPU whether it behaves as weft takes for granted."
-        ),
+        typer.Option("--gpu", help="Ask the first GPU whether it meets the engine's assumptions."),
     ] = False,
     verbose: Annotated[
         bool,

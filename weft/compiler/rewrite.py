@@ -40,7 +40,7 @@ def drop_waits(graph: Graph) -> None:
 
 def share_gathers(graph: Graph, groups: Callable[[str], bool]) -> None:
     """Replace several all-gathers of the same rows, on groups for which `groups` is true, by one:
-    in a graph without gradients each layer has an all-gather of its own.
+    in a graph without gradients each layer has its own all-gather.
     """
     unique: dict[str, Node] = {}
     gathered: set[Node] = set()

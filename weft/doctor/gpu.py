@@ -1,4 +1,4 @@
-"""``weft doctor --gpu``: whether a GPU behaves as the device engine takes for granted."""
+"""``weft doctor --gpu``: whether a GPU meets the device engine's assumptions."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _print(console: Console, facts: Answer, results: Sequence[Result]) -> None:
     """Print the machine, all questions, and what is wrong with a remedy."""
     if facts:
         console.print(_machine(facts), highlight=False, markup=False)
-    shown = table("question", "taken for granted", "", "answer")
+    shown = table("question", "assumption", "", "answer")
     group = ""
     for question, _, verdict, means in results:
         if question.group != group:

@@ -46,9 +46,9 @@ def moe(
     the ranks is that of `matmul_all_reduce`, in its algorithms: while some tokens are summed,
     others are multiplied. All ranks get the same bits.
 
-    **Tokens that each rank has of its own**, with `experts_of_ranks`. By `push` and `sequential`,
-    those of `all_to_all_matmul_all_to_all`, a row of a token travels to every rank that has experts
-    which it chose, once, however many these are, and what they contribute returns. By `shared` and
+    **Each rank has its own tokens**, with `experts_of_ranks`. By `push` and `sequential`, those of
+    `all_to_all_matmul_all_to_all`, a token is dispatched to every rank that has experts which it
+    chose, once, however many these are, and what they contribute is combined. By `shared` and
     `gathered`, those of `all_gather_matmul_reduce_scatter`, it travels to every *host* that has
     such experts, once: all ranks of the host read it there, and one sum of what they contribute
     returns. On one host that is an all-gather and a reduce-scatter of uneven rows. Rows travel
@@ -62,12 +62,11 @@ def moe(
     ``auto`` measures which algorithm is fastest, as for products: of all four if tokens are each on
     one rank. For few rows it takes those of `all_to_all_matmul_all_to_all` without measuring.
 
-    Gradients of tokens that every rank has follow the convention of `matmul_all_reduce`: all ranks
-    compute the same loss from the result, and gradients of x and of scores are summed over the
-    ranks, and so are, on every rank, those of the layer in one process. Of tokens that each rank
-    has of its own they are those of the sum of all ranks' losses. Gradients of an expert's weights
-    are complete on its rank. A call is recorded on all ranks or on none. There are no second
-    derivatives.
+    Gradients of tokens that every rank has follow the convention of `matmul_all_reduce`: every rank
+    computes the same loss, and gradients of x and scores are all-reduced and equal the
+    single-process ones. Of other tokens they are those of the sum of all ranks' losses. Gradients
+    of an expert's weights are complete on its rank. A call is recorded on all ranks or on none.
+    There are no second derivatives.
 
     Args:
         x: (T, K), the tokens, as in `expert_sums`.

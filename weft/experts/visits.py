@@ -1,6 +1,4 @@
-"""The rows by which tokens that are each on one rank visit every rank, or every host, that has
-experts which they chose, and the sums at home of what these contribute.
-"""
+"""Token dispatch to the ranks, or hosts, of the chosen experts, and the combine."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ class KernelTrace:
         """The spans of all instructions, each from its first tile to its last, and of each program,
         once the launch has ended.
 
-        A GPU has a clock of its own, which is shifted so that the last tile ends at `stop`, a time
-        of the host at which the launch had ended.
+        A GPU has its own clock, which is shifted so that the last tile ends at `stop`, a time of
+        the host at which the launch had ended.
         """
         times = self.times.cpu()
         product = self.product

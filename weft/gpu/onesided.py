@@ -1,5 +1,5 @@
 """One-sided calls of a rank whose work is on streams: copies and signals in the order of the
-caller's current stream, asynchronous copies on a lane of their own.
+caller's current stream, asynchronous copies on their own lane.
 
 Nothing here waits for the device: a failed peer, or a wait that timed out, is raised by the next
 call. On a CPU the current stream is the caller's thread.

@@ -1,4 +1,4 @@
-"""Binding of ranks to cores of their own, before they allocate memory, which is then on their NUMA
+"""Binding of ranks to their own cores, before they allocate memory, which is then on their NUMA
 node.
 """
 

@@ -18,7 +18,7 @@ from weft.world import World
 
 
 class ShardedEmbedding(nn.Embedding):
-    """Each rank looks up the tokens of its own rows of the weight, a DTensor, and the results are
+    """Each rank looks up the tokens of its rows of the weight, a DTensor, and the results are
     summed over ranks.
     """
 

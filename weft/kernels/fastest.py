@@ -159,9 +159,8 @@ def _measure(dtype: torch.dtype, out_dtype: torch.dtype) -> Table:
 def _fastest(
     seconds: Mapping[tuple[str, int], Mapping[str, float]], packed: bool
 ) -> dict[tuple[str, int], str]:
-    """The fastest method of each case. All for `packed` weights together need one form: that of
-    ``mm`` is the weight itself, so it goes with one other method, that with which the times are
-    least, relative to the fastest.
+    """The fastest method of each case. Those of `packed` weights share one form of the weight:
+    ``mm`` needs no packing, so it is paired with the fastest other method.
     """
     names = {name for timed in seconds.values() for name in timed}
 

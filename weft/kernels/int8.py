@@ -1,4 +1,4 @@
-"""The int8 product: rows are quantized when they are multiplied, each with a scale of its own."""
+"""The int8 product: rows are quantized when they are multiplied, each with its own scale."""
 
 from __future__ import annotations
 

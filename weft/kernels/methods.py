@@ -157,7 +157,7 @@ def _blocks(rows: int, small: bool) -> list[slice]:
 
 
 def _product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    """The product by the kernel for `kernel_rows` rows: x is padded by rows of its own."""
+    """The product by the kernel for `kernel_rows` rows: x is padded by some of its rows."""
     rows = x.shape[0]
     if more := kernel_rows(rows, w.shape[0] * w.shape[1], x.itemsize) - rows:
         return _kernel(torch.cat((x, x[:more])), w, bias)[:rows]

@@ -39,9 +39,7 @@ class _Calls:
         self._again: dict[int, float] = {}  # when a rank whose call has ended may be called again
 
     def call(self, ranks: Iterable[int], request: Request) -> None:
-        """Have open calls, with this request, to these ranks, as far as there are endpoints that
-        can be reached from here, and to no others.
-        """
+        """Connect, with this request, to every reachable rank of these; close other connections."""
         ranks = {*ranks}
         for rank in {*self.open} - ranks:
             self.open.pop(rank).close()
@@ -108,7 +106,7 @@ class Agreement:
     def run(self) -> Decision:
         """The decision, which includes this rank.
 
-        Raises `PeerTimeout` if too few take part to go on, or joiners are missing, on all ranks
+        Raises `PeerTimeout` if too few take part to continue, or joiners are missing, on all ranks
         that take part; `Excluded` if others have decided without this rank; `MismatchError` if
         ranks expect other numbers of joiners.
         """

@@ -86,7 +86,7 @@ class Membership:
         return len({each.info.host for each in self.handles}) > 1
 
     def may_go_on(self, ranks: Sequence[int]) -> bool:
-        """Whether these ranks may go on although others may be alive."""
+        """Whether these ranks may continue although others may be alive."""
         made = [self.made[rank] for rank in ranks if self.made[rank] >= 0]
         return _most(made, self.made_ranks) and _most(ranks, len(self.handles))
 
@@ -98,8 +98,8 @@ class Membership:
         joiners: int,
         doubt: bool,
     ) -> Decision:
-        """The decision that `ranks`, with these new handles, go on with those `joining`, which take
-        the lowest free global ranks. The order is that of global ranks.
+        """The decision that `ranks`, with these new handles, continue with those `joining`, which
+        take the lowest free global ranks. The order is that of global ranks.
         """
         taken = {self.global_ranks[rank] for rank in ranks}
         free = (number for number in range(len(taken) + len(joining)) if number not in taken)

@@ -1,6 +1,6 @@
-"""The next world of ranks that have lost some, or are joined by others, in place of theirs.
+"""Rebuild a world after loss or growth.
 
-Ranks agree who goes on (`weft.membership`), connect, and make the world. If one of them is lost
+Ranks agree on the members (`weft.membership`), connect, and make the world. If one of them is lost
 meanwhile they do so again.
 """
 

@@ -1,4 +1,4 @@
-"""Requests to ranks while they agree on who goes on, and the answers: a client sends requests to
+"""Requests to ranks while they agree on the next world, and the answers: a client sends requests to
 an endpoint, whose rank answers.
 
 Both ends first prove that they have the key of the endpoint (`weft.bootstrap.handshake`). A message

@@ -17,9 +17,9 @@ _NONE = frozenset[int]()
 
 
 class Request(NamedTuple):
-    """What a process asks of a rank: to go on with it. Its rank, -1 of a joiner, in which world (by
-    its endpoints), its handle in the next one, the joiners that it expects, those that have called
-    it, the ranks that it knows to be gone, and those that it waits for in vain.
+    """Request to take part in the next world: the rank, -1 of a joiner, in which world (by its
+    endpoints), its handle in the next one, the joiners that it expects, those that have called it,
+    the ranks that it knows to be dead, and those that it waits for in vain.
     """
 
     version: str
@@ -51,8 +51,8 @@ class Ended(NamedTuple):
 
 
 def is_gone(ended: Ended, called: Handle, own: Handle) -> bool:
-    """Whether a process is gone for certain, which only the kernel that both share can tell: a
-    refusal on the way to another host says nothing of it.
+    """Whether a process is dead for certain, which only the kernel that both share knows: a refused
+    connection to another host proves nothing.
     """
     return ended.refused and called.info.host == own.info.host
 
@@ -67,13 +67,13 @@ def joining(requests: Iterable[Request]) -> tuple[Handle, ...]:
 
 
 class View(NamedTuple):
-    """What a rank knows of the others in its place, `membership`: those that are `gone` or
-    `silent`, its `leader`, the ranks that it has `called`, of these those that have `answered`,
-    those whose latest call has ended (`hung_up`), those elsewhere that it waits for in vain
-    (`unknown`), and those of its host for which others do (`asked`).
+    """What a rank knows of the others in its place, `membership`: those that are dead (`gone`) or
+    unresponsive (`silent`), its coordinator (`leader`), the ranks that it has `called`, of these
+    those that have `answered`, those whose latest call has ended (`hung_up`), those elsewhere that
+    it waits for in vain (`unknown`), and those of its host for which others do (`asked`).
 
     `own` is its handle in the next world, `joiners` the number of processes that join, `timeout`
-    the seconds for which it waits for a rank that is silent.
+    the seconds for which it waits for an unresponsive rank.
     """
 
     membership: Membership
@@ -95,7 +95,7 @@ class View(NamedTuple):
 
     @property
     def others(self) -> list[int]:
-        """All other ranks that are not gone."""
+        """All other ranks that are not dead."""
         ranks = range(len(self.membership.handles))
         return [rank for rank in ranks if rank != self.rank and rank not in self.gone]
 
@@ -136,22 +136,22 @@ class View(NamedTuple):
         return self._replace(gone=self.gone | gone, hung_up=hung_up, answered=answered)
 
     def _after(self, message: Request | Answer) -> View:
-        """After a message of a rank: ranks that are gone, or that it waits for in vain."""
+        """After a message of a rank: ranks that are dead, or that it waits for in vain."""
         gone = message.gone & {*range(len(self.membership.handles))} - {self.rank}
         asked = message.unknown & self.on({self.own.info.host})
         return self._replace(gone=self.gone | gone, asked=self.asked | asked)
 
     def taking_part(self, requests: Iterable[Request]) -> dict[int, Request]:
-        """Of all requests those of ranks, as far as these are not gone since."""
+        """Of all requests those of ranks that have not died since."""
         return {each.rank: each for each in requests if each.rank in self.others}
 
     def missing(self, requests: Mapping[int, Request]) -> list[int]:
         return [rank for rank in self.others if rank not in requests]
 
     def waiting(self, requests: Mapping[int, Request], unanswered: bool) -> View:
-        """With its leader, and the ranks that it calls: those that it waits for. Of those of other
-        hosts that do not answer (`unanswered`: for a while), it asks ranks beside them, which find
-        out whether they are gone; it does so for others.
+        """With its coordinator, and the ranks that it calls: those that it waits for. Of those of
+        other hosts that do not answer (`unanswered`: for a while), it asks ranks beside them, which
+        find out whether they are dead; it does so for others.
         """
         leader = min(self.lower - self.silent, default=self.rank)
         if leader == self.rank:
@@ -166,8 +166,8 @@ class View(NamedTuple):
         return self._replace(leader=leader, unknown=unknown, called=called, answered=answered)
 
     def impatient(self) -> View:
-        """After the time limit: its leader is silent. If that was alive when it was called, it has
-        had its own time limit since, and this rank waits no longer than for another silent one.
+        """After the time limit: its coordinator is unresponsive. If that was alive when it was
+        called, it has had its own time limit since, and this rank waits no longer than for another.
         """
         if self.leader in self.answered:
             return self._replace(answered=self.answered - {self.leader})

@@ -36,7 +36,7 @@ class ParallelExperts(nn.Module):
         width: the features of a token, K.
         inner: the features between the products of an expert, I.
         activation: as of `weft.Experts`.
-        own_tokens: whether each rank has tokens of its own, which travel to the experts and back.
+        own_tokens: whether each rank has its own tokens, which travel to the experts and back.
         world: by default the world made by ``weft.init()``.
 
     Every rank initializes its own experts, with the seed that it has.
@@ -53,7 +53,7 @@ class ParallelExperts(nn.Module):
     number: int
     """Of the experts of all ranks."""
     sizes: list[int] | None
-    """The experts of all ranks, if each rank has tokens of its own."""
+    """The experts of all ranks, if each rank has its own tokens."""
     activation: str
     frozen: FrozenExperts | None
 
@@ -272,9 +272,9 @@ class MoE(nn.Module):
         normalize: whether a token's `top` factors are divided by their sum, as by Mixtral and, if
             its ``norm_topk_prob`` says so, Qwen-MoE.
         activation: as of `weft.Experts`.
-        own_tokens: whether each rank has tokens of its own, as in data parallelism: other numbers
-            of them, also none. The gradient of the router is then that of these tokens, to be
-            summed over the ranks like those of other layers; those of experts are complete.
+        own_tokens: whether each rank has its own tokens, as in data parallelism: other numbers of
+            them, also none. The gradient of the router is then that of these tokens, to be summed
+            over the ranks like those of other layers; those of experts are complete.
         world: by default the world made by ``weft.init()``.
 
     All ranks must use the same seed, or load a state dict, as the router is on each. Input and

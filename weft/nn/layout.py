@@ -59,7 +59,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def summed(parameter: Tensor | None) -> Tensor | None:
-    """A replicated parameter that each rank applies to rows of its own, so that its gradient is the
+    """A replicated parameter that each rank applies to its own rows, so that its gradient is the
     sum over ranks.
     """
     return (

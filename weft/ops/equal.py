@@ -1,6 +1,4 @@
-"""Tensors that are equal on all ranks, in gradients of any order: a sum over ranks makes one, and
-each rank uses it for a computation of its own. Each of the two is the other's gradient.
-"""
+"""The conjugate pair identity and all-reduce, Megatron's f and g: each is the other's gradient."""
 
 from __future__ import annotations
 

@@ -72,10 +72,9 @@ _DTYPES = ("float32", "bfloat16", "float16")
 class FusedCall(Call):
     """A checked call of a fused operator, and the operator's rules.
 
-    `weights` and `biases` are the operands of its plan's products, in order, and `weight_names`
-    their names in it, unless its products have the order of the weights for all sizes, also where
-    those of no rows are left out. `request_fields` are the fields of its `Request` that no other
-    operator has.
+    `weights` and `biases` are the operands of its plan's products, in order. `weight_names` are the
+    names of the weights in the plan; empty if in plan order. `request_fields` are the fields of its
+    `Request` that no other operator has.
     """
 
     companions: Sequence[str] = ()

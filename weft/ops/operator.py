@@ -134,7 +134,7 @@ class FusedOperator:
     def __post_init__(self) -> None:
         """Raise `ValueError` for a record that compiles an operator without `fake`."""
         if self.fake is None and (self.gradient or self.pattern):
-            raise ValueError(f"{self.name}: a gradient or a pattern needs fake")
+            raise ValueError(f"{self.name}: gradient= and pattern= require fake=")
 
     def checked(
         self, world: World, operands: Operands, options: Any, companions: Sequence[Tensor] = ()

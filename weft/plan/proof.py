@@ -1,10 +1,11 @@
-"""The proof of a plan: checks of its form, and one greedy run of it after an adversary plan.
+"""The proof of a plan: checks of its form, and one greedy run of it after a worst-case
+concurrent plan.
 
 Plans share one workspace per rank, laid out anew by each plan. The contract between them is
 therefore on whole workspaces: no access before every access of earlier plans is done. `verify`
-proves it once per plan instead of once per pair of plans: it runs the plan after an adversary that
-makes every access to every workspace, and checks that ranks which have left the plan are notified
-of every use.
+proves it once per plan instead of once per pair of plans: it runs the plan after a worst-case one
+that makes every access to every workspace, and checks that ranks which have left the plan are
+notified of every use.
 
 The proof is over blocks, and holds for any number of rows of each block. Blocks of a buffer are
 adjacent, so two accesses share a row only if they share a block; an instruction works on the same
@@ -45,8 +46,8 @@ from weft.plan.values import REDUCTIONS, terms, wholes
 
 
 def runs(plan: Plan) -> int:
-    """The number of plans that the proof of a single plan runs: an adversary, and the plan until it
-    uses all its memory again.
+    """The number of plans that the proof of a single plan runs: the worst case before it, and the
+    plan until it uses all its memory again.
     """
     return 2 + max((buffer.copies for buffer in plan.buffers.values()), default=1)
 

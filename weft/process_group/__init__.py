@@ -77,7 +77,7 @@ def make(
     store: Store, rank: int, ranks: int, timeout: timedelta, global_ranks: Sequence[int] = ()
 ) -> ProcessGroup:
     """A process group of `ranks` ranks that share a store, unknown to torch.distributed, for
-    libraries that keep groups of their own, as torchft does; collective.
+    libraries that keep their own groups, as torchft does; collective.
 
     `timeout` is the time limit of every wait; `global_ranks` are the ranks' numbers in a larger
     job, for errors. Errors are as of `weft.init`.

@@ -54,8 +54,8 @@ class Elastic:
         self.used.add(uuid)
         if self.listener is None:
             raise WeftError(
-                "no process has a handle of this one that is not used: pass on what "
-                "torch.distributed._get_reconfigure_handle() returns before each attempt"
+                "the reconfigure handle was already used: get a new one by "
+                "torch.distributed._get_reconfigure_handle() before each attempt"
             )
         ordered = [*handles] if isinstance(handles, list) else sorted(handles)
         world = worlds.reconfigure(str(uuid), ordered, self.listener, limit)

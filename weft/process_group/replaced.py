@@ -1,4 +1,4 @@
-"""A function of torch that serves gloo alone, and one in its place that serves weft as well."""
+"""Patches `dist.monitored_barrier`, which rejects other backends."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ def all_gather(
 
     In a pull each rank copies its peers' rows to `gathered`, directly from `a` if it is symmetric;
     else ranks stage a piece at a time. In push and ring a peer writes: to `gathered` if it is
-    symmetric or every rank has a host of its own, and else to a workspace. `hosts` are those of a
+    symmetric or every rank has its own host, and else to a workspace. `hosts` are those of a
     `Request`. On one host a push into a symmetric `gathered` only reads `a`, so `a` may be this
     rank's own part of `gathered`.
 

@@ -1,4 +1,4 @@
-"""All-gather + matmul: ``out = concatenation of all ranks' a @ B``, each rank with a B of its own.
+"""All-gather + matmul: ``out = concatenation of all ranks' a @ B``, each rank with its own B.
 
 Own rows are multiplied first, without waiting; peers' rows as they arrive. Adjacent arrivals are
 joined: a product over many rows is faster than several over few, and only the last rows are waited

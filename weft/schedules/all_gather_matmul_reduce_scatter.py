@@ -1,5 +1,5 @@
 """All-gather + matmul + reduce-scatter of uneven rows: all ranks of a host multiply each row that
-is given to the host, by a B of their own, and the sum of the products returns to the row's place.
+is given to the host, by its own B, and the sum of the products returns to the row's place.
 
 Rank 0 of two on one host, in two pieces, time to the right; o are its own rows, p the peer's, ``!``
 notifies the peer, ``?`` waits for it::

@@ -148,8 +148,8 @@ def push(source: int, hosts: Hosts, *, staged: bool = False) -> Plan:
     """Broadcast over several hosts: rows are put to one rank of each other host, and its other
     ranks read them there.
 
-    If every rank has a host of its own the rows are put into its ``out``, unless `staged`, which
-    puts them into a workspace.
+    If every rank has its own host the rows are put into its ``out``, unless `staged`, which puts
+    them into a workspace.
     """
     alone = one_rank_per_host(hosts) and not staged
     arrived = Wait(Signal("arrived", source), 1)

@@ -36,8 +36,8 @@ class DeviceOptions:
             `weft.schedules.device_options.TILES`; None: the largest that fits in the registers, or
             smaller ones if at least half of the programs would have no tile. Its elements are at
             most 128 x 256; 128 x 128 on AMD's GPUs; 64 x 128 of float32 factors.
-        compute_sms: programs of the product kernel, each on an SM of its own; None: all SMs of the
-            rank but those of copies and four more, for signals.
+        compute_sms: programs of the product kernel, each on its own SM; None: all SMs of the rank
+            but those of copies and four more, for signals.
         comm_sms: 0: the copy engine moves rows between ranks; else a kernel of this number of
             programs in each lane for transfers.
         links: lanes in which a rank sends to its peers at the same time, each to its share of them.

@@ -4,7 +4,7 @@ so that only adjacent hosts communicate.
 A sum begins at host 0 and is complete at the last host, so its terms are the terms of a push
 (`host_sums`), in the same order: the same bits if running sums are not rounded. From there it is
 sent on, over host 0 again, to its owner, or to all. That is up to twice the bytes of a push. On one
-host every rank can be treated as a host of its own.
+host every rank can be treated as its own host.
 
 A reduce-scatter over three hosts of one rank, with block b of rank b, time to the right; ``?``
 waits for the previous rank, and ``→`` puts to the next one and notifies it::

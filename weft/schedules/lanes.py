@@ -165,9 +165,8 @@ def products_alone(plan: Plan, exchanges: str) -> Plan:
     """The products of a fused operator's plan, cut and ordered as in it, with all rows there from
     the beginning: no rank waits, moves rows or adds them up.
 
-    ``product = x @ weight``, both with the blocks that a rank multiplies: those of its ``out``, or
-    of products that are ``partial``, or ``made`` to return, if ranks exchange rows of ``a``, else
-    those of its ``a``. There is one weight.
+    ``product = x @ weight``, of one weight: the rows of ``out``, ``partial`` or ``made`` for
+    operators that exchange their input, else of ``a``.
     """
     gathers = exchanges == "a"
     made = next(name for name in ("partial", "made", "out") if name in plan.buffers)

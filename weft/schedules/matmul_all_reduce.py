@@ -1,5 +1,5 @@
 """Matmul + all-reduce: ``out = the sum over all ranks of their a @ B`` on every rank, each with an
-a and a B of its own.
+its own a and B.
 
 Sums are taken in rank order by every algorithm, so all ranks hold equal bits.
 

@@ -1,6 +1,6 @@
 """Matmul + all-to-all: ``out = the rows for this rank of all ranks' a @ B``, the return of tokens
-from experts: each of a rank's weights has multiplied rows of its own, whose products go to the
-ranks that gave them.
+from experts: each of a rank's weights has multiplied separate rows, whose products go to the ranks
+that gave them.
 
 Rank 0 of two by a push, in two pieces, time to the right; p is a piece for the peer, ``!`` notifies
 it, ``?`` waits for it::

@@ -1,5 +1,5 @@
 """Matmul + reduce-scatter: ``out = block r of the sum over all ranks of their a @ B``, each rank
-with an a and a B of its own.
+with its own a and B.
 
 Peers' blocks are multiplied first, each for the peer that needs it next, and the own block last, in
 pieces: meanwhile the peers' products arrive, and a piece is added up while it is in the cache.

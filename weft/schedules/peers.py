@@ -123,7 +123,7 @@ def in_order(order: str, peers: Sequence[int], pieces: int) -> list[tuple[int, i
 
 
 def one_rank_per_host(hosts: Hosts | None) -> bool:
-    """Whether every rank has a host of its own."""
+    """Whether every rank has its own host."""
     return hosts is not None and len(set(hosts)) == len(hosts)
 
 

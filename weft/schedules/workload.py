@@ -128,11 +128,11 @@ class Request(NamedTuple):
     and a push of sums goes there. A push sends its pieces in an `order` of `ORDERS`, to
     peers in one lane for each of `links`.
 
-    `op` is the reduction of a sum, ``sum`` or ``avg``. A gather multiplies by n `weights`, and
-    may have the `gathered` rows as an output too. Of an exchange each of a rank's weights, its
-    `experts`, multiplies rows of its own: there is a number for each rank, by default one.
-    `uneven`: each rank sends each weight a number of rows of its own, so that the plan has a shard
-    for each pair of a rank and a weight.
+    `op` is the reduction of a sum, ``sum`` or ``avg``. A gather multiplies by n `weights`, and may
+    have the `gathered` rows as an output too. Of an exchange each of a rank's weights, its
+    `experts`, multiplies separate rows: there is a number for each rank, by default one. `uneven`:
+    each rank sends each weight a separate number of rows, so that the plan has a shard for each
+    pair of a rank and a weight.
     """
 
     ranks: int

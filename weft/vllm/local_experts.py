@@ -30,7 +30,7 @@ def local_sums(
 
     `topk_weights` and `topk_ids` (T, K) choose the experts of each row of `hidden_states`;
     `expert_map` (experts) is an expert's number on this rank, -1 for those of other ranks. Each
-    choice of a local expert is a row of its own for `kernel`, which thus computes nothing for other
+    choice of a local expert is its own row for `kernel`, which thus computes nothing for other
     ranks; the rows of a token are added up in float32, and rounded once.
     """
     local = expert_map[topk_ids].to(topk_ids.dtype)

@@ -63,7 +63,7 @@ class RowProduct:
 
 class Int8Rows(RowProduct):
     """Rows that are quantised before they are sent, each with its scale: half the bytes, and the
-    bits of rows that are quantised afterwards, since each row has a scale of its own.
+    bits of rows that are quantised afterwards, since each row has its own scale.
 
     The K int8 and one float32 of a row are sent as elements of the layer's dtype.
     """

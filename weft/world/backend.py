@@ -1,6 +1,4 @@
-"""The device of a world's tensors, and what works on them there: the seam behind which GPUs, and
-worlds whose lanes are streams, have all that is theirs (`weft.gpu.backend`).
-"""
+"""Device backend interface: that of the CPU, and by `weft.gpu.backend` those of streams."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """An MPI baseline's processes, driven by weft's rank 0: started once, and asleep between requests.
 
-Each MPI comes from the Python package index with mpi4py, in an environment of its own, since the
-MPIs clash; ``make baselines`` makes the environments.
+Each MPI comes from the Python package index with mpi4py, in its own environment, since the MPIs
+clash; ``make baselines`` makes the environments.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Engines that stand still until they are asked: each a group of processes of its own, stopped by a
+"""Engines that stand still until they are asked: each its own group of processes, stopped by a
 signal while another is measured.
 """
 

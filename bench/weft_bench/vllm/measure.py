@@ -1,8 +1,8 @@
 """The rounds of the benchmark of vLLM, and its result as a JSON object.
 
 The engines of one model take turns: in each round each answers all requests of `Requests`, the next
-round begins with another engine, and all but one are stopped. Before the rounds each answers a
-request of its own for its tokens, which are compared, and every request once.
+round begins with another engine, and all but one are stopped. Before the rounds each answers its
+own request for tokens, which are compared, and every request once.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""An engine of vLLM in a process of its own, which takes requests as lines of JSON on its standard
-input and answers them on its standard output; it ends when the input does.
+"""An engine of vLLM in its own process, which takes requests as lines of JSON on its standard input
+and answers them on its standard output; it ends when the input does.
 
 The first line has the arguments of `vllm.LLM`. Each further one has `prompts`, lists of tokens that
 are served together, the number of `tokens` to generate for each, greedily, and `top`, how many of

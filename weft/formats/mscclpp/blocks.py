@@ -5,7 +5,7 @@ What its threads do not order the lane does not order either: without a ``nop`` 
 - a signal does not cover the rows that the block moves before it: it is a relaxed notify;
 - a wait does not hold back the rows that the block moves after it: it comes after them;
 - two operations of a block on the same rows are a defect; one that waits for packets may follow
-  from the other, so it has a lane of its own.
+  from the other, so it has its own lane.
 """
 
 from __future__ import annotations

@@ -1,3 +1,1 @@
-"""What the device engine takes for granted about a GPU, as questions that the GPU answers: ``weft
-doctor --gpu`` asks them.
-"""
+"""The device engine's assumptions about a GPU, as the questions of ``weft doctor --gpu``."""

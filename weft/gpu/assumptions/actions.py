@@ -133,7 +133,7 @@ def new_kernel() -> Action:
 def new_product() -> Action:
     """A product of new dtypes and shapes is computed, as weft does before anything waits.
 
-    Else a program may not compute one of its own between calls.
+    Else a program may not compute a product between calls.
     """
     torch.mm(*_factors(torch.bfloat16))
     a, b = _factors(torch.float16)
@@ -141,7 +141,7 @@ def new_product() -> Action:
 
 
 def product_on_new_thread() -> Action:
-    """A product is computed on a new thread, which needs a cuBLAS handle of its own.
+    """A product is computed on a new thread, which needs its own cuBLAS handle.
 
     Else a rank that computes on further threads may end calls, such as those of backward passes.
     """

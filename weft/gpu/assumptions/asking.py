@@ -1,4 +1,4 @@
-"""Questions asked in a process of their own, so that one that hangs or crashes does not stop the
+"""Questions asked in another process, so that one that hangs or crashes does not stop the
 rest: the process is ended, and another one is asked what is left.
 """
 

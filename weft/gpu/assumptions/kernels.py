@@ -51,7 +51,7 @@ def mark_kernel(target):
 
 @triton.jit
 def constant_kernel(target, VALUE: tl.constexpr):
-    """Write a value; each value is a kernel of its own, which has to be loaded."""
+    """Write a value; each value is its own kernel, which has to be loaded."""
     tl.store(target, VALUE)
 
 

@@ -20,11 +20,11 @@ class Finding(NamedTuple):
 
 
 class Question(NamedTuple):
-    """Something that the device engine takes for granted.
+    """An assumption of the device engine.
 
     Attributes:
         name: the question's group and its own name, divided by a slash.
-        relied_on: what is taken for granted, a sentence.
+        relied_on: the assumption, a sentence.
         where: the file of weft that relies on it.
         ask: asks the current GPU; a function of a module, since it runs in another process.
         verdict: what an answer means.

@@ -1,7 +1,7 @@
 """Do streams proceed while others wait?
 
-Ranks that share a GPU wait for each other by kernels, on streams of their own. A stream that is
-held up by a waiting kernel of another may be the one that the kernel waits for.
+Ranks that share a GPU wait for each other by kernels, on their own streams. A stream that is held
+up by a waiting kernel of another may be the one that the kernel waits for.
 """
 
 from __future__ import annotations

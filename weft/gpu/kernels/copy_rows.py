@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 SMS = 16
-"""The default number of programs, each on an SM of its own; measured by no GPU."""
+"""The default number of programs, each on its own SM; measured by no GPU."""
 
 TILE = 2048
 """Units that a program loads at once, by 8 warps: eight a thread, 32 KiB in units of 16 bytes. It
