@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The first part on a machine with one GPU, in at most 240 s: what the engine takes for granted about a GPU, weft rung by rung, the
+# The first part on a machine with one GPU, in at most 240 s: the assumptions of the engine about a GPU, weft rung by rung, the
 # product kernel beside torch.mm, and two processes that share the GPU.
 #
 #   benchmarks/gpu/first.sh      results in $OUT, as common.sh describes

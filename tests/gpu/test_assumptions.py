@@ -1,4 +1,4 @@
-"""What the device engine takes for granted about a GPU: what answers mean, the kernels that ask,
+"""The assumptions of the device engine about a GPU: what answers mean, the kernels that ask,
 compiled, and that a question that fails, hangs or crashes does not stop the others. No GPU has been
 asked.
 """
