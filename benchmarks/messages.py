@@ -24,7 +24,7 @@ from rounds import compared, seconds
 
 from weft import launch
 from weft.process_group.worlds import operations_of
-from weft_bench.mpi import MPIS, MpiRanks, environment
+from weft_tools.bench.mpi import MPIS, MpiRanks, environment
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (8, 4 * KIB, 64 * KIB, MIB, 16 * MIB)

@@ -22,7 +22,7 @@ from weft.schedules.all_gather import all_gather
 from weft.schedules.all_gather_matmul import all_gather_matmul
 from weft.schedules.matmul_all_reduce import matmul_all_reduce
 from weft.schedules.workload import Request
-from weft_bench.ablation import STEPS, split_arrivals
+from weft_tools.bench.ablation import STEPS, split_arrivals
 
 TABLE = Path(__file__).parent / "published_results.csv"
 

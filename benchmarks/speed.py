@@ -23,8 +23,8 @@ from rich.text import Text
 
 import weft.cache as cache
 from weft.measure.versions import versions
-from weft_bench import tables
-from weft_bench.harness import host, utc
+from weft_tools.bench import tables
+from weft_tools.bench.harness import host, utc
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent

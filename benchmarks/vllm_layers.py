@@ -30,7 +30,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.plugins import load_general_plugins
 
 from weft.vllm import layers
-from weft_bench.vllm.models import W8A8
+from weft_tools.bench.vllm.models import W8A8
 
 HIDDEN, HEADS, INNER = 1024, 16, 2816
 WARM, CALLS = 16, 10  # the first calls measure weft's variants

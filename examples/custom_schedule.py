@@ -3,7 +3,7 @@
     python examples/custom_schedule.py [timeline.png]
 
 The picture goes to a temporary folder unless its name is given. weft's benchmarks draw it:
-pip install -e ./bench
+pip install -e ./tools
 
 It is all-gather + matmul by recursive doubling: in steps 1, 2, 4, … ranks whose numbers differ in
 that bit exchange all rows that they have, so 4 ranks need 2 steps instead of 3. The rows of one
@@ -25,9 +25,9 @@ from weft.plan.trace import Trace
 from weft.schedules.lanes import enter, leave
 
 try:
-    from weft_bench.pictures.timeline import draw
+    from weft_tools.bench.pictures.timeline import draw
 except ModuleNotFoundError as error:
-    raise SystemExit(f"{error}: pip install -e ./bench") from None
+    raise SystemExit(f"{error}: pip install -e ./tools") from None
 
 
 def doubling(ranks: int, rows: int) -> Plan:

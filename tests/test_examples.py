@@ -83,7 +83,7 @@ def test_calls_of_weft_have_arguments_that_exist(script):
 @pytest.mark.parametrize(
     ("name", "missing", "remedy"),
     [
-        ("custom_schedule.py", "weft_bench.pictures.timeline", "pip install -e ./bench"),
+        ("custom_schedule.py", "weft_tools.bench.pictures.timeline", "pip install -e ./tools"),
         ("huggingface.py", "transformers", "pip install transformers accelerate"),
         ("mixture_of_experts.py", "transformers", "pip install transformers accelerate"),
         ("ray_train.py", "ray", 'pip install "ray[train]"'),
@@ -256,7 +256,7 @@ def blocks(document):
 
 def docstring_snippets():
     """The indented paragraphs of docstrings that are Python and call something."""
-    packages = ROOT / "weft", ROOT / "bench/weft_bench"
+    packages = ROOT / "weft", ROOT / "tools/weft_tools"
     for path in sorted(path for package in packages for path in package.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (

@@ -85,18 +85,18 @@ def test_without_an_origin_the_libraries_are_named(installed, address):
 
 def test_benchmarks_are_installed_from_where_weft_came(monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
-    assert installation.benches() == 'pip install -e "./bench"'
+    assert installation.tools() == 'pip install -e "./tools"'
     monkeypatch.chdir(tmp_path)
-    assert installation.benches() == f'pip install -e "{ROOT}/bench"'
+    assert installation.tools() == f'pip install -e "{ROOT}/tools"'
 
 
 def test_benchmarks_are_installed_from_a_wheel_beside_that_of_weft(installed, tmp_path):
-    wheel, bench = (tmp_path / f"{name}-0.1.0.whl" for name in ("torch_weft", "torch_weft_bench"))
+    wheel, bench = (tmp_path / f"{name}-0.1.0.whl" for name in ("torch_weft", "torch_weft_tools"))
     wheel.touch()
     installed(wheel.as_uri())
-    assert installation.benches() == "pip install -e ./bench in a checkout of weft"
+    assert installation.tools() == "pip install -e ./tools in a checkout of weft"
     bench.touch()
-    assert installation.benches() == f'pip install "{bench}"'
+    assert installation.tools() == f'pip install "{bench}"'
 
 
 @pytest.fixture
@@ -113,8 +113,8 @@ def test_commands_of_the_benchmarks_say_what_to_install(alone, words, monkeypatc
     monkeypatch.chdir(ROOT)
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 2
-    comes = f"weft: weft {words[0]} comes with torch-weft-bench"
-    assert done.output == f'{comes}: run pip install -e "./bench"\n'
+    comes = f"weft: weft {words[0]} comes with torch-weft-tools"
+    assert done.output == f'{comes}: run pip install -e "./tools"\n'
 
 
 def test_other_commands_need_no_benchmarks(alone, tmp_path):
@@ -131,7 +131,7 @@ def test_other_commands_need_no_benchmarks(alone, tmp_path):
     assert CliRunner().invoke(app, [*words, "--trace", str(tmp_path / "x.json")]).exit_code == 0
     refused = CliRunner().invoke(app, [*words, "--timeline", str(tmp_path / "x.png")])
     assert refused.exit_code == 2
-    assert "pictures are drawn by torch-weft-bench" in " ".join(refused.output.split())
+    assert "pictures are drawn by torch-weft-tools" in " ".join(refused.output.split())
 
 
 def test_a_misspelt_command_gets_a_suggestion():
@@ -145,7 +145,7 @@ def test_weft_imports_nothing_that_only_the_benchmarks_need():
     """Each command is imported without the benchmarks and their libraries."""
     code = """
 import sys
-sys.modules |= dict.fromkeys(("weft_bench", "matplotlib", "jinja2"))
+sys.modules |= dict.fromkeys(("weft_tools", "matplotlib", "jinja2"))
 import importlib, pkgutil, weft.cli, weft.doctor
 for package in weft.cli, weft.doctor:
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
@@ -165,8 +165,8 @@ def test_an_older_python_is_refused():
 
 
 def test_both_distributions_have_one_version():
-    about = (ROOT / "bench/pyproject.toml").read_text()
-    assert f'\nname = "{installation.BENCHMARKS}"' in about
+    about = (ROOT / "tools/pyproject.toml").read_text()
+    assert f'\nname = "{installation.TOOLS}"' in about
     assert f'\nversion = "{weft.__version__}"\n' in about
     assert f'"{installation.DISTRIBUTION}[cli]=={weft.__version__}"' in about
 

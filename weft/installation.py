@@ -13,8 +13,8 @@ from urllib.parse import unquote, urlsplit
 
 DISTRIBUTION = "torch-weft"
 """The name by which pip lists weft."""
-BENCHMARKS = "torch-weft-bench"
-"""The distribution of the benchmarks, which is in the folder ``bench`` of a checkout."""
+TOOLS = "torch-weft-tools"
+"""The distribution of the benchmarks, which is in the folder ``tools`` of a checkout."""
 
 _SOURCES = Path(__file__).parents[1]
 
@@ -39,16 +39,16 @@ def in_place(extra: str) -> str:
     return f'pip install -e "{"." if folder == Path.cwd() else folder}[{extra}]"'
 
 
-def benches() -> str:
+def tools() -> str:
     """The command that installs the benchmarks beside this weft."""
     folder, origin = checkout(), _origin()
     if folder is not None:
-        return f'pip install -e "{"./bench" if folder == Path.cwd() else folder / "bench"}"'
-    name = f"{BENCHMARKS.replace('-', '_')}-*.whl"
+        return f'pip install -e "{"./tools" if folder == Path.cwd() else folder / "tools"}"'
+    name = f"{TOOLS.replace('-', '_')}-*.whl"
     wheels = sorted(origin.parent.glob(name)) if origin is not None and origin.is_file() else []
     if wheels:
         return f'pip install "{wheels[-1]}"'
-    return "pip install -e ./bench in a checkout of weft"
+    return "pip install -e ./tools in a checkout of weft"
 
 
 def hides(folder: Path) -> bool:

@@ -103,20 +103,20 @@ finish() {  # the tables, and the exit status
   exit $failed
 }
 
-importable() { (cd / && "$python" -c 'import weft._native, weft_bench' 2>/dev/null); }
+importable() { (cd / && "$python" -c 'import weft._native, weft_tools' 2>/dev/null); }
 
 fresh_sources() {  # those of the checkout, over what a wheel has brought
-  cp -r weft "$tree/" && cp -r bench/weft_bench "$tree/" && importable
+  cp -r weft "$tree/" && cp -r tools/weft_tools "$tree/" && importable
 }
 
 from_wheels() {  # FOLDER: wheels of weft and of its benchmarks
-  ls "$1"/torch_weft-*.whl "$1"/torch_weft_bench-*.whl >/dev/null 2>&1 || return 1
+  ls "$1"/torch_weft-*.whl "$1"/torch_weft_tools-*.whl >/dev/null 2>&1 || return 1
   rm -rf "$tree"
   "$python" -m pip install -q --no-index --no-deps --no-compile --target "$tree" "$1"/torch_weft*.whl && fresh_sources
 }
 
 by_pip() {  # wheels made here, without a network; that of weft is kept for the next start
-  "$python" -m pip wheel -q --no-index --no-deps --no-build-isolation --wheel-dir "$work/wheels" . ./bench &&
+  "$python" -m pip wheel -q --no-index --no-deps --no-build-isolation --wheel-dir "$work/wheels" . ./tools &&
     from_wheels "$work/wheels" && cp "$work"/wheels/torch_weft-*.whl "$out/"
 }
 

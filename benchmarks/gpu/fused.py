@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from weft.measure.versions import versions
-from weft_bench.gpu import hardware, shared
-from weft_bench.harness import utc
+from weft_tools.bench.gpu import hardware, shared
+from weft_tools.bench.harness import utc
 
 LENGTHS = {2: 8192, 4: 8192, 8: 4096}
 """M, K and N by ranks: the exact results of more do not fit beside the operands."""

@@ -1,5 +1,5 @@
 """Write into a folder the metadata by which `weft` finds the commands of its benchmarks there, as
-an installation of `bench` does.
+an installation of `tools` does.
 
     python benchmarks/gpu/metadata.py FOLDER      from the root of the repository
 """
@@ -11,7 +11,7 @@ import tomllib  # Python 3.11 and newer
 
 
 def main(folder: Path) -> None:
-    project = tomllib.loads(Path("bench/pyproject.toml").read_text())["project"]
+    project = tomllib.loads(Path("tools/pyproject.toml").read_text())["project"]
     about = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
     about.mkdir()
     lines = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"

@@ -24,9 +24,9 @@ from weft.gpu.events import milliseconds
 from weft.gpu.kernels import all_gather_matmul as kernels
 from weft.gpu.kernels.all_gather_matmul import Blocks
 from weft.measure.versions import versions
-from weft_bench.gpu import hardware
-from weft_bench.gpu.rates import Product, rates
-from weft_bench.harness import utc
+from weft_tools.bench.gpu import hardware
+from weft_tools.bench.gpu.rates import Product, rates
+from weft_tools.bench.harness import utc
 
 DTYPE = torch.bfloat16
 LARGE = 8192, 8192, 8192  # m, k, n

@@ -15,7 +15,7 @@ from torch import Tensor
 import weft
 from weft.schedules.operators import OPERATORS
 from weft.world import World
-from weft_bench.graphs import captured
+from weft_tools.bench.graphs import captured
 
 DTYPE = torch.bfloat16
 

@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import torch
 
-from weft_bench.gpu.compile_only import compile_only
+from weft_tools.bench.gpu.compile_only import compile_only
 
 SMS = 132  # of an H100
 
@@ -55,7 +55,7 @@ def multiply(shape: tuple[int, int, int], tile: Any) -> None:
     """The launch of a product."""
     from rates import DTYPE, tiled
 
-    from weft_bench.gpu.rates import launch
+    from weft_tools.bench.gpu.rates import launch
 
     m, k, n = shape
     x, weight, out = (torch.empty(*each, dtype=DTYPE) for each in ((m, k), (k, n), (m, n)))

@@ -21,12 +21,12 @@ import weft
 from weft.cli import app
 from weft.cli.values import Shape, parse_sizes
 from weft.measure.timing import Times, per_call
-from weft_bench import collective_baselines as baselines
-from weft_bench import collectives, deepspeed, gather_ways, mpi, overlap, plots, sweep, views
-from weft_bench.collectives import COLLECTIVES, Data, bandwidths, count_of, limit_of
-from weft_bench.settings.overlap import OverlapSettings
-from weft_bench.settings.sweeps import SweepSettings
-from weft_bench.sweep import Bench, Local
+from weft_tools.bench import collective_baselines as baselines
+from weft_tools.bench import collectives, deepspeed, gather_ways, mpi, overlap, plots, sweep, views
+from weft_tools.bench.collectives import COLLECTIVES, Data, bandwidths, count_of, limit_of
+from weft_tools.bench.settings.overlap import OverlapSettings
+from weft_tools.bench.settings.sweeps import SweepSettings
+from weft_tools.bench.sweep import Bench, Local
 
 SHORT = ["--sizes", "8,4K", "--warmup", "1", "--iterations", "2", "--threads", "1"]
 MPIS = [name for name in mpi.MPIS if (Path(__file__).parents[2] / mpi.environment(name)).exists()]

@@ -17,13 +17,13 @@ from weft.cli import app
 from weft.cli.values import Shape
 from weft.engines import engine
 from weft.plan.launch import Launch
-from weft_bench import benchmarks, plots, saved, sweep
-from weft_bench.gpu import products, shared, slowest
-from weft_bench.gpu.matmul_from_host import matmul_from_host
-from weft_bench.gpu.rates import product_rates
-from weft_bench.settings.fused import AllGatherMatmul
-from weft_bench.settings.sweeps import AllGather
-from weft_bench.threads import in_threads
+from weft_tools.bench import benchmarks, plots, saved, sweep
+from weft_tools.bench.gpu import products, shared, slowest
+from weft_tools.bench.gpu.matmul_from_host import matmul_from_host
+from weft_tools.bench.gpu.rates import product_rates
+from weft_tools.bench.settings.fused import AllGatherMatmul
+from weft_tools.bench.settings.sweeps import AllGather
+from weft_tools.bench.threads import in_threads
 
 
 def refused(*options):

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 import weft
 from weft.cli import app
-from weft_bench import mixtures, moe, page, repeat, views
-from weft_bench.settings.moe import MoeSettings
+from weft_tools.bench import mixtures, moe, page, repeat, views
+from weft_tools.bench.settings.moe import MoeSettings
 
 SMALL = MoeSettings(tokens=40, experts=3, top=2, width=8, inner=12, baseline="none")
 ROUTINGS = ("uniform", "zipf", "hot", "empty")

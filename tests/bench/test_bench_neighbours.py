@@ -21,12 +21,12 @@ from typer.testing import CliRunner
 import weft
 from weft.cli import app
 from weft.errors import WeftError
-from weft_bench import neighbours as module
-from weft_bench.neighbours import neighbours
+from weft_tools.bench import neighbours as module
+from weft_tools.bench.neighbours import neighbours
 
 START = """
 import os, sys, time, weft
-from weft_bench.neighbours import neighbours
+from weft_tools.bench.neighbours import neighbours
 
 def rank():
     with weft.init() as world, neighbours(world, 2) as started:

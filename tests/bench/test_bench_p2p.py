@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 import weft._native as _native
 from weft.cli import app
-from weft_bench.copies import HostCopies
-from weft_bench.gpu.copies import StreamCopies
-from weft_bench.gpu.ticks import DeviceTicks
-from weft_bench.p2p import bought, draw
-from weft_bench.settings.copies import CopySettings
+from weft_tools.bench.copies import HostCopies
+from weft_tools.bench.gpu.copies import StreamCopies
+from weft_tools.bench.gpu.ticks import DeviceTicks
+from weft_tools.bench.p2p import bought, draw
+from weft_tools.bench.settings.copies import CopySettings
 
 NAMES = [
     ("put", "weft"),

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 import weft.nn
 from weft.cli import app
-from weft_bench.serving import ALONE, IMPLEMENTATIONS, TORCH, WEFT, Serving, draw, stream
-from weft_bench.settings.serving import ServingSettings
+from weft_tools.bench.serving import ALONE, IMPLEMENTATIONS, TORCH, WEFT, Serving, draw, stream
+from weft_tools.bench.settings.serving import ServingSettings
 
 SMALL = {"hidden": 16, "intermediate": 24, "decode": 3, "prefill": 5, "warmup": 1, "steps": 4}
 

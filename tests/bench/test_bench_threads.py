@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 import weft
 from weft.cli import app
 from weft.cli.values import Shape
-from weft_bench import between_ranks, fused, graphs, overlap, p2p, report, sweep, threads
-from weft_bench.benchmarks import BENCHMARKS
-from weft_bench.settings.copies import CopySettings
-from weft_bench.settings.overlap import OverlapSettings
-from weft_bench.settings.sweeps import AllGather
-from weft_bench.subjects import subject
+from weft_tools.bench import between_ranks, fused, graphs, overlap, p2p, report, sweep, threads
+from weft_tools.bench.benchmarks import BENCHMARKS
+from weft_tools.bench.settings.copies import CopySettings
+from weft_tools.bench.settings.overlap import OverlapSettings
+from weft_tools.bench.settings.sweeps import AllGather
+from weft_tools.bench.subjects import subject
 
 QUICK = {"engine": "streams", "warmup": 1, "iterations": 2, "threads": 1}
 MORE = {"all-gather-matmul": {"return_gathered": True, "ablate": True, "bias": True}}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from weft_bench import budget as module
-from weft_bench.budget import PREPARING, Budget, fitted, shortest
+from weft_tools.bench import budget as module
+from weft_tools.bench.budget import PREPARING, Budget, fitted, shortest
 
 
 class Machine:

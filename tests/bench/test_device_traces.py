@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from typer.testing import CliRunner
 
 from weft.cli import app
-from weft_bench.device_traces import kind_of, read
+from weft_tools.bench.device_traces import kind_of, read
 
 PRODUCT = "nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_NNT"
 DIRECT = "void at::native::elementwise_kernel<128, 2, at::native::direct_copy_kernel_cuda>"

@@ -204,7 +204,7 @@ def test_commands_are_found_by_metadata(script, monkeypatch, tmp_path):
     monkeypatch.chdir(SCRIPTS.parents[1])
     script("metadata").main(tmp_path)
     [found] = distributions(path=[str(tmp_path)])
-    assert found.name == "torch-weft-bench"
+    assert found.name == "torch-weft-tools"
     assert {entry.name for entry in found.entry_points.select(group="weft.commands")} == {
         "bench",
         "report",
@@ -266,10 +266,10 @@ def test_every_step_is_a_command_that_exists(part, walked, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for begin in (
-        "weft_bench.threads.in_threads",
-        "weft_bench.fused.measure",
-        "weft_bench.gpu.products.from_host",
-        "weft_bench.cli.running.on_ranks",
+        "weft_tools.bench.threads.in_threads",
+        "weft_tools.bench.fused.measure",
+        "weft_tools.bench.gpu.products.from_host",
+        "weft_tools.cli.running.on_ranks",
     ):
         monkeypatch.setattr(begin, reached)
     launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}

@@ -12,8 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from weft.cli import app
-from weft_bench import baselines, gather_ways, nccl, plots, saved
-from weft_bench.fused_baselines import call_of, refusal
+from weft_tools.bench import baselines, gather_ways, nccl, plots, saved
+from weft_tools.bench.fused_baselines import call_of, refusal
 
 RESULTS = Path(__file__).parents[1] / "fixtures/results"
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from weft_bench import noise, page, tables
-from weft_bench.harness import environment
-from weft_bench.settings.serving import ServingSettings
+from weft_tools.bench import noise, page, tables
+from weft_tools.bench.harness import environment
+from weft_tools.bench.settings.serving import ServingSettings
 
 
 def time(median, least):
@@ -137,7 +137,7 @@ def test_cores_of_several_hosts_may_have_the_same_numbers():
 
 
 def test_terminal_and_page_name_noise_alike():
-    from weft_bench.report import _figure_table
+    from weft_tools.bench.report import _figure_table
 
     console = Console(width=200)
     more = {"streamed_ms": {}, "tflops": 0.12345}

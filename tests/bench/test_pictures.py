@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from weft_bench.pictures import picture
+from weft_tools.bench.pictures import picture
 
 
 @pytest.mark.parametrize("panels", [1, 2, 5, 9])

@@ -9,13 +9,13 @@ from typer.testing import CliRunner
 
 from weft.cli import app
 from weft.plan.trace import Span, Trace, from_perfetto, to_perfetto
-from weft_bench import page, repeat, saved, tables
-from weft_bench.benchmarks import shown
-from weft_bench.captured import TableGrid, Words, captured, number
-from weft_bench.cli import running
-from weft_bench.harness import options_of
-from weft_bench.limit import limit_of
-from weft_bench.pictures.page.lanes import timeline
+from weft_tools.bench import page, repeat, saved, tables
+from weft_tools.bench.benchmarks import shown
+from weft_tools.bench.captured import TableGrid, Words, captured, number
+from weft_tools.bench.harness import options_of
+from weft_tools.bench.limit import limit_of
+from weft_tools.bench.pictures.page.lanes import timeline
+from weft_tools.cli import running
 
 
 def weft(*arguments):

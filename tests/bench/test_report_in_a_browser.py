@@ -10,9 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from weft.plan.trace import Span, Trace
-from weft_bench import page
-from weft_bench.pictures.page import html
-from weft_bench.report import hidden
+from weft_tools.bench import page
+from weft_tools.bench.pictures.page import html
+from weft_tools.bench.report import hidden
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright is missing")
 

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from weft_bench import fused_baselines
+from weft_tools.bench import fused_baselines
 
 
 def test_torchs_fused_operator_is_not_asked_for_the_gathered_rows(monkeypatch):

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from weft_bench.harness import verified
-from weft_bench.verification import RUNS, Problem
+from weft_tools.bench.harness import verified
+from weft_tools.bench.verification import RUNS, Problem
 
 
 @pytest.mark.parametrize("contenders", [3, RUNS // 2 + 1, 2 * RUNS + 3])

@@ -33,22 +33,31 @@ from weft.predict import figures
 from weft.predict.planners import PLANNERS
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Request, Variant, Workload
-from weft_bench import fused, plots, report, saved, scaled, torch_products, verification, views
-from weft_bench import subjects as case
-from weft_bench.alone import ALONE
-from weft_bench.baselines import (
+from weft_tools.bench import (
+    fused,
+    plots,
+    report,
+    saved,
+    scaled,
+    torch_products,
+    verification,
+    views,
+)
+from weft_tools.bench import subjects as case
+from weft_tools.bench.alone import ALONE
+from weft_tools.bench.baselines import (
     all_gather_matmul,
     matmul_all_reduce,
     matmul_reduce_scatter,
     products,
 )
-from weft_bench.budget import Budget
-from weft_bench.fused import Result, measure
-from weft_bench.limit import limit_of
-from weft_bench.settings.fused import AllGatherMatmul, FusedSettings
-from weft_bench.systems import SYSTEMS
-from weft_bench.verification import RUNS, Check, Problem, Sums, compare
-from weft_bench.views import View, Views, verify
+from weft_tools.bench.budget import Budget
+from weft_tools.bench.fused import Result, measure
+from weft_tools.bench.limit import limit_of
+from weft_tools.bench.settings.fused import AllGatherMatmul, FusedSettings
+from weft_tools.bench.systems import SYSTEMS
+from weft_tools.bench.verification import RUNS, Check, Problem, Sums, compare
+from weft_tools.bench.views import View, Views, verify
 
 SMALL = ["--shape", "64x64x32", "--warmup", "1", "--iterations", "2", "--threads", "1"]
 TIMES = dict.fromkeys(("median", "mean", "min", "max", "p99"), float) | {"runs": int}

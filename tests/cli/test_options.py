@@ -19,12 +19,12 @@ import weft
 from weft.cli import app
 from weft.cli.values import Shape
 from weft.measure.timing import Stopwatch
-from weft_bench import cascade, fused, subjects
-from weft_bench.budget import Budget
-from weft_bench.cli import running
-from weft_bench.settings.fused import AllGatherMatmul
-from weft_bench.verification import Problem
-from weft_bench.views import verify
+from weft_tools.bench import cascade, fused, subjects
+from weft_tools.bench.budget import Budget
+from weft_tools.bench.settings.fused import AllGatherMatmul
+from weft_tools.bench.verification import Problem
+from weft_tools.bench.views import verify
+from weft_tools.cli import running
 
 FEW = ["--warmup", "1", "--iterations", "2", "--threads", "1"]
 CASCADE = "fused = cascade"

@@ -107,7 +107,7 @@ def test_results(tmp_path):
 
 
 def results(name, folder, every):
-    pytest.importorskip("weft_bench")
+    pytest.importorskip("weft_tools.bench")
     file, seen = folder / "result.json", 0
     result = json.loads((RESULTS / name).read_text())
     if "rows" in result:

@@ -15,7 +15,7 @@ import weft
 from weft.engines.recording import clock_offsets, record
 from weft.plan.binding import bind
 from weft.plan.trace import KINDS, Span, Trace, joined, lane_of, of_program, to_perfetto
-from weft_bench.pictures.timeline import draw
+from weft_tools.bench.pictures.timeline import draw
 
 
 def made_trace():

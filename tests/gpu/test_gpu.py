@@ -7,8 +7,8 @@ import torch
 from support.checks import onesided
 
 import weft
-from weft_bench import graphs
-from weft_bench.gpu.rates import product_rates
+from weft_tools.bench import graphs
+from weft_tools.bench.gpu.rates import product_rates
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 

@@ -23,7 +23,7 @@ from weft.gpu.kernels.copy_rows import copy_vectors_kernel, copy_words_kernel
 from weft.gpu.kernels.sum_in_rank_order import sum_in_rank_order_kernel
 from weft.gpu.lanes import LaneOperands
 from weft.gpu.program import DeviceProgram
-from weft_bench.gpu.compile_only import compile_only
+from weft_tools.bench.gpu.compile_only import compile_only
 
 
 @pytest.fixture(autouse=True)

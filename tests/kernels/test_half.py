@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from weft import _native
 from weft.kernels import fastest, half
 from weft.kernels.packed import pack
-from weft_bench.verification import compare, error_bound
+from weft_tools.bench.verification import compare, error_bound
 
 pytestmark = pytest.mark.skipif(not half.COLUMNS, reason="this processor lacks the instructions")
 HALVES = (torch.float16, torch.bfloat16)

@@ -12,7 +12,7 @@ from torch import nn
 
 from weft.kernels import fastest, half, methods, products, weights
 from weft.kernels.packed import pack
-from weft_bench.verification import compare, error_bound
+from weft_tools.bench.verification import compare, error_bound
 
 ROWS = (0, 1, 7, 1025)  # ragged beyond the blocks in which oneDNN multiplies
 SHAPES = ((37, 29), (5, 1), (1, 6), (0, 3))  # (K, N) of weights

@@ -21,7 +21,7 @@ from weft.schedules.lanes import enter, leave, products_alone, tidy
 from weft.schedules.operators import OPERATORS
 from weft.schedules.peers import after, before, in_order
 from weft.schedules.workload import Request
-from weft_bench.ablation import own_rows_last, split_arrivals
+from weft_tools.bench.ablation import own_rows_last, split_arrivals
 
 seeds = st.integers(0, 2**32 - 1)
 

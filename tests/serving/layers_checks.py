@@ -30,7 +30,7 @@ import weft.vllm
 from weft.vllm import layers
 from weft.vllm.communicator import Communicator
 from weft.vllm.row_shard import RowShard
-from weft_bench.vllm.models import W8A8
+from weft_tools.bench.vllm.models import W8A8
 
 HIDDEN, HEADS, SIZE, INNER = 64, 4, 16, 128
 

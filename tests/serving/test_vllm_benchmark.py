@@ -16,16 +16,16 @@ import torch
 from rich.console import Console
 from support.vllm_client import BIN, ROOT, needs_vllm
 
-from weft_bench.harness import host
-from weft_bench.vllm import __main__ as main
-from weft_bench.vllm import measure, models, picture, tables
-from weft_bench.vllm.engines import Answer, Engine
+from weft_tools.bench.harness import host
+from weft_tools.bench.vllm import __main__ as main
+from weft_tools.bench.vllm import measure, models, picture, tables
+from weft_tools.bench.vllm.engines import Answer, Engine
 
 
 def run(*arguments):
     """The finished command in the environment of vLLM."""
     return subprocess.run(
-        [BIN / "python", "-m", "weft_bench.vllm", *map(str, arguments)],
+        [BIN / "python", "-m", "weft_tools.bench.vllm", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=600,

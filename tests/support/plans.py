@@ -32,7 +32,7 @@ from weft.schedules.operators import OPERATORS
 from weft.schedules.reduce_scatter import eager as eager_reduce_scatter
 from weft.schedules.reduce_scatter import reduce_scatter
 from weft.schedules.workload import Operator, Request
-from weft_bench.ablation import own_rows_last, split_arrivals
+from weft_tools.bench.ablation import own_rows_last, split_arrivals
 
 COLUMNS = 3
 

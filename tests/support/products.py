@@ -15,7 +15,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def assert_product(y: Tensor, x: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
-    """``x @ b (+ bias)``, within the error of one rounding of each product sum: see `weft_bench`
+    """``x @ b (+ bias)``, within the error of one rounding of each product sum: see `weft_tools.bench`
     for the bound.
     """
     exact = x.double() @ b.double() + (0 if bias is None else bias.double())

@@ -45,7 +45,7 @@ _LOADED = [
     "weft.nn",
     "weft.compiler",
     "weft.cli",
-    "weft_bench.plots",
+    "weft_tools.bench.plots",
     "support.ranks",
 ]
 

@@ -49,8 +49,8 @@ class Commands(typer.core.TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] in _OF_BENCHMARKS and args[0] not in self.list_commands(ctx):
-            comes = f"weft {args[0]} comes with {installation.BENCHMARKS}"
-            typer.echo(f"weft: {comes}: run {installation.benches()}", err=True)
+            comes = f"weft {args[0]} comes with {installation.TOOLS}"
+            typer.echo(f"weft: {comes}: run {installation.tools()}", err=True)
             raise typer.Exit(2)
         if args[0] not in self.commands:  # which is where similar words are looked for
             for name in self._others:

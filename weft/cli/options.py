@@ -272,7 +272,7 @@ def drawing(option: str, picture: str) -> Callable[..., None]:
     for entry in entry_points(group="weft.pictures", name=picture):
         found: Callable[..., None] = entry.load()
         return found
-    refuse(option, f"pictures are drawn by {installation.BENCHMARKS}: run {installation.benches()}")
+    refuse(option, f"pictures are drawn by {installation.TOOLS}: run {installation.tools()}")
 
 
 def write_json(result: dict[str, Any], file: str | None) -> None:

@@ -13,7 +13,6 @@ from dis import opmap
 from types import FrameType
 
 _DISCARDS, _CACHE = opmap["POP_TOP"], opmap.get("CACHE", -1)
-_OF_WEFT = ("weft", "weft_bench")
 
 
 def warn_if_dropped() -> None:
@@ -24,7 +23,7 @@ def warn_if_dropped() -> None:
     frame: FrameType | None = look() if look else None
     name = ""
     while frame is not None and (module := str(frame.f_globals.get("__name__"))):
-        if module.partition(".")[0] not in _OF_WEFT:
+        if module.partition(".")[0] != "weft":
             break
         name = frame.f_code.co_name if module.startswith("weft.ops.") else ""
         frame = frame.f_back

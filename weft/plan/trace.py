@@ -1,7 +1,7 @@
 """Traces: a span for every instruction of every rank of an execution, and their Perfetto files.
 
 Every engine reports the same spans, so figures, pictures and exports are made only here and in
-`weft_bench.pictures.timeline`.
+the tools.
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""The commands ``weft bench``, ``weft report`` and ``weft show``."""
