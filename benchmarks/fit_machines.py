@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from published import SYSTEMS, Parameters, Point, System
 
-from weft.predict.machine import LinkRate, Machine
+from weft_tools.predict.machine import LinkRate, Machine
 
 HERE = Path(__file__).parent
 PROFILES = HERE.parent / "weft" / "predict" / "machines"
@@ -138,7 +138,7 @@ def profile(all_errors: Sequence[Errors], name: str) -> str:
     ]
     lines = [
         "# Written by benchmarks/fit_machines.py --write; see docs/prediction.md and "
-        "weft/predict/machine.py."
+        "tools/weft_tools/predict/machine.py."
     ]
     residuals: dict[str, float] = {}
     machine = None

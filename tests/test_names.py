@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import grimp
 import pytest
 
-from weft.predict.machine import tomllib
+from weft_tools.predict.machine import tomllib
 
 
 def output_of(code):
@@ -56,7 +55,7 @@ for module in pkgutil.walk_packages(weft.__path__, "weft."):
     folder = module.name.split(".")[1]
     if folder not in ("__main__", "cli", "doctor", "gpu", "torchft", "vllm"):
         importlib.import_module(module.name)
-print(weft.all_reduce.__name__, "weft.measure.calibrate" in sys.modules)
+print(weft.all_reduce.__name__, "weft_tools.calibrate" in sys.modules)
 """
     )
     assert imported == "all_reduce True\n"
@@ -77,11 +76,11 @@ with weft.local_world(2) as local:
     print(*local.run(lambda: weft.all_reduce(torch.ones(4))), len(local.run(
         lambda: weft.all_gather_matmul(torch.ones(2, 8), torch.ones(8, 4)))))
 tools = {"predict", "measure", "cli", "doctor"}
-print(sorted(name for name in sys.modules if name.startswith("weft.") and name.split(".")[1] in tools))
+names = [name.split(".") for name in sys.modules]
+print([name for name in names if name[0] == "weft_tools" or name[0] == "weft" and {*name[1:2]} & tools])
 """
     )
-    assert loaded.startswith("tensor([2., 2., 2., 2.]) tensor([2., 2., 2., 2.]) 2\n")
-    assert {*re.findall(r"'([\w.]+)'", loaded)} <= {"weft.predict"}
+    assert loaded == "tensor([2., 2., 2., 2.]) tensor([2., 2., 2., 2.]) 2\n[]\n"
 
 
 @pytest.mark.slow

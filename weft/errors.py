@@ -170,7 +170,7 @@ class MismatchError(WeftError):
         elif _algorithm(plan) != _algorithm(plan_of_other):
             why = (
                 "algorithms differ (pass one algorithm= on all ranks, or give all hosts the same "
-                "results of weft tune and weft calibrate)"
+                "results of weft tune)"
             )
             shown = [f"{one} by {_algorithm(each)}" for each in plans]
         else:

@@ -25,7 +25,7 @@ def explain(
     **options: Any,
 ) -> str:
     """A text that names the variant that `operator` would select for these arguments, the reason,
-    and the measured and predicted times of other variants.
+    and the measured times of other variants.
 
     Not collective; nothing is sent. If the ranks have not selected yet, it is the variant that this
     rank would propose.

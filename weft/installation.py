@@ -1,4 +1,4 @@
-"""The commands that install weft's extras and benchmarks, from wherever this weft was installed.
+"""The commands that install weft's extras and tools, from wherever this weft was installed.
 
 weft is in no public index, where its import name belongs to another project: a command names a
 folder or file that exists here, or else the libraries of the extra themselves.
@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 DISTRIBUTION = "torch-weft"
 """The name by which pip lists weft."""
 TOOLS = "torch-weft-tools"
-"""The distribution of the benchmarks, which is in the folder ``tools`` of a checkout."""
+"""The distribution of the tools, which is in the folder ``tools`` of a checkout."""
 
 _SOURCES = Path(__file__).parents[1]
 
@@ -40,7 +41,7 @@ def in_place(extra: str) -> str:
 
 
 def tools() -> str:
-    """The command that installs the benchmarks beside this weft."""
+    """The command that installs the tools beside this weft."""
     folder, origin = checkout(), _origin()
     if folder is not None:
         return f'pip install -e "{"./tools" if folder == Path.cwd() else folder / "tools"}"'
@@ -49,6 +50,21 @@ def tools() -> str:
     if wheels:
         return f'pip install "{wheels[-1]}"'
     return "pip install -e ./tools in a checkout of weft"
+
+
+def comes_with_tools(what: str) -> str:
+    """The text on what the tools have, for who has not installed them."""
+    return f"{what} comes with {TOOLS}: run {tools()}"
+
+
+def tool(name: str, what: str) -> Any:
+    """What the tools have by this name, in their entry points ``weft.tools``.
+
+    Raises `ModuleNotFoundError`, whose text names `what` they have, if they are not installed.
+    """
+    for entry in metadata.entry_points(group="weft.tools", name=name):
+        return entry.load()
+    raise ModuleNotFoundError(comes_with_tools(what))
 
 
 def hides(folder: Path) -> bool:

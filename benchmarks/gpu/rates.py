@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
-from weft.gpu.events import milliseconds
 from weft.gpu.kernels import all_gather_matmul as kernels
 from weft.gpu.kernels.all_gather_matmul import Blocks
 from weft.measure.versions import versions
 from weft_tools.bench.gpu import hardware
 from weft_tools.bench.gpu.rates import Product, rates
 from weft_tools.bench.harness import utc
+from weft_tools.events import milliseconds
 
 DTYPE = torch.bfloat16
 LARGE = 8192, 8192, 8192  # m, k, n

@@ -29,9 +29,7 @@ from weft.ops import stored
 from weft.ops.call import Selection
 from weft.plan.binding import bind
 from weft.plan.trace import Span, Trace
-from weft.predict import figures
-from weft.predict.planners import PLANNERS
-from weft.schedules.operators import OPERATORS
+from weft.schedules.operators import OPERATORS, PLANNERS
 from weft.schedules.workload import Request, Variant, Workload
 from weft_tools.bench import (
     fused,
@@ -58,6 +56,7 @@ from weft_tools.bench.settings.fused import AllGatherMatmul, FusedSettings
 from weft_tools.bench.systems import SYSTEMS
 from weft_tools.bench.verification import RUNS, Check, Problem, Sums, compare
 from weft_tools.bench.views import View, Views, verify
+from weft_tools.predict import figures
 
 SMALL = ["--shape", "64x64x32", "--warmup", "1", "--iterations", "2", "--threads", "1"]
 TIMES = dict.fromkeys(("median", "mean", "min", "max", "p99"), float) | {"runs": int}

@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from weft.cli import app
-from weft.predict import machine
+from weft_tools.predict import machine
 
 
 def shown(*words):

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from weft import cache, outside
 from weft.cli import app
-from weft.formats.mscclpp import collectives, operations
-from weft.formats.mscclpp.reader import read
-from weft.predict import machine
+from weft_tools.formats.mscclpp import collectives, operations
+from weft_tools.formats.mscclpp.reader import read
+from weft_tools.predict import machine
 
 FORGED = (
     "x\nverified: FORGED\r\x1b]0;FORGED\x07\x9b2J\u202e\u2028Likely cause: FORGED[bold red]y[/]"

@@ -19,9 +19,9 @@ from weft.measure.mutation import score
 from weft.plan.binding import bind
 from weft.plan.mutants import deleted, repeated
 from weft.plan.proof import accepts
-from weft.predict.machine import load
-from weft.predict.simulator import simulate
 from weft.schedules.workload import Rows
+from weft_tools.predict.machine import load
+from weft_tools.predict.simulator import simulate
 
 HEADS, WIDE = 2, 8
 ATTEND = Attend(HEADS, WIDE**-0.5)

@@ -16,8 +16,8 @@ import torch
 from weft import cache
 from weft.kernels import fastest
 from weft.ops import stored
-from weft.predict import machine
 from weft.schedules.workload import Variant, Workload
+from weft_tools.predict import machine
 
 NOT_AS_EXPECTED = (
     "[]",

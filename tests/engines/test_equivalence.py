@@ -7,7 +7,7 @@ import pytest
 from weft.engines.equivalence import Equivalence
 from weft.plan.mutants import deleted, moved
 from weft.plan.proof import accepts
-from weft.predict.planners import PLANNERS
+from weft.schedules.operators import PLANNERS
 from weft.schedules.workload import Request
 
 

@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 from weft import predict
 from weft.cli import app
-from weft.predict import machine
-from weft.predict.machine import LinkRate
-from weft.predict.simulator import seconds
 from weft.schedules.barrier import barrier
 from weft.schedules.levels import flat, nested
 from weft.schedules.thresholds import Thresholds
+from weft_tools.predict import machine
+from weft_tools.predict.machine import LinkRate
+from weft_tools.predict.simulator import seconds
 
 HOSTS = ("epyc-9654-2s", "graviton4-2s", "xeon-6985p-2s")
 

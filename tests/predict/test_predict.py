@@ -18,15 +18,16 @@ import weft
 from weft import cache, predict
 from weft.cli import app
 from weft.engines import engine
-from weft.measure import calibrate, tune
+from weft.measure import tune
 from weft.ops import stored
-from weft.predict import answers as answering
-from weft.predict import machine
-from weft.predict.forecast import forecast
-from weft.predict.interpolation import RateGrid
-from weft.predict.machine import LinkRate, ProductRate
 from weft.schedules.thresholds import Thresholds
 from weft.schedules.workload import Variant
+from weft_tools import calibrate
+from weft_tools.predict import answers as answering
+from weft_tools.predict import machine
+from weft_tools.predict.forecast import forecast
+from weft_tools.predict.interpolation import RateGrid
+from weft_tools.predict.machine import LinkRate, ProductRate
 
 
 @pytest.fixture(autouse=True)

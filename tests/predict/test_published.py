@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from weft import predict
 from weft.cli import app
-from weft.predict import machine, overlap
+from weft_tools.predict import machine, overlap
 
 REPOSITORY = Path(__file__).parents[2]
 SEEDS = ("ascend-910b1", "ascend-950", "h100-nvlink-8", "mi325x-8")

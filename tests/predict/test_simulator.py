@@ -20,10 +20,10 @@ from weft.kernels.matmul import matmul
 from weft.plan import Buffer, Copy, Notify, Plan, Reduce, Region, Signal, Wait
 from weft.plan.binding import bind
 from weft.plan.trace import Trace
-from weft.predict.machine import LinkRate, Machine, ProductRate
-from weft.predict.simulator import seconds, simulate
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Request, Rows, Variant, Workload
+from weft_tools.predict.machine import LinkRate, Machine, ProductRate
+from weft_tools.predict.simulator import seconds, simulate
 
 # Products take 1 s per row, and 10 s during communication; a link moves a row in 1 s, memory 8
 # rows.
@@ -124,7 +124,7 @@ def test_equal_ranks_are_simulated_once(operator, links, monkeypatch):
     variants = predict.candidates(case, machine, chunk_rows=2)
     once = [predict.plan(case, variant, machine) for variant in variants]
     forecast = importlib.import_module(
-        "weft.predict.forecast"
+        "weft_tools.predict.forecast"
     )  # of the same name as the function it replaces
     monkeypatch.setattr(forecast, "planned", lambda workload, *_: workload.ranks)
     for variant, first in zip(variants, once, strict=True):

@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 
-from weft.gpu.assumptions.question import Finding, Question
+from weft_tools.assumptions.question import Finding, Question
 
 
 def machine():

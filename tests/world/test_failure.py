@@ -296,7 +296,7 @@ def test_ranks_that_make_different_calls_are_shown_both(how, one, other):
         "source": "source differs",
         "part": "dtypes and op differ",
         "algorithm": "algorithms differ (pass one algorithm= on all ranks, or give all hosts the same "
-        "results of weft tune and weft calibrate)",
+        "results of weft tune)",
         **dict.fromkeys(["pieces", "place"], "plans differ"),
     }
     branch = "look for a branch, or a loop of another length, that depends on the rank"

@@ -1,3 +1,3 @@
-"""What plans capacity and measures with weft: the distribution torch-weft-tools, whose commands
-``weft bench``, ``weft report`` and ``weft show`` are in `cli`.
+"""What measures weft, predicts its times, asks a GPU about its assumptions, and converts plans: the
+distribution torch-weft-tools. `cli` has the commands that it adds to ``weft``.
 """

@@ -1,6 +1,5 @@
-"""The command line: ``weft run``, ``doctor``, ``predict``, ``calibrate``, ``tune``, ``plan``; the
-distribution of benchmarks adds ``bench``, ``show`` and ``report``. Commands import torch only if
-they need it.
+"""The command line: ``weft run``, ``doctor``, ``tune``, ``plan``; the distribution of tools adds
+others. Commands import torch only if they need it.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from typing import Annotated
 import typer
 
 from weft import variables
-from weft.cli import doctor, exports, fuzz, imports, machine, mutants, options, plan, predict, run
+from weft.cli import doctor, fuzz, mutants, options, plan, run, tune
 from weft.cli.group import Commands
 from weft.version import __version__
 
@@ -22,17 +21,10 @@ app = typer.Typer(
 )
 app.command(context_settings={"allow_interspersed_args": False})(run.run)
 app.command()(doctor.doctor)
-for command in (
-    options.command_from(predict.Question, predict.predict),
-    machine.calibrate,
-    options.command_from(machine.Tune, machine.tune),
-):
-    app.command()(command)
+app.command()(options.command_from(tune.Tune, tune.tune))
 app.add_typer(plan.app, name="plan")
 plan.app.command()(mutants.mutants)
 plan.app.command()(fuzz.fuzz)
-plan.app.command("import")(imports.import_plan)
-plan.app.command()(exports.export)
 
 
 def _print_version(wanted: bool) -> None:

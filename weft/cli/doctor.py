@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from weft.cli import options
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from weft.installation import tool
 
 
 def doctor(
@@ -81,7 +79,9 @@ def doctor(
         options.refuse("FILES", "they belong to --flight")
 
     if gpu:
-        fine = _ask_gpu(console, only or [], json)
+        with options.refusing("--gpu", ModuleNotFoundError):
+            ask = tool("gpu", "weft doctor --gpu")
+        fine = ask(console, only or [], json)
     elif vllm:
         from weft.doctor import vllm as client
 
@@ -91,30 +91,3 @@ def doctor(
 
         fine = checks.diagnose(console, verbose)
     raise typer.Exit(0 if fine else 1)
-
-
-def _ask_gpu(console: Console, only: list[str], file: Path | None) -> bool:
-    """Ask the first GPU; ends with exit status 2 without one that can be asked."""
-    import torch
-
-    from weft.errors import WeftError
-    from weft.gpu.backend import check_device
-
-    options.need_gpu("--gpu")
-    if torch.version.hip is not None:
-        options.refuse(
-            "--gpu", "the questions are for GPUs of NVIDIA, and torch is built for AMD's"
-        )
-    try:
-        check_device("cuda:0")
-    except WeftError as error:
-        options.refuse("--gpu", str(error))
-
-    from weft.doctor import gpu
-    from weft.gpu.assumptions import table
-
-    with options.refusing("--only"):
-        questions = table.selected(only)
-    if file:
-        options.check_writable(file, "--json")
-    return gpu.diagnose(console, questions, file)

@@ -1,5 +1,5 @@
-"""The group of all commands: weft's own, and those of other distributions, which name them in the
-entry points ``weft.commands`` as apps of typer. These are imported when they are used.
+"""Groups of commands: weft's own, and those of other distributions, which name them in entry points
+as apps of typer. These are imported when they are used.
 """
 
 from __future__ import annotations
@@ -13,30 +13,36 @@ import typer
 from weft import installation
 from weft.cli.options import plain
 
-_FIRST = "run", "doctor", "bench"
-"""The commands that help lists first, in this order: groups would come before them."""
-_OF_BENCHMARKS = "bench", "report", "show"
-"""The commands that the distribution of benchmarks brings."""
-
 
 class Commands(typer.core.TyperGroup):
     """The group of all commands, which refuses values in the words of users, and recommends no
     command that is not installed.
+
+    Attributes:
+        path: the words before its commands.
+        first: the commands that help lists first, in this order: groups would come before them.
+        of_tools: the commands that the distribution of tools brings.
+        entries: the entry points of commands of other distributions.
     """
+
+    path = "weft"
+    first: tuple[str, ...] = ("run", "doctor", "bench")
+    of_tools: tuple[str, ...] = ("bench", "report", "show", "predict", "calibrate")
+    entries = "weft.commands"
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        if _OF_BENCHMARKS[0] not in self._others:
+        if "bench" not in self._others:
             paragraphs = (self.help or "").split("\n\n")
             self.help = "\n\n".join(each for each in paragraphs if "weft bench" not in each)
 
     @cached_property
     def _others(self) -> dict[str, EntryPoint]:
-        return {entry.name: entry for entry in sorted(entry_points(group="weft.commands"))}
+        return {entry.name: entry for entry in sorted(entry_points(group=self.entries))}
 
     def list_commands(self, ctx: Any) -> list[str]:
         names = {*super().list_commands(ctx), *self._others}
-        first = [name for name in _FIRST if name in names]
+        first = [name for name in self.first if name in names]
         return [*dict.fromkeys((*first, *super().list_commands(ctx), *self._others))]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
@@ -48,9 +54,9 @@ class Commands(typer.core.TyperGroup):
         return found
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] in _OF_BENCHMARKS and args[0] not in self.list_commands(ctx):
-            comes = f"weft {args[0]} comes with {installation.TOOLS}"
-            typer.echo(f"weft: {comes}: run {installation.tools()}", err=True)
+        if args[0] in self.of_tools and args[0] not in self.list_commands(ctx):
+            comes = installation.comes_with_tools(f"{self.path} {args[0]}")
+            typer.echo(f"weft: {comes}", err=True)
             raise typer.Exit(2)
         if args[0] not in self.commands:  # which is where similar words are looked for
             for name in self._others:
@@ -63,3 +69,12 @@ class Commands(typer.core.TyperGroup):
         except typer.BadParameter as error:
             error.message = plain(error.message, error.__cause__)
             raise
+
+
+class PlanCommands(Commands):
+    """The group of the commands of plans."""
+
+    path = "weft plan"
+    first = ("show",)
+    of_tools = ("import", "export", "fuzz", "mutants")
+    entries = "weft.plan.commands"

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_origin, get_type_hints
 
@@ -21,13 +20,9 @@ import typer
 from rich.console import Console
 
 import weft.cache as cache
-from weft import installation
 from weft.cli import conditions
 from weft.cli.common import ENGINES
-from weft.measure.progress import progress
-from weft.plan.trace import Trace
-from weft.predict import machine
-from weft.predict.planners import PLANNERS
+from weft.schedules.operators import PLANNERS
 
 Settings = TypeVar("Settings")
 
@@ -108,29 +103,14 @@ def refuse(option: str, why: str) -> NoReturn:
 
 
 @contextmanager
-def refusing(option: str) -> Iterator[None]:
-    """Refuse the value of `option` if the ``with`` block raises a `ValueError`, for the reason that
-    it states.
+def refusing(option: str, kind: type[Exception] = ValueError) -> Iterator[None]:
+    """Refuse the value of `option` if the ``with`` block raises an error of this kind, for the
+    reason that it states.
     """
     try:
         yield
-    except ValueError as error:
+    except kind as error:
         refuse(option, str(error))
-
-
-def load_machine(name: str) -> Any:
-    """The profile of this name, or without a name this machine's; ends with exit status 2 if there
-    is none.
-    """
-    with refusing("--machine"):
-        found = machine.load(name) if name else machine.here()
-    if not name and found.name != machine.THIS:
-        text = (
-            f"This machine is not calibrated, so the profile {found.name} is taken; weft calibrate "
-            "measures this machine."
-        )
-        typer.echo(text, err=True)
-    return found
 
 
 def check_place(settings: Any) -> None:
@@ -257,24 +237,6 @@ def _stopped(command: str, by: signal.Signals) -> None:
     typer.echo(f"{command}: stopped by {by.name}", err=True)
 
 
-def tracked(task: str, cases: Sequence[Settings]) -> Iterator[Settings]:
-    """The cases one by one, with a progress bar."""
-    with progress(task, len(cases)) as advance:
-        for case in cases:
-            yield case
-            advance()
-
-
-def drawing(option: str, picture: str) -> Callable[..., None]:
-    """The function that draws a `picture` for `option`, which the distribution of benchmarks names
-    in its entry points; ends with exit status 2 without it.
-    """
-    for entry in entry_points(group="weft.pictures", name=picture):
-        found: Callable[..., None] = entry.load()
-        return found
-    refuse(option, f"pictures are drawn by {installation.TOOLS}: run {installation.tools()}")
-
-
 def write_json(result: dict[str, Any], file: str | None) -> None:
     """Write a result to the file of ``--json``; ``-`` is stdout."""
     text = json.dumps(result, indent=1, allow_nan=False) + "\n"
@@ -282,13 +244,3 @@ def write_json(result: dict[str, Any], file: str | None) -> None:
         sys.stdout.write(text)
     elif file:
         Path(file).write_text(text)
-
-
-def write_traces(settings: Any, traces: Sequence[Trace], title: str, about: str) -> None:
-    """Write traces to the files of ``--trace`` and ``--timeline``; `about` is a line on the run."""
-    from weft.plan.trace import to_perfetto
-
-    if settings.trace:
-        settings.trace.write_text(json.dumps(to_perfetto(*traces, about=about)))
-    if settings.timeline:
-        drawing("--timeline", "timeline")(traces, settings.timeline, title, about)

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from weft.cli.group import PlanCommands
 from weft.cli.options import algorithms, refuse
 from weft.errors import PlanError
 from weft.measure.progress import progress
@@ -16,13 +17,14 @@ from weft.plan import Plan
 from weft.plan.binding import bind
 from weft.plan.language import show as show_plan
 from weft.plan.proof import runs, verify
-from weft.predict.planners import PLANNERS
+from weft.schedules.operators import PLANNERS
 from weft.schedules.workload import ORDERS, Order, Request, pieces
 
 PROVED = 64
 """The most ranks whose plan is proved: the time grows with their cube, and is seconds for these."""
 
 app = typer.Typer(
+    cls=PlanCommands,
     help="Show and prove plans: what each rank copies, computes and waits for.",
     no_args_is_help=True,
 )

@@ -48,7 +48,6 @@ from weft.ops import stored
 from weft.ops.barrier import barrier
 from weft.ops.onesided import put_notify
 from weft.ops.signalling import wait
-from weft.predict.machine import calibrated
 from weft.process_group import in_place_of_gloo
 from weft.schedules.levels import OVERSUBSCRIBED_SIGNAL_LATENCY, SIGNAL_LATENCY
 from weft.schedules.thresholds import Thresholds
@@ -201,10 +200,8 @@ def _spread(values: Sequence[float], digits: int = 0) -> str:
 
 
 def _setup() -> str:
-    """The versions, and whether this machine is calibrated."""
-    found = ", ".join(f"{name} {version}" for name, version in versions().items())
-    how = "" if calibrated() else "not "
-    return f"{found}. This machine is {how}calibrated for predictions (weft calibrate)."
+    """The versions."""
+    return ", ".join(f"{name} {version}" for name, version in versions().items()) + "."
 
 
 def _stores(kinds: Sequence[str]) -> str:

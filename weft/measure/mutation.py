@@ -18,9 +18,8 @@ from weft.measure import accumulation, companions
 from weft.plan import Plan
 from weft.plan.mutants import Mutant, aimed_elsewhere, deleted, moved, repeated
 from weft.plan.proof import accepts, verify
-from weft.predict.planners import PLANNERS
 from weft.schedules.levels import nested
-from weft.schedules.operators import COLLECTIVES
+from weft.schedules.operators import COLLECTIVES, PLANNERS
 from weft.schedules.workload import ORDERS, Request
 
 MUTATIONS: Mapping[str, Callable[[Plan], Iterator[Mutant]]] = {

@@ -34,8 +34,8 @@ _PIECES = (1, 2, 4, 8, 16)
 
 
 class TuningCase(NamedTuple):
-    """A workload, its variants to measure (if none, those that `auto` measures), and the Gbit/s and
-    latency in microseconds of an emulated link, if any.
+    """A workload, its variants to measure (if none, those that `auto` measures, and one of each
+    other algorithm), and the Gbit/s and latency in microseconds of an emulated link, if any.
     """
 
     workload: Workload
@@ -77,7 +77,7 @@ def measure(cases: list[TuningCase], iterations: int, threads: int) -> list[Case
             world.emulate_link(*link or (0.0, 0.0))
             call = _prepare(workload, world)
             first = call.rule().variant
-            variants = dict.fromkeys([*(requested or call.candidates(first)), first])
+            variants = dict.fromkeys([*(requested or _every(call, first)), first])
             views = {
                 str(number): partial(driver.execute, call, variant)
                 for number, variant in enumerate(variants)
@@ -94,6 +94,14 @@ def measure(cases: list[TuningCase], iterations: int, threads: int) -> list[Case
             name = stored.key(call.own_class, engine(world).setting)
             found.append(CaseTimes(times, name, call.work, busy))
             engine(world).programs.clear()
+    return found
+
+
+def _every(call: Call, first: Variant) -> list[Variant]:
+    """The variants that `auto` measures, and one of each other algorithm that is possible here."""
+    found = call.candidates(first)
+    if isinstance(call, FusedCall):
+        found += map(call.variant, filter(call.possible, call.operator.algorithms))
     return found
 
 

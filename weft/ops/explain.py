@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from weft.ops.fused import FusedCall
 from weft.ops.operator import EXCHANGED, SPLIT_SIZES, FusedOperator, find_any, function
 from weft.ops.options import Operands
 from weft.schedules.operators import COLLECTIVES, OPERATORS
-from weft.schedules.workload import Variant
 from weft.world import World
 
 
@@ -56,14 +54,12 @@ def text(title: str, choice: Choice, products: Sequence[FusedCall] = ()) -> str:
     for each in products:
         _check_products(each)
     notes = _of_products(products[0].world, products[0].weights) if products else ""
-    predicted = sorted((of for each in products for of in _predicted(each)), key=itemgetter(1))
     selection = expected(choice)
     cut, details = choice.cut(selection.variant), choice.describe(selection.variant)
     ranks = choice.world.ranks
     lines = [f"{title} over {ranks} ranks: {cut}: {selection.reason}{details}{notes}"]
-    for kind, times in (("measured", selection.measured), ("predicted", predicted)):
-        lines += [f"{kind}:"] if times else []
-        lines += [f"  {ms:9.3f} ms  {choice.cut(variant)}" for variant, ms in times]
+    lines += ["measured:"] if selection.measured else []
+    lines += [f"  {ms:9.3f} ms  {choice.cut(variant)}" for variant, ms in selection.measured]
     return "\n".join(lines)
 
 
@@ -105,24 +101,3 @@ def _of_products(world: World, weights: Sequence[Weight]) -> str:
     notes = f"{own.products}; " if own.products else ""
     notes += f"the comm lane has {world.comm_threads} threads; " if world.comm_threads > 1 else ""
     return f"; {notes}b is {words(weights)}"
-
-
-def _predicted(call: FusedCall) -> list[tuple[Variant, float]]:
-    """The predicted milliseconds of a call's variants on this machine, fastest first; empty if
-    ``weft calibrate`` has not measured the machine, this dtype or the network.
-    """
-    from weft.predict import machine, rank  # no part of the path of a call
-
-    world, workload, profile = call.world, call.workload, machine.calibrated()
-    model = machine.from_dict(profile) if profile else None
-    if model is None or not call.tunable or workload.kernel:
-        return []
-    if not model.multiplies(workload.dtype):
-        return []
-    if world.hosts.several:
-        if model.network is None:
-            return []
-        model = model.over(world.hosts)
-    elif world.emulated_link:
-        model = model.emulating(*world.emulated_link)
-    return [(variant, 1e3 * seconds) for variant, seconds in rank(workload, model)]

@@ -31,7 +31,7 @@ class Load(NamedTuple):
 
 
 class Rates(Protocol):
-    """The speed of a machine (`weft.predict.machine.Machine`)."""
+    """The speed of a machine, by which its kernels are predicted."""
 
     def product(self, rows: int, k: int, n: int, dtype: str, packed: bool) -> float: ...
 

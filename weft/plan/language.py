@@ -217,8 +217,8 @@ def is_engines_lane(name: str) -> bool:
 
 
 def is_lane(name: str) -> bool:
-    """Whether a lane may have this name: some engine runs it, or engines run the plan that is
-    `weft.plan.ordinary.ordinary`.
+    """Whether a lane may have this name: some engine runs it, or engines run an ordinary plan
+    that is made of this one.
     """
     return is_engines_lane(name) or _numbered(name, _THREAD_BLOCK) or is_port(name)
 
@@ -236,7 +236,7 @@ class Buffer:
     beginning and may be written more than once, and *private* ones: memory of this plan alone, of
     which there are `copies` that its executions use in turn. The rows of a `flagged` private buffer
     have flags: a read of a row waits until this execution has written it, once. Engines execute
-    such plans as `weft.plan.ordinary.ordinary` makes them.
+    ordinary plans that are made of such ones.
 
     `rows` has the number of blocks on each rank, and `blocks` their numbers in the plan, or
     `ANY_BLOCK`; without `blocks` each is one row. Raises `ValueError` for another role.

@@ -33,7 +33,6 @@ from weft.ops.options import Operands, made
 from weft.plan import Copy, Plan
 from weft.plan.binding import bind, split
 from weft.plan.trace import Trace
-from weft.predict.figures import IN_CHUNKS
 from weft.schedules.lanes import products_alone
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Request, Variant, Workload
@@ -59,6 +58,7 @@ from weft_tools.bench.torch_products import (
 from weft_tools.bench.traces import traces
 from weft_tools.bench.verification import Check, Problem
 from weft_tools.bench.views import View, Views, product_on, timed
+from weft_tools.predict.figures import IN_CHUNKS
 
 _CALLS = 50  # of an emulated link, for which there is time at least
 _SHOWN = "compute", IN_CHUNKS, "communicate", "sequential", "pipelined"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from weft.predict import figures
 from weft_tools.bench import noise, report, tables
+from weft_tools.predict import figures
 
 
 class LimitPart(NamedTuple):

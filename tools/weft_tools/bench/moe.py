@@ -30,7 +30,6 @@ from weft.ops.all_reduce import all_reduce
 from weft.ops.all_to_all import all_to_all
 from weft.ops.autotune import Class, Trial
 from weft.plan.trace import Trace
-from weft.predict import figures
 from weft.schedules.operators import OPERATORS
 from weft.world import World
 from weft_tools.bench import plots, tables
@@ -43,6 +42,7 @@ from weft_tools.bench.settings.moe import MoeSettings
 from weft_tools.bench.traces import trace
 from weft_tools.bench.verification import Check
 from weft_tools.bench.views import View, Views, timed
+from weft_tools.predict import figures
 
 _VIEWS = "compute", "communicate", "sequential", "overlapped"
 GLOO = "gloo"

@@ -20,7 +20,6 @@ from weft.cli.values import Shape, parse_sizes
 from weft.kernels.packed import pack
 from weft.kernels.weights import Weight
 from weft.measure.timing import Statistics, Stopwatch, stopwatch_of
-from weft.predict import figures
 from weft.world import World
 from weft_tools.bench import collectives, nccl, tables
 from weft_tools.bench.baselines import collective, group_of
@@ -34,6 +33,7 @@ from weft_tools.bench.settings.sweeps import SweepSettings
 from weft_tools.bench.torch_products import sums_in_float32
 from weft_tools.bench.verification import Check, Problem
 from weft_tools.bench.views import View, Views, one_by_one, product_on, timed
+from weft_tools.predict import figures
 
 _VIEWS = "compute", "communicate", "sequential", "overlapped"
 

@@ -13,13 +13,13 @@ from rich.text import Text
 
 from weft.cli.values import Shape
 from weft.plan.trace import Trace
-from weft.predict import figures
 from weft.schedules.device_options import DEFAULT, DeviceOptions, tile_of
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import ORDERS, Variant
 from weft_tools.bench import cascade, noise, tables
 from weft_tools.bench.alone import ALONE
 from weft_tools.bench.harness import times_ms
+from weft_tools.predict import figures
 
 if TYPE_CHECKING:
     from weft_tools.bench.fused import Result

@@ -21,7 +21,7 @@ from weft_tools.bench.settings.moe import MoeSettings
 from weft_tools.bench.settings.overlap import WAYS, OverlapSettings
 from weft_tools.bench.settings.serving import ServingSettings
 from weft_tools.bench.settings.sweeps import SweepSettings
-from weft_tools.cli import running
+from weft_tools.cli import running, shared
 
 if TYPE_CHECKING:
     from weft_tools.bench.fused import Result
@@ -88,7 +88,7 @@ def _write_traces(result: Result) -> None:
     from weft_tools.bench import report, tables
 
     found = report.to_json(result)
-    options.write_traces(result.settings, result.traces, report.title(found), tables.about(found))
+    shared.write_traces(result.settings, result.traces, report.title(found), tables.about(found))
 
 
 def _sweep(settings: SweepSettings) -> None:
@@ -163,7 +163,7 @@ def _write_layer_traces(settings: MoeSettings, measured: Measured) -> None:
     from weft_tools.bench import moe, tables
 
     result = measured.result
-    options.write_traces(settings, measured.traces, moe.title(result), tables.about(result))
+    shared.write_traces(settings, measured.traces, moe.title(result), tables.about(result))
 
 
 def _p2p(settings: CopySettings) -> None:

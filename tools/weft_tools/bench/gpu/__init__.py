@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weft.gpu.events import milliseconds
 from weft_tools.bench import harness
 from weft_tools.bench.verification import Check
 from weft_tools.bench.views import Views
+from weft_tools.events import milliseconds
 
 Shape = tuple[int, int, int]
 """M, K and N of a product."""

@@ -13,10 +13,8 @@ import torch
 from rich.console import Console
 
 from weft.engines import engine
-from weft.gpu.events import milliseconds
 from weft.measure.timing import summarize
 from weft.measure.versions import versions
-from weft.predict import figures
 from weft.world import World, init
 from weft.world.local import local_world
 from weft_tools.bench import tables
@@ -27,6 +25,8 @@ from weft_tools.bench.settings.fused import AllGatherMatmul
 from weft_tools.bench.torch_products import sums_in_float32
 from weft_tools.bench.verification import Check, Problem
 from weft_tools.bench.views import View, Views, one_by_one, product_on
+from weft_tools.events import milliseconds
+from weft_tools.predict import figures
 
 _PIECES = 16  # transfers of the rows in the host's memory
 

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.gpu.events import milliseconds
 from weft.kernels.matmul import matmul
 from weft.measure.timing import summarize
 from weft.plan import Region
-from weft.predict import figures
 from weft_tools.bench.gpu import Shape, Timer, measured
 from weft_tools.bench.torch_products import sums_in_float32
 from weft_tools.bench.verification import Problem
 from weft_tools.bench.views import View, Views
+from weft_tools.events import milliseconds
+from weft_tools.predict import figures
 
 KERNEL, MM = "kernel", "torch.mm"
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.gpu.events import milliseconds
 from weft.measure.timing import summarize
 from weft.ops.all_gather import all_gather
 from weft.ops.all_gather_matmul import all_gather_matmul
@@ -21,6 +20,7 @@ from weft_tools.bench.gpu import Measured, Shape, Timer, measured, slowest
 from weft_tools.bench.torch_products import sums_in_float32
 from weft_tools.bench.verification import RUNS, Check, Problem, compare, error_bound
 from weft_tools.bench.views import View, Views, one_by_one, product_on
+from weft_tools.events import milliseconds
 
 GATHERS, SCATTERS = ("pull", "direct", "push"), ("push", "direct", "put")
 

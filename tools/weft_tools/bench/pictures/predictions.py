@@ -9,9 +9,9 @@ from typing import Any
 
 from matplotlib.ticker import FuncFormatter
 
-from weft.predict import figures
 from weft.version import __version__
 from weft_tools.bench.pictures import COLOURS, DASHED, picture
+from weft_tools.predict import figures
 
 
 def draw_sweep(
