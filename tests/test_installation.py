@@ -121,6 +121,8 @@ def alone(monkeypatch):
         (["calibrate"], "weft calibrate"),
         (["plan", "import", "x.json"], "weft plan import"),
         (["plan", "export", "all-gather"], "weft plan export"),
+        (["plan", "fuzz"], "weft plan fuzz"),
+        (["plan", "mutants"], "weft plan mutants"),
     ],
 )
 def test_commands_of_the_tools_say_what_to_install(alone, words, command):
@@ -154,7 +156,7 @@ def test_predictions_are_those_of_the_tools():
 def test_other_commands_need_no_tools(alone):
     for words, commands in (
         ([], ["run", "doctor", "tune", "plan"]),
-        (["plan"], ["show", "mutants", "fuzz"]),
+        (["plan"], ["show"]),
     ):
         listed = CliRunner().invoke(app, [*words, "--help"]).output.partition("Commands")[2]
         assert re.findall(r"^│ ([\w-]+) {2,}", listed, re.M) == commands

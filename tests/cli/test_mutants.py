@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from weft.cli import app
-from weft.measure import mutation
 from weft.schedules.operators import COLLECTIVES, OPERATORS
+from weft_tools.laboratory import mutation
 
 
 def score(*arguments, code=0):

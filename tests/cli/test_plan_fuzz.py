@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from weft.cli import app
 from weft.engines.host import HostProgram
-from weft.measure.fuzz import SETTINGS
 from weft.plan import Reduce
+from weft_tools.laboratory.fuzz import SETTINGS
 
 
 def fuzzed(*arguments, code=0):

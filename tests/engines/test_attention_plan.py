@@ -15,11 +15,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import weft
 from weft.engines import engine, reference
-from weft.measure.mutation import score
 from weft.plan.binding import bind
-from weft.plan.mutants import deleted, repeated
 from weft.plan.proof import accepts
 from weft.schedules.workload import Rows
+from weft_tools.laboratory.mutants import deleted, repeated
+from weft_tools.laboratory.mutation import score
 from weft_tools.predict.machine import load
 from weft_tools.predict.simulator import simulate
 

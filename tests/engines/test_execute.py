@@ -12,11 +12,11 @@ import weft
 from weft.engines import engine, reference
 from weft.errors import PlanError
 from weft.kernels.matmul import matmul
-from weft.measure.accumulation import gathered
 from weft.plan import Buffer, Copy, Notify, Plan, Reduce, Region, Signal, Term, Wait
 from weft.plan.language import ANY_BLOCK
 from weft.plan.proof import problems
 from weft.schedules.lanes import enter, leave
+from weft_tools.laboratory.accumulation import gathered
 
 ENGINES = [{}, {"streams": True}]
 engines = pytest.mark.parametrize("options", ENGINES, ids=["processes", "streams"])

@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 from tests.support import execution_plans
 from tests.support.execution_plans import NOP, local, op, over, packets, posts, puts, remote
 from weft.cli import app
-from weft.measure.counting import counts_agree, found
-from weft.measure.imported import differs_in_orders, differs_on_threads
 from weft.plan.proof import problems
 from weft_tools.formats.mscclpp.reader import read
 from weft_tools.formats.ordinary import ordinary
+from weft_tools.laboratory.counting import counts_agree, found
+from weft_tools.laboratory.imported import differs_in_orders, differs_on_threads
 
 
 def found_in(file, **more):

@@ -14,17 +14,17 @@ import pytest
 from typer.testing import CliRunner
 
 from weft.cli import app
-from weft.measure.imported import differs_in_orders
 from weft.plan.binding import bind
-from weft.plan.mutants import edited, places
 from weft.plan.proof import problems
-from weft.plan.random_plans import Choices, random_plan
 from weft.schedules.operators import PLANNERS
 from weft.schedules.workload import Request
 from weft_tools.formats.mscclpp.foreign import foreign
 from weft_tools.formats.mscclpp.reader import read
 from weft_tools.formats.mscclpp.writer import crossed, write
 from weft_tools.formats.ordinary import ordinary
+from weft_tools.laboratory.imported import differs_in_orders
+from weft_tools.laboratory.mutants import edited, places
+from weft_tools.laboratory.random_plans import Choices, random_plan
 
 EXPORTED = [
     ("all_gather", "push", 4, 2),

@@ -19,12 +19,12 @@ from weft.cli import app
 from weft.errors import PlanError
 from weft.plan import Compute, Copy, Notify, Wait
 from weft.plan.binding import bind
-from weft.plan.mutants import deleted, places
 from weft.plan.proof import verify
 from weft.schedules.operators import PLANNERS
 from weft.schedules.workload import Request
 from weft_tools.formats.pto.cores import by_cores
 from weft_tools.formats.pto.writer import Sizes, write
+from weft_tools.laboratory.mutants import deleted, places
 
 KERNELS = {
     "comm": "communication_kernel.cpp",

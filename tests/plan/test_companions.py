@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from weft.plan.mutants import deleted, edited, places
 
 from weft.errors import PlanError
 from weft.kernels.matmul import with_kernel
-from weft.measure.companions import BESIDE
-from weft.measure.companions import plans as with_beside
 from weft.plan import Compute, Copy, Launch, Plan, Reduce, Region
 from weft.plan.companions import with_companions
 from weft.plan.compression import compressed
-from weft.plan.mutants import deleted, edited, places
 from weft.plan.proof import accepts, problems
 from weft.plan.values import text
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Request
+from weft_tools.laboratory.companions import BESIDE
+from weft_tools.laboratory.companions import plans as with_beside
 
 ALGORITHMS = [
     pytest.param(operator, algorithm, hosts, id=f"{operator.name} by {algorithm} {at}")

@@ -19,7 +19,6 @@ from weft.errors import PlanError
 from weft.plan import Buffer, Copy, Notify, Plan, Region, Signal, Term, Wait
 from weft.plan.binding import bind
 from weft.plan.messages import batches, incoming, is_channel, lower_to_messages, target
-from weft.plan.mutants import deleted, edited, places
 from weft.plan.proof import problems, verify
 from weft.schedules.all_gather_matmul import all_gather_matmul
 from weft.schedules.barrier import barrier
@@ -27,6 +26,7 @@ from weft.schedules.lanes import tidy
 from weft.schedules.levels import nested
 from weft.schedules.peers import members, one_rank_per_host
 from weft.schedules.workload import Request
+from weft_tools.laboratory.mutants import deleted, edited, places
 
 EXCHANGES = ("all_to_all", "all_to_all of few")
 FRUGAL = [

@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 
 from weft.kernels.matmul import matmul
-from weft.measure.accumulation import FOLD
 from weft.plan import (
     Buffer,
     Compute,
@@ -19,6 +18,7 @@ from weft.plan import (
     show,
     writes,
 )
+from weft_tools.laboratory.accumulation import FOLD
 
 HERE, THERE, OUT = Region(0, "a", 0, 2), Region(1, "inbox", 4, 6), Region(0, "out", 0, 2)
 ARRIVED = Signal("arrived", 1)

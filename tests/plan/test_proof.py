@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from support import plans
 from support.mutants import lowered, mutant
 
-from weft.engines.equivalence import Equivalence
 from weft.engines.reference import run
 from weft.errors import PlanError
 from weft.kernels.matmul import matmul
@@ -32,8 +31,9 @@ from weft.plan import (
     Wait,
 )
 from weft.plan.language import ANY_BLOCK
-from weft.plan.mutants import Mutant, aimed_elsewhere, deleted, moved
 from weft.plan.proof import accepts, problems, verify
+from weft_tools.laboratory.equivalence import Equivalence
+from weft_tools.laboratory.mutants import Mutant, aimed_elsewhere, deleted, moved
 
 Lane = Iterable[Instruction]
 

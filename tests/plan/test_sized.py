@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from weft.engines.reference import Call, run
 from weft.plan import Copy, Region
 from weft.plan.binding import bind
-from weft.plan.mutants import deleted, edited, places
 from weft.plan.proof import verify
 from weft.plan.sized import problems
 from weft.schedules.all_to_all import all_to_all
@@ -24,6 +23,7 @@ from weft.schedules.exchanges import Blocks, Way
 from weft.schedules.levels import flat, nested
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Request
+from weft_tools.laboratory.mutants import deleted, edited, places
 
 DISPATCH, RETURN, VISIT = (
     OPERATORS[name]

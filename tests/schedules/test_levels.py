@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import PlanError
-from weft.plan.mutants import deleted
 from weft.plan.proof import verify
 from weft.schedules.barrier import barrier
 from weft.schedules.broadcast import eager as broadcast
 from weft.schedules.levels import flat, nested, stages
+from weft_tools.laboratory.mutants import deleted
 
 
 @st.composite

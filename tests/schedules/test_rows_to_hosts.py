@@ -18,13 +18,13 @@ from weft.experts import visits
 from weft.plan import Copy
 from weft.plan.binding import bind
 from weft.plan.messages import lower_to_messages
-from weft.plan.mutants import deleted, moved
 from weft.plan.proof import accepts, problems, verify
 from weft.plan.sized import problems as problems_of_sizes
 from weft.schedules.counts import counts
 from weft.schedules.levels import flat
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Request
+from weft_tools.laboratory.mutants import deleted, moved
 
 OPERATOR = OPERATORS["all_gather_matmul_reduce_scatter"]
 WORLDS = [

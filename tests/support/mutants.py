@@ -1,4 +1,4 @@
-"""Changed plans besides those of `weft.plan.mutants`: waits for less, and random changes."""
+"""Changed plans besides those of `weft_tools.laboratory.mutants`: waits for less, and random changes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from weft.kernels.matmul import matmul
 from weft.plan import Compute, Copy, Instruction, Notify, Plan, Region, Signal, Wait
-from weft.plan.mutants import Mutant, edited, places
+from weft_tools.laboratory.mutants import Mutant, edited, places
 
 
 def lowered(plan: Plan) -> Iterator[Mutant]:

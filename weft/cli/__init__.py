@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from weft import variables
-from weft.cli import doctor, fuzz, mutants, options, plan, run, tune
+from weft.cli import doctor, options, plan, run, tune
 from weft.cli.group import Commands
 from weft.version import __version__
 
@@ -23,8 +23,6 @@ app.command(context_settings={"allow_interspersed_args": False})(run.run)
 app.command()(doctor.doctor)
 app.command()(options.command_from(tune.Tune, tune.tune))
 app.add_typer(plan.app, name="plan")
-plan.app.command()(mutants.mutants)
-plan.app.command()(fuzz.fuzz)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,4 +1,3 @@
-"""Measurements of this machine: `calibrate` for predictions, and `tune` for ``algorithm="auto"``;
-the `timing` that they share with benchmarks, and the `versions` of results; the proof's score,
-`mutation`, and its test by random plans, `fuzz`.
+"""Measurements of this machine: `tune` for ``algorithm="auto"``, the `timing` that it shares with
+benchmarks, and the `versions` of results.
 """

@@ -103,7 +103,7 @@ def _read(file: Path, collective: str | None) -> Imported:
 
 
 def _execute(plan: Imported) -> None:
-    from weft.measure.imported import differs_in_orders, differs_on_threads
+    from weft_tools.laboratory.imported import differs_in_orders, differs_on_threads
 
     made = ordinary(plan.plan)
     for how, differs in (
@@ -126,7 +126,7 @@ def _predict(plan: Imported, machine: str, chunk_bytes: int) -> None:
 
 
 def _mutants(plan: Imported) -> None:
-    from weft.measure.counting import Found, found
+    from weft_tools.laboratory.counting import Found, found
 
     scores = found(plan.plan)
     made = table(("instruction", "mutants", "rejected", "counting finds"), left=("instruction",))

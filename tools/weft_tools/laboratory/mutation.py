@@ -1,9 +1,9 @@
 """The mutation score of the proof: how many wrong plans `weft.verify` rejects, and whether those
 that it accepts are right.
 
-Every plan is changed in one place, in every way of `weft.plan.mutants`. A mutant that the proof
-accepts is executed, and compared with its plan (`weft.engines.equivalence`): it is *equivalent* if
-it differs in no run, else the proof has *missed* it.
+Every plan is changed in one place, in every way of `weft_tools.laboratory.mutants`. A mutant that
+the proof accepts is executed, and compared with its plan (`weft_tools.laboratory.equivalence`): it
+is *equivalent* if it differs in no run, else the proof has *missed* it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from weft.engines.equivalence import Equivalence
 from weft.errors import PlanError
-from weft.measure import accumulation, companions
 from weft.plan import Plan
-from weft.plan.mutants import Mutant, aimed_elsewhere, deleted, moved, repeated
 from weft.plan.proof import accepts, verify
 from weft.schedules.levels import nested
 from weft.schedules.operators import COLLECTIVES, PLANNERS
 from weft.schedules.workload import ORDERS, Request
+from weft_tools.laboratory import accumulation, companions
+from weft_tools.laboratory.equivalence import Equivalence
+from weft_tools.laboratory.mutants import Mutant, aimed_elsewhere, deleted, moved, repeated
 
 MUTATIONS: Mapping[str, Callable[[Plan], Iterator[Mutant]]] = {
     "deleted": deleted,

@@ -12,7 +12,10 @@ from weft.cli.common import Json
 from weft.cli.tables import table
 from weft.measure.progress import progress
 
+app = typer.Typer(add_completion=False)
 
+
+@app.command()
 def fuzz(
     plans: Annotated[int, typer.Option(min=1, help="Number of plans.")] = 2000,
     seed: Annotated[
@@ -32,9 +35,9 @@ def fuzz(
     differs, or if the proof rejects a plan that is right.
     """
     options.check_files(json_file, None)
-    from weft.measure.fuzz import SETTINGS, Tally
-    from weft.measure.fuzz import fuzz as run
     from weft.plan.language import show
+    from weft_tools.laboratory.fuzz import SETTINGS, Tally
+    from weft_tools.laboratory.fuzz import fuzz as run
 
     tallies = {setting: Tally() for setting in SETTINGS}
     console = Console(stderr=json_file == "-")

@@ -17,8 +17,6 @@ from torch import Tensor
 import weft
 from weft.engines.reference import Call, run
 from weft.kernels.matmul import MATMUL
-from weft.measure.accumulation import FOLD, gathered, in_turn
-from weft.measure.mutation import score
 from weft.plan import (
     Buffer,
     Compute,
@@ -35,8 +33,10 @@ from weft.plan import (
 from weft.plan.binding import bind
 from weft.plan.language import ANY_BLOCK, ROW, accumulates
 from weft.plan.proof import problems
-from weft.plan.random_plans import Choices, random_plan
 from weft.plan.values import Value, Whole, ordered, shifted, whole
+from weft_tools.laboratory.accumulation import FOLD, gathered, in_turn
+from weft_tools.laboratory.mutation import score
+from weft_tools.laboratory.random_plans import Choices, random_plan
 
 
 def rows(buffer: str, start: int = 0, stop: int = 2, rank: int = 0) -> Region:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from weft.engines import engine
-from weft.engines.equivalence import held_back
 from weft.engines.reference import Call, run
 from weft.errors import PlanError
 from weft.plan import Applied, Plan, Region, Term, Value
 from weft.world import init
 from weft.world.local import local_world
+from weft_tools.laboratory.equivalence import held_back
 
 _COLUMNS = 3
 _LARGEST = 1000

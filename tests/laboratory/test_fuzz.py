@@ -12,11 +12,11 @@ import pytest
 from weft.engines.host import HostProgram
 from weft.gpu.program import DeviceProgram
 from weft.kernels.matmul import MATMUL
-from weft.measure.fuzz import SETTINGS, Tally, case, fuzz
 from weft.plan import Copy, Region
-from weft.plan.mutants import deleted
 from weft.plan.proof import accepts, problems
-from weft.plan.random_plans import Choices, random_plan
+from weft_tools.laboratory.fuzz import SETTINGS, Tally, case, fuzz
+from weft_tools.laboratory.mutants import deleted
+from weft_tools.laboratory.random_plans import Choices, random_plan
 
 SEED = 11
 
@@ -100,7 +100,7 @@ def _lost(*_, **__):
 
 def test_right_plans_that_the_proof_rejects_are_found():
     numbers = range(4 * len(SETTINGS))
-    with mock.patch("weft.measure.fuzz.accepts", return_value=False):
+    with mock.patch("weft_tools.laboratory.fuzz.accepts", return_value=False):
         found = total(SEED, numbers)
     right = [n for n in numbers if not (case(SEED, n).change or case(SEED, n).setting.several)]
     assert len(found.faults) == len(right) > 0

@@ -2,7 +2,8 @@
 
 A plan is written in one order in which its instructions could be executed one by one. Where that
 order matters to two lanes, the later one waits for a signal of the earlier one. So the plan is
-right, unless signals are left out (`omitted`), or it is changed afterwards (`weft.plan.mutants`).
+right, unless signals are left out (`omitted`), or it is changed afterwards
+(`weft_tools.laboratory.mutants`).
 """
 
 from __future__ import annotations

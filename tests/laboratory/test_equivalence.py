@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from weft.engines.equivalence import Equivalence
-from weft.plan.mutants import deleted, moved
 from weft.plan.proof import accepts
 from weft.schedules.operators import PLANNERS
 from weft.schedules.workload import Request
+from weft_tools.laboratory.equivalence import Equivalence
+from weft_tools.laboratory.mutants import deleted, moved
 
 
 @pytest.mark.parametrize(

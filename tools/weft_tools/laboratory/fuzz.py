@@ -20,15 +20,15 @@ from weft.checks import name as dtype_name
 from weft.engines import engine, reference
 from weft.errors import WeftError
 from weft.kernels.matmul import MATMUL
-from weft.measure.accumulation import FOLD
 from weft.plan import Copy, Plan, accesses
 from weft.plan.binding import bind
 from weft.plan.messages import lower_to_messages
-from weft.plan.mutants import aimed_elsewhere, deleted, moved
 from weft.plan.proof import accepts
-from weft.plan.random_plans import Choices, random_plan
 from weft.world import World, init
 from weft.world.local import LocalWorld, local_world
+from weft_tools.laboratory.accumulation import FOLD
+from weft_tools.laboratory.mutants import aimed_elsewhere, deleted, moved
+from weft_tools.laboratory.random_plans import Choices, random_plan
 
 POOL = 64 << 20
 """Bytes of symmetric memory on each rank, in which its inputs and outputs are placed."""

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from weft.measure.mutation import MUTATIONS
 from weft.plan import Notify, Plan, Wait
 from weft.plan.proof import accepts
+from weft_tools.laboratory.mutation import MUTATIONS
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,10 @@ from weft.cli.tables import table
 from weft.errors import PlanError
 from weft.measure.progress import progress
 
+app = typer.Typer(add_completion=False)
 
+
+@app.command()
 def mutants(
     operator: Annotated[
         Name | None, typer.Option(help="Change plans of this operator only; default: of all.")
@@ -39,7 +42,7 @@ def mutants(
     """
     counts = _counts(ranks)
     options.check_files(json_file, None)
-    from weft.measure.mutation import MUTATIONS, SUBJECTS, Score, plans, score
+    from weft_tools.laboratory.mutation import MUTATIONS, SUBJECTS, Score, plans, score
 
     names = [operator.name] if operator else [*SUBJECTS]
     every = [(name, plan) for name in names for many in counts for plan in plans(name, many)]

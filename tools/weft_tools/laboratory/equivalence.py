@@ -5,7 +5,7 @@ In one order for each lane that lane is held back: it takes a step only when no 
 that need not wait for its next instruction happens before that instruction, and of two instructions
 that no signal orders, each comes first in some order. The contents show it: rows are random
 integers, which float64 adds and multiplies exactly, others in successive calls; inputs and outputs
-hold NaN outside a call; and between calls come `weft.engines.witnesses`.
+hold NaN outside a call; and between calls come `weft_tools.laboratory.witnesses`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from weft.engines.reference import Buffers, Call, run
-from weft.engines.witnesses import release_witness, synchronization_witness
 from weft.errors import PlanError
 from weft.plan import Compute, Plan
 from weft.plan.binding import bind
 from weft.plan.messages import ending, is_channel
+from weft_tools.laboratory.witnesses import release_witness, synchronization_witness
 
 COLUMNS = 2  # of matrices
 LARGEST = 1000  # of their integers
