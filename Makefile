@@ -86,6 +86,7 @@ check: .venv/installed
 	find native weft -name "*.?pp" -exec $(BIN)/clang-format --dry-run -Werror {} +
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/lint-imports --no-logo .ci/cycles.toml
 
 # Hundreds of processes import weft: they find it compiled even where Python is told not to keep that.
 test test-all: export PYTHONDONTWRITEBYTECODE =

@@ -26,7 +26,7 @@ from weft_tools.bench import collectives, deepspeed, gather_ways, mpi, overlap, 
 from weft_tools.bench.collectives import COLLECTIVES, Data, bandwidths, count_of, limit_of
 from weft_tools.bench.settings.overlap import OverlapSettings
 from weft_tools.bench.settings.sweeps import SweepSettings
-from weft_tools.bench.sweep import Bench, Local
+from weft_tools.bench.sweep import Local, Sweep
 
 SHORT = ["--sizes", "8,4K", "--warmup", "1", "--iterations", "2", "--threads", "1"]
 MPIS = [name for name in mpi.MPIS if (Path(__file__).parents[2] / mpi.environment(name)).exists()]
@@ -206,7 +206,7 @@ def verify_one(world, dtype, op, spoil):
     found = {}
     for operation in COLLECTIVES:
         settings = SweepSettings(operation, op, sizes="60", dtype=dtype)
-        contenders = Bench(settings, world).contenders(count_of(60, settings, world.ranks))
+        contenders = Sweep(settings, world).contenders(count_of(60, settings, world.ranks))
         for run, contender in enumerate(contenders):
             if spoil:
                 call = contender.call
@@ -253,7 +253,7 @@ def verify_nothing(world):
     found = {}
     for operation, collective in COLLECTIVES.items():
         settings = SweepSettings(operation, sizes="60")
-        bench = Bench(settings, world)
+        bench = Sweep(settings, world)
         for in_place in collective.places:
             tensors = bench.tensors("weft (plain)", in_place, count_of(60, settings, world.ranks))
             collectives.weft_collective(
@@ -389,7 +389,7 @@ def measure_mpi(world, directory):
             settings = SweepSettings(
                 operation, sizes="8,4K", baseline="none", warmup=0, iterations=1
             )
-            of_operation = Bench(settings, world, others)
+            of_operation = Sweep(settings, world, others)
             for size in parse_sizes(settings.sizes):
                 rows += of_operation.rows(size, lambda: None)
         return [

@@ -110,7 +110,7 @@ def test_rows_from_another_memory(own, away, pieces):
 
 def kernels(**options):
     """All-gathers of ranks that are threads, with the same code as on a GPU."""
-    sweep.Bench._sizes = lambda *_: (1, 1, 1)
+    sweep.Sweep._sizes = lambda *_: (1, 1, 1)
     chosen = {"sizes": "1004", "dtype": "bfloat16", "warmup": 0, "iterations": 1} | options
     kernel = {"engine": "interpreter", "tile": "1K", "warps": "1", "ranks": 2}
     return in_threads(sweep.measure, AllGather(**kernel, **chosen))

@@ -50,8 +50,9 @@ from weft_tools.bench.baselines import (
     products,
 )
 from weft_tools.bench.budget import Budget
-from weft_tools.bench.fused import Result, measure
+from weft_tools.bench.fused import measure
 from weft_tools.bench.limit import limit_of
+from weft_tools.bench.result import Result
 from weft_tools.bench.settings.fused import AllGatherMatmul, FusedSettings
 from weft_tools.bench.systems import SYSTEMS
 from weft_tools.bench.verification import RUNS, Check, Problem, Sums, compare

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,14 +18,11 @@ from weft.world import World
 from weft_tools.bench import deepspeed, nccl
 from weft_tools.bench.baselines import collective, group_of, symmetric_gather
 from weft_tools.bench.collectives import COLLECTIVES, limit_of
-from weft_tools.bench.contenders import PLAIN, WEFT, Baseline, Contender, Local, total
+from weft_tools.bench.contenders import PLAIN, WEFT, Baseline, Bench, Contender, Local, total
 from weft_tools.bench.mpi import MPIS, MpiRanks, environment
 from weft_tools.bench.settings.sweeps import SweepSettings
 from weft_tools.bench.systems import LIBRARIES
 from weft_tools.bench.verification import Check
-
-if TYPE_CHECKING:
-    from weft_tools.bench.sweep import Bench
 
 
 def refusal(name: str, settings: SweepSettings) -> str | None:

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from weft.measure.timing import Stopwatch
+from weft.world import World
 from weft_tools.bench.between_ranks import sum_over_ranks
+from weft_tools.bench.collectives import Data
 from weft_tools.bench.harness import poison
+from weft_tools.bench.settings.sweeps import SweepSettings
 from weft_tools.bench.verification import Check
-
-if TYPE_CHECKING:
-    from weft_tools.bench.sweep import Bench
 
 WEFT, PLAIN = "weft", "weft (plain)"
 """weft on symmetric memory, and on ordinary tensors."""
+
+
+class Bench(Protocol):
+    """The measurement of one operation on this rank: what all its contenders share."""
+
+    settings: SweepSettings
+    world: World
+    stopwatch: Stopwatch
+    data: Data
+
+    def tensors(self, name: str, in_place: bool, count: int) -> tuple[Tensor, Tensor]:
+        """The input of `count` elements and the output, which weft or others have."""
 
 
 class Contender(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from time import monotonic
@@ -24,10 +24,9 @@ from weft.engines import engine
 from weft.kernels.packed import pack
 from weft.kernels.weights import Weight
 from weft.measure.progress import progress
-from weft.measure.timing import Statistics, Stopwatch, largest, stopwatch_of
+from weft.measure.timing import Stopwatch, largest, stopwatch_of
 from weft.ops import driver
 from weft.ops.autotune import select
-from weft.ops.call import Selection
 from weft.ops.operator import find
 from weft.ops.options import Operands, made
 from weft.plan import Copy, Plan
@@ -41,10 +40,11 @@ from weft_tools.bench import data
 from weft_tools.bench.alone import ALONE, all_cores
 from weft_tools.bench.between_ranks import session
 from weft_tools.bench.budget import PREPARING, Budget, fitted
-from weft_tools.bench.cascade import Agreement, compare_with_cascade
+from weft_tools.bench.cascade import compare_with_cascade
 from weft_tools.bench.fused_baselines import call_of
 from weft_tools.bench.harness import environment, link_of
 from weft_tools.bench.neighbours import neighbours
+from weft_tools.bench.result import Result
 from weft_tools.bench.scaled import measured_rows, scaled
 from weft_tools.bench.settings.fused import FusedSettings
 from weft_tools.bench.systems import SYSTEMS
@@ -55,7 +55,7 @@ from weft_tools.bench.torch_products import (
     slowdown,
     sums_in_float32,
 )
-from weft_tools.bench.traces import traces
+from weft_tools.bench.traces import trace
 from weft_tools.bench.verification import Check, Problem
 from weft_tools.bench.views import View, Views, product_on, timed
 from weft_tools.predict.figures import IN_CHUNKS
@@ -65,47 +65,6 @@ _SHOWN = "compute", IN_CHUNKS, "communicate", "sequential", "pipelined"
 _BASELINES = *(each.fused for each in SYSTEMS.values() if each.fused), ALONE
 WITHOUT_GATHERED = "without gathered"
 """The view of the fused call that does not return the gathered rows, beside the one that does."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """The result of a benchmark.
-
-    Attributes:
-        choice: the variant that was executed, and the reason for it.
-        chunk_rows: the largest number of rows in one of its transfers.
-        times: the times of `VIEWS` and `IN_CHUNKS`; `baselines` and `ablation` are compared with
-            them.
-        checks: the worst check of each of these, before and after timing, on any rank.
-        environment: the ranks, the link, the neighbours (None if not asked for), the machine and
-            the versions, as in the JSON.
-        notes: further sentences that explain the times.
-        multiplied_in: the dtype in which the baselines multiply, "" if it is that of the results.
-        slow: then the times of the baselines that multiply in the dtype of the results, scaled to
-            all rows.
-        measured_rows: the rows on which these were measured.
-        streamed: where auto has selected to communicate first, the times of an algorithm that
-            multiplies while rows arrive.
-        without_gathered: if the calls return the gathered rows, the times of one that does not.
-        cascade: then also the comparisons of the fused call with the sequential one, by rank.
-    """
-
-    settings: FusedSettings
-    choice: Selection
-    chunk_rows: int
-    times: dict[str, Statistics]
-    baselines: dict[str, Statistics]
-    ablation: dict[str, Statistics]
-    checks: dict[str, Check]
-    environment: dict[str, Any]
-    traces: list[Trace]
-    notes: tuple[str, ...] = ()
-    multiplied_in: str = ""
-    slow: dict[str, Statistics] = field(default_factory=dict)
-    measured_rows: int = 0
-    streamed: dict[str, Statistics] = field(default_factory=dict)
-    without_gathered: dict[str, Statistics] = field(default_factory=dict)
-    cascade: list[Agreement] = field(default_factory=list)
 
 
 class Subject(Views):
@@ -467,7 +426,7 @@ def measure(
 
         def trace() -> None:
             if settings.trace or settings.timeline:
-                traced.extend(traces(subject, stopwatch, budget))
+                traced.extend(_traces(subject, stopwatch, budget))
 
         times, checks = timed(subject, stopwatch, settings, trace, settings.graph, budget)
         cascade = []
@@ -534,3 +493,17 @@ def balanced_gbps(
             )
         bits = max(bits, sum(moved) * 8 / left)
     return float(f"{bits / 1e9:.4g}")
+
+
+def _traces(subject: Subject, stopwatch: Stopwatch, budget: Budget) -> list[Trace]:
+    """The traces on rank 0, none elsewhere, titled by the names of the views; collective.
+
+    ``sequential`` is the first and ``pipelined`` the last. Between them are the steps of the
+    ablation, and the algorithm that streams where auto selected to communicate first.
+    """
+    names = "sequential", *subject.ablation.values(), subject.streamed, "pipelined"
+    found = [
+        trace(subject.views[name], stopwatch, name, budget)
+        for name in dict.fromkeys(filter(None, names))
+    ]
+    return [one for one in found if one]

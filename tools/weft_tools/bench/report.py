@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -19,10 +19,8 @@ from weft.schedules.workload import ORDERS, Variant
 from weft_tools.bench import cascade, noise, tables
 from weft_tools.bench.alone import ALONE
 from weft_tools.bench.harness import times_ms
+from weft_tools.bench.result import Result
 from weft_tools.predict import figures
-
-if TYPE_CHECKING:
-    from weft_tools.bench.fused import Result
 
 
 def to_json(result: Result) -> dict[str, Any]:

@@ -48,7 +48,7 @@ _MEASURED = 0.4
 """The part of a contender's time for its batches, beside as much before them, and its checks."""
 
 
-class Bench:
+class Sweep:
     """The measurement of one operation on this rank: its data and tensors, shared by all sizes."""
 
     def __init__(
@@ -199,7 +199,7 @@ def measure(settings: SweepSettings) -> dict[str, Any]:
 def _measured(
     settings: SweepSettings, world: World, baselines: Mapping[str, Baseline]
 ) -> dict[str, Any]:
-    bench = Bench(settings, world, [*baselines.values()])
+    bench = Sweep(settings, world, [*baselines.values()])
     rows = every_size(settings, world, bench.rows)
     versions = {name: each.version for name, each in baselines.items() if each.version}
     return {

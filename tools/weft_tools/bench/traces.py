@@ -1,33 +1,14 @@
-"""Traces of a fused operator's views, as `weft bench` draws and exports them."""
+"""The trace of a view, as `weft bench` draws and exports it."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from weft.engines.recording import record
 from weft.measure.timing import Stopwatch
 from weft.plan.trace import Trace
-
-if TYPE_CHECKING:
-    from weft_tools.bench.fused import Subject
 from weft_tools.bench.budget import Budget
 from weft_tools.bench.views import View
 
 _RUNS = 5  # of a view; its trace is that of the run with the median time
-
-
-def traces(subject: Subject, stopwatch: Stopwatch, budget: Budget) -> list[Trace]:
-    """The traces on rank 0, none elsewhere, titled by the names of the views; collective.
-
-    ``sequential`` is the first and ``pipelined`` the last. Between them are the steps of the
-    ablation, and the algorithm that streams where auto selected to communicate first.
-    """
-    names = "sequential", *subject.ablation.values(), subject.streamed, "pipelined"
-    found = [
-        trace(subject.views[name], stopwatch, name, budget)
-        for name in dict.fromkeys(filter(None, names))
-    ]
-    return [one for one in found if one]
 
 
 def trace(

@@ -24,8 +24,8 @@ from weft_tools.bench.settings.sweeps import SweepSettings
 from weft_tools.cli import running, shared
 
 if TYPE_CHECKING:
-    from weft_tools.bench.fused import Result
     from weft_tools.bench.moe import Measured
+    from weft_tools.bench.result import Result
 
 app = typer.Typer(
     help="Measure operators, their limits, and the same work by other systems.\n\n"
