@@ -10,7 +10,7 @@ from rich.console import Console
 
 from weft_tools.bench import noise, page, tables
 from weft_tools.bench.harness import environment
-from weft_tools.bench.settings.serving import ServingSettings
+from weft_tools.bench.settings.copies import CopySettings
 
 
 def time(median, least):
@@ -133,7 +133,7 @@ def test_a_busy_machine_and_too_many_threads_are_noticed(changes, words):
 def test_cores_of_several_hosts_may_have_the_same_numbers():
     cores = [frozenset(numbers) for numbers in ((0, 1), (1,), (0, 1))]
     world = SimpleNamespace(hosts=(0, 0, 1), cores=cores, device=torch.device("cpu"))
-    assert environment(world, ServingSettings())["machine"]["cores"] == 4
+    assert environment(world, CopySettings())["machine"]["cores"] == 4
 
 
 def test_terminal_and_page_name_noise_alike():

@@ -192,46 +192,6 @@ def test_files(tmp_path):
     assert "16" in command(*base, "-n", 4, "--sweep", "link=4:16:2")
 
 
-def test_predictions_next_to_a_measured_run(tmp_path):
-    times = {
-        name: {"median": 2.0, "min": 1.0, "max": 3.0}
-        for name in ("compute", "communicate", "sequential", "pipelined")
-    }
-    run = {
-        "benchmark": "all-gather-matmul",
-        "ranks": 2,
-        "shape": {"m": 64, "k": 64, "n": 64},
-        "dtype": "float16",
-        "out_dtype": "float32",
-    }
-    run |= {
-        "algorithm": "push",
-        "chunk_rows": 8,
-        "link": None,
-        "times_ms": times,
-        "speedup": 1.0,
-        "limit_ratio": 1.0,
-    }
-    (tmp_path / "run.json").write_text(json.dumps(run))
-    printed = command(
-        "predict",
-        "all-gather-matmul",
-        "--machine",
-        "ascend-950",
-        "--compare",
-        tmp_path / "run.json",
-    )
-    assert "measured ms" in printed
-    assert "2.000" in printed
-    assert "not the JSON of weft bench" in command(
-        "predict", "matmul-all-reduce", "--compare", tmp_path / "run.json", status=2
-    )
-    emulated = run | {"link": {"gbps": 10.0, "latency_us": 0.0}}
-    (tmp_path / "run.json").write_text(json.dumps(emulated))
-    compared = ["predict", "all-gather-matmul", "--compare", tmp_path / "run.json"]
-    assert "was emulated: omit it" in command(*compared, "--link", 3, status=2)
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -246,7 +206,6 @@ def test_predictions_next_to_a_measured_run(tmp_path):
         (["--sweep", "color=1:2"], "ranks=2:64"),
         (["--sweep", "ranks=8:2"], "increasing"),
         (["--plot", "x.png"], "--timeline"),
-        (["--compare", "none.json"], "cannot read"),
     ],
 )
 def test_invalid_arguments_are_refused(arguments, text):

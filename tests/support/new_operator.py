@@ -21,7 +21,7 @@ from weft.schedules.workload import Request
 
 NAME = "matmul_exchange"
 COMMANDS = (
-    "plan show matmul-exchange --rows 4,4,3",
+    "plan show matmul-exchange -n 3",
     "predict matmul-exchange --ranks 4 --shape 8192x4096x512",
     "bench matmul-exchange --shape 256x32x16 --iterations 2 --warmup 1 --threads 1",
     "tune matmul-exchange --shape 256x32x16 --iterations 1 --threads 1",

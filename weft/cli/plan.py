@@ -14,7 +14,6 @@ from weft.cli.options import algorithms, refuse
 from weft.errors import PlanError
 from weft.measure.progress import progress
 from weft.plan import Plan
-from weft.plan.binding import bind
 from weft.plan.language import show as show_plan
 from weft.plan.proof import runs, verify
 from weft.schedules.operators import PLANNERS
@@ -44,12 +43,7 @@ def chosen_algorithm(operator: Name, algorithm: str | None) -> str:
 @app.command()
 def show(
     operator: Annotated[Name, typer.Argument(help="The operator to plan.")],
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            "--ranks", "-n", min=1, help="Number of ranks. Default: one for each of --rows, else 2."
-        ),
-    ] = None,
+    ranks: Annotated[int, typer.Option("--ranks", "-n", min=1, help="Number of ranks.")] = 2,
     algorithm: Annotated[
         str | None,
         typer.Option(
@@ -57,16 +51,9 @@ def show(
             autocompletion=algorithms,
         ),
     ] = None,
-    rows: Annotated[
-        str | None,
-        typer.Option(
-            metavar="R0,R1,…",
-            help="Rows of each rank's part, to show row numbers; without, the plan shows blocks.",
-        ),
-    ] = None,
     chunk_rows: Annotated[
         int | None,
-        typer.Option(min=1, help="Rows per transfer; default 2, without --rows of 4 rows."),
+        typer.Option(min=1, help="Rows per transfer, of 4 rows; default 2."),
     ] = None,
     order: Annotated[
         Order | None, typer.Option(help="The pieces that a push sends first; default peer.")
@@ -90,19 +77,16 @@ def show(
     moment, and nothing is proved: the time of a proof grows with the cube of the ranks.
     """
     planner, chosen = PLANNERS[operator.name], chosen_algorithm(operator, algorithm)
-    parts = None if rows is None else _rows(rows, ranks)
-    cut = pieces(max(parts) if parts else 4, chunk_rows or 2)
-    count = len(parts) if parts else ranks or 2
-    if rank is not None and rank >= count:
-        refuse("--rank", f"the ranks are 0 to {count - 1}; got {rank}")
-    ranks_shown = range(count) if rank is None and count <= PROVED else [rank or 0]
+    cut = pieces(4, chunk_rows or 2)
+    if rank is not None and rank >= ranks:
+        refuse("--rank", f"the ranks are 0 to {ranks - 1}; got {rank}")
+    ranks_shown = range(ranks) if rank is None and ranks <= PROVED else [rank or 0]
 
     def text(made: Plan) -> str:
-        bound = made if parts is None else bind(made, planner.shards(parts))
-        return show_plan(bound, ranks_shown)
+        return show_plan(made, ranks_shown)
 
     request = Request(
-        count,
+        ranks,
         cut,
         chosen,
         symmetric,
@@ -120,13 +104,13 @@ def show(
         ("--symmetric", symmetric, {"symmetric": False, "symmetric_out": False}),
     ):
         if given and text(planner.plan(request._replace(**other))) == shown:
-            refuse(option, f"changes nothing in {chosen} on {count} rank(s): omit it")
+            refuse(option, f"changes nothing in {chosen} on {ranks} rank(s): omit it")
     typer.echo(shown)
-    if count > PROVED:
+    if ranks > PROVED:
         typer.echo(f"\nnot verified: proofs are of at most {PROVED} ranks")
         return
     try:
-        with progress("proof", runs(made) * count) as advance:
+        with progress("proof", runs(made) * ranks) as advance:
             verify(made, ended=advance)
     except PlanError as error:
         typer.echo(f"\nNOT VERIFIED: {error}", err=True)
@@ -134,12 +118,3 @@ def show(
     notifies = made.notifies()
     typer.echo(f"\nnotifies of other ranks: at most {max(notifies)} by one, {sum(notifies)} in all")
     typer.echo("verified: no race, no deadlock, every output row correct, for all sizes")
-
-
-def _rows(text: str, ranks: int | None) -> list[int]:
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() for part in parts):
-        refuse("--rows", f"expected the rows of each rank, such as 4,4,3; got {text!r}")
-    if ranks not in (None, len(parts)):
-        refuse("--rows", f"{text!r} gives the rows of {len(parts)} ranks, not {ranks}")
-    return [int(part) for part in parts]

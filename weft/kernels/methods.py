@@ -31,7 +31,7 @@ which has one for each number of rows, 0.3 to 1 ms, or several with tiles. Produ
 padded to few numbers of rows.
 
 Measured on a 2-core Xeon with AMX: a kernel for 512 x 512 takes 0.3 to 0.4 ms in float32, 0.3 to
-1.1 in bfloat16; padded products take 1.05 to 1.12 times as long (`weft bench serving`).
+1.1 in bfloat16; padded products take 1.05 to 1.12 times as long.
 """
 _FEW = 128  # rows up to which padding leaves 33 kernels; blocks of several have as many, or more
 _SMALL_WEIGHT = {True: 1 << 20, False: 1 << 19}

@@ -228,7 +228,6 @@ COLLECTIVE = Collective(
     ),
     eager,
     default_shards=split,
-    shards=lambda parts: split(sum(parts), len(parts)),
     reduces=True,
     reads_peers=("one_shot",),
     predicted=ALGORITHMS,

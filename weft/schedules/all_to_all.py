@@ -188,6 +188,5 @@ COLLECTIVE = Collective(
     lambda request: all_to_all(request.ranks, request.pieces, symmetric_a=request.symmetric),
     eager,
     default_shards=lambda rows, ranks: split(rows, ranks) * ranks,
-    shards=lambda parts: [*parts] * len(parts),
     predicted=("pull",),
 )

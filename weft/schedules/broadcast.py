@@ -258,7 +258,6 @@ COLLECTIVE = Collective(
     _planned,
     partial(eager, 0),
     default_shards=lambda rows, ranks: [rows],
-    shards=lambda parts: [sum(parts)],
     reads_peers=("pull",),
     predicted=("pull",),
 )

@@ -35,14 +35,11 @@ COLLECTIVES: Mapping[str, Collective] = dict(_found(Collective, "COLLECTIVE"))
 
 
 class Planner(NamedTuple):
-    """An operator's algorithms, the first to show, its plan for a request, and the rows of each
-    shard by the rows of each rank.
-    """
+    """An operator's algorithms, the first to show, and its plan for a request."""
 
     algorithms: tuple[str, ...]
     first: str
     plan: Callable[[Request], Plan]
-    shards: Callable[[Sequence[int]], Sequence[int]] = list
 
 
 def _fused(operator: Operator) -> Planner:
@@ -63,7 +60,7 @@ def _collective(collective: Collective) -> Planner:
         return collective.plan(request)
 
     names = (*collective.algorithms, few_rows)
-    return Planner(names, _first(collective, names), plan, collective.shards)
+    return Planner(names, _first(collective, names), plan)
 
 
 def _first(operator: Operator | Collective, names: Sequence[str]) -> str:

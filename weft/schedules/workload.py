@@ -254,8 +254,6 @@ class Collective:
     few_rows: Callable[[Levels], Plan]
     default_shards: Callable[[int, int], Sequence[int]]
     """From the rows of a rank's input and the number of ranks to the default rows of each shard."""
-    shards: Callable[[Sequence[int]], Sequence[int]] = list
-    """From the rows of each rank's part to the rows of each shard."""
     reduces: bool = False
     """Whether rows are reduced, not only moved."""
     reads_peers: tuple[str, ...] = ()

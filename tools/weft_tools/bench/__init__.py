@@ -6,7 +6,7 @@ description of the machine. `fused` measures an operator that overlaps a collect
 its `subjects` are the tensors of each operator, `ablation` the steps from the cascade to the
 operator, and `report` the result. `sweep` measures the `collectives` over message size, `p2p`
 one-sided `copies`, `overlap` a product beside an independent all-gather, `moe` a layer of experts,
-`serving` a stream of steps, `vllm` models served by vLLM, and `gpu` a single GPU. `systems` has a
+`vllm` models served by vLLM, and `gpu` a single GPU. `systems` has a
 record of each system that weft is compared with: `baselines` are the same work by torch, `mpi` and
 `deepspeed` are other systems, and `alone` is one process with all cores; `neighbours` are busy
 processes beside the ranks. `tables` and `plots` show results; `page` makes a page of saved ones,

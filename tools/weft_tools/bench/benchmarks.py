@@ -16,7 +16,6 @@ from weft_tools.bench.settings.copies import CopySettings
 from weft_tools.bench.settings.fused import fused
 from weft_tools.bench.settings.moe import MoeSettings
 from weft_tools.bench.settings.overlap import OverlapSettings
-from weft_tools.bench.settings.serving import ServingSettings
 from weft_tools.bench.settings.sweeps import sweeps
 
 Result = dict[str, Any]
@@ -63,12 +62,6 @@ def _p2p() -> Shown:
     return Shown(p2p.print_tables, p2p.draw)
 
 
-def _serving() -> Shown:
-    from weft_tools.bench import serving
-
-    return Shown(serving.print_tables, serving.draw)
-
-
 def _moe() -> Shown:
     from weft_tools.bench import moe
 
@@ -91,7 +84,6 @@ BENCHMARKS = {
     "moe": Benchmark(MoeSettings, _moe),
     "overlap": Benchmark(OverlapSettings, _overlap),
     "p2p": Benchmark(CopySettings, _p2p),
-    "serving": Benchmark(ServingSettings, _serving),
 }
 
 

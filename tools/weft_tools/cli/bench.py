@@ -19,7 +19,6 @@ from weft_tools.bench.settings.copies import CopySettings
 from weft_tools.bench.settings.fused import FusedSettings
 from weft_tools.bench.settings.moe import MoeSettings
 from weft_tools.bench.settings.overlap import WAYS, OverlapSettings
-from weft_tools.bench.settings.serving import ServingSettings
 from weft_tools.bench.settings.sweeps import SweepSettings
 from weft_tools.cli import running, shared
 
@@ -200,27 +199,12 @@ def _check_elements(option: str, sizes: str, dtype: str) -> None:
             refuse(option, f"{why}: use multiples of {itemsize}, or another --dtype")
 
 
-def _serving(settings: ServingSettings) -> None:
-    from weft_tools.bench import serving
-
-    _, ranks = options.world_size(settings.ranks)
-    for name in ("hidden", "intermediate"):
-        if (width := getattr(settings, name)) % ranks:
-            uneven = f"{ranks} ranks cannot share {width} evenly: use a multiple of {ranks}"
-            refuse(f"--{name}", uneven)
-    if (most := settings.decode + settings.prefill - 1) < settings.warmup + settings.steps:
-        few = f"there are {most} numbers of tokens, and each step has its own"
-        refuse("--steps", f"{few}: fewer steps, or more --prefill")
-    running.run_benchmark(settings, serving.measure, alone=options.SINGLE_RANK)
-
-
 _COMMANDS: dict[type[Any], Any] = {
     FusedSettings: _fused,
     SweepSettings: _sweep,
     MoeSettings: _moe,
     OverlapSettings: _overlap,
     CopySettings: _p2p,
-    ServingSettings: _serving,
 }
 """The commands by the classes of their settings."""
 for name, benchmark in BENCHMARKS.items():

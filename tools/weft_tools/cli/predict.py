@@ -26,7 +26,6 @@ from weft.cli.values import (
     positive,
     product,
 )
-from weft.outside import read_json
 from weft.schedules.operators import OPERATORS
 from weft.version import __version__
 from weft_tools.cli import predictions, shared
@@ -35,9 +34,9 @@ from weft_tools.predict import machine as profiles
 from weft_tools.predict import overlap as concurrent
 
 COLLECTIVE, COPY, OVERLAP = Also({"a collective"}), Also({"copy"}), Also({"overlap"})
-COMPARE, SWEEP = Also({"--compare"}), Also({"--sweep"})
+SWEEP = Also({"--sweep"})
 MOVING = Also({*COLLECTIVE, *COPY, *OVERLAP})
-EVERY = Also({*MOVING, *COMPARE, *SWEEP})
+EVERY = Also({*MOVING, *SWEEP})
 """Modes, as `weft.cli.conditions` has them, in which some options have no effect."""
 
 
@@ -181,14 +180,6 @@ class Question:
         EmulatedGbps, COLLECTIVE, OVERLAP, SWEEP, Unless(partial(_swept, name="link"))
     ] = None
     link_latency_us: Annotated[EmulatedLatency, COLLECTIVE, OVERLAP, SWEEP] = 0.0
-    compare: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="JSON of weft bench, to compare with; it sets the other options.",
-        ),
-        COMPARE,
-    ] = None
     sweep: Annotated[
         str | None,
         typer.Option(
@@ -199,11 +190,10 @@ class Question:
     ] = None
     json_file: Annotated[Json, EVERY] = None
     plot: Annotated[Plot, SWEEP, Unless(_no_curve)] = None
-    trace: Annotated[Trace, COMPARE] = None
+    trace: Trace = None
     timeline: Annotated[
         Path | None,
         typer.Option(metavar="FILE.png|svg", help="Draw the predicted instructions over time."),
-        COMPARE,
     ] = None
 
     @property
@@ -214,7 +204,6 @@ class Question:
             COLLECTIVE: collective,
             COPY: self.operator == "copy",
             OVERLAP: self.operator == "overlap",
-            COMPARE: self.compare,
             SWEEP: self.sweep,
         }
         return tuple(name for mode, wanted in chosen.items() if wanted for name in mode)
@@ -225,27 +214,6 @@ class Question:
         if name in ("ranks", "link"):
             return replace(self, **other)
         return replace(self, shape=replace(self.shape, **other))
-
-    def as_measured(self) -> tuple[Question, dict[str, Any] | None]:
-        """The question with the settings of the benchmark to compare with, and the benchmark's
-        result; without one, the question itself.
-        """
-        if not self.compare:
-            return self, None
-        try:
-            found: dict[str, Any] = read_json(self.compare)
-        except (OSError, ValueError) as error:
-            refuse("--compare", f"cannot read {self.compare}: {error}")
-        if "times_ms" not in found or found.get("benchmark") != self.operator:
-            refuse("--compare", f"{self.compare} is not the JSON of weft bench {self.operator}")
-        link = found["link"] or {"gbps": None, "latency_us": 0.0}
-        if link["gbps"] and (self.link is not None or self.latency_us is not None):
-            refuse("--link / --latency-us", f"the link of {self.compare} was emulated: omit it")
-        same = ("ranks", "dtype", "out_dtype", "algorithm", "chunk_rows")
-        changes: dict[str, Any] = {name: found[name] for name in same}
-        changes |= {f"link_{name}": value for name, value in link.items()}
-        changes |= {"shape": Shape(**found["shape"]), "hosts": found.get("hosts", 1)}
-        return replace(self, **changes), found
 
     def cases(self, machine: Any) -> Iterator[tuple[Any, ...]]:
         """``(workload, machine, algorithm, chunk rows)`` of each operator, in order."""
@@ -302,8 +270,7 @@ class Question:
 def predict(settings: Question) -> None:
     """Print the answer to a question, and write its files."""
     options.check_files(settings.json_file, settings.trace, settings.plot, settings.timeline)
-    question, measured = settings.as_measured()
-    if question.hosts > 1 and question.link_gbps:
+    if settings.hosts > 1 and settings.link_gbps:
         refuse("--hosts", "only ranks of one host have an emulated link: use --link")
     machine = shared.load_machine(settings.machine)
     console = Console(stderr=settings.json_file == "-")
@@ -315,9 +282,9 @@ def predict(settings: Question) -> None:
     elif settings.sweep:
         if settings.operator == "mlp":
             refuse("--sweep", "a sweep needs a single operator")
-        result = _sweep(question, machine, console)
+        result = _sweep(settings, machine, console)
     else:
-        result = _operators(question, measured, machine, console)
+        result = _operators(settings, machine, console)
     options.write_json(result, settings.json_file)
 
 
@@ -384,17 +351,13 @@ def _parse_sweep(text: str) -> tuple[str, list[int]]:
     return refuse("--sweep", f"{expected}, such as ranks=2:64; got {text!r}")
 
 
-def _operators(
-    question: Question, measured: dict[str, Any] | None, machine: Any, console: Console
-) -> dict[str, Any]:
+def _operators(question: Question, machine: Any, console: Console) -> dict[str, Any]:
     cases = [*question.cases(machine)]
     results = [answers.answer(*case) for case in shared.tracked("predicting", cases)]
     for result in results:
         predictions.show(result, console)
     if question.operator == "mlp":
         console.print(answers.total(results), highlight=False, soft_wrap=True)
-    if measured:
-        predictions.show_comparison(results[0], measured, console)
     if question.trace or question.timeline:
         _draw(question, [case[:2] for case in cases], results)
     return results[0] if len(results) == 1 else {"results": results}

@@ -96,21 +96,6 @@ def show_overlap(found: dict[str, Any], console: Console) -> None:
         )
 
 
-def show_comparison(result: dict[str, Any], measured: dict[str, Any], console: Console) -> None:
-    """Print predicted and measured times in one table."""
-    rows = [
-        (name, result["times_ms"][name], times["median"], ms)
-        for name, times in measured["times_ms"].items()
-        if name in result["times_ms"]
-    ]
-    for name in ("speedup", "limit_ratio"):
-        rows.append((name, result[name], measured[name], "{:.3f}".format))
-    shown = table(("", "predicted ms", "measured ms", "error"))
-    for name, predicted, found, text in rows:
-        shown.add_row(name, text(predicted), text(found), f"{100 * (predicted / found - 1):+.0f} %")
-    console.print(shown)
-
-
 def show_sweep(
     swept: str, results: list[dict[str, Any]], values: Sequence[float], console: Console
 ) -> None:
