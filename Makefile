@@ -15,7 +15,7 @@ ONLY_ERRORS := 2> >(grep --invert-match ^WARNING >&2)
 
 .PHONY: bench baselines vllm test test-all check speed test-torch torch-suite clients collected gpu-kit docs docs-version house images storm sanitize portable wheels wheel-test clean
 
-# weft, its command and its benchmarks
+# weft, its command and its tools
 .venv/command: pyproject.toml tools/pyproject.toml constraints.txt $(NATIVE)
 	@echo "Setting up .venv: torch, weft's native core, which is compiled, and the command weft"
 	$(PYTHON) -m venv .venv

@@ -69,8 +69,9 @@ def of_native(path: str, source: str) -> Iterator[Constant]:
 
 def constants(root: Path = ROOT) -> Iterator[Constant]:
     """All measured constants, file by file."""
-    for path in sorted((root / "weft").rglob("*.py")):
-        yield from of_python(str(path.relative_to(root)), path.read_text())
+    for package in ("weft", "tools/weft_tools"):
+        for path in sorted((root / package).rglob("*.py")):
+            yield from of_python(str(path.relative_to(root)), path.read_text())
     for path in sorted((root / "native").rglob("*.?pp")):
         yield from of_native(str(path.relative_to(root)), path.read_text())
 
