@@ -68,7 +68,8 @@ def errors(root: Path = ROOT) -> list[Error]:
     return sorted(
         {
             error
-            for path in sorted((root / "weft").rglob("*.py"))
+            for package in ("weft", "tools/weft_tools")
+            for path in sorted((root / package).rglob("*.py"))
             for error in of_module(str(path.relative_to(root)), path.read_text(), own)
         }
     )

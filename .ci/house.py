@@ -19,7 +19,7 @@ BLOCK = re.compile(r"```mermaid\nflowchart.*?```\n", re.DOTALL)
 
 def imports() -> networkx.DiGraph:
     """An arrow from each package to each one that it imports."""
-    graph = grimp.build_graph("weft", exclude_type_checking_imports=True)
+    graph = grimp.build_graph("weft", exclude_type_checking_imports=False)
     rooms = graph.find_children("weft") - {"weft.__main__"}
     packages = {room for room in rooms if graph.find_children(room)}
     for room in packages:

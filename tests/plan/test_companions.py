@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from weft.plan.mutants import deleted, edited, places
 
 from weft.errors import PlanError
 from weft.kernels.matmul import with_kernel
@@ -16,6 +15,7 @@ from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Request
 from weft_tools.laboratory.companions import BESIDE
 from weft_tools.laboratory.companions import plans as with_beside
+from weft_tools.laboratory.mutants import deleted, edited, places
 
 ALGORITHMS = [
     pytest.param(operator, algorithm, hosts, id=f"{operator.name} by {algorithm} {at}")
