@@ -43,6 +43,14 @@ def measured(*words):
 
 
 @pytest.mark.data
+def test_results_are_put_where_they_stay():
+    words = ["matmul-all-reduce", "-n", 2, "--shape", "16x24x8", "--algorithm", "push"]
+    made, _ = measured(*words, "--symmetric-out", "--baseline", "none")
+    assert made["verified"]
+    assert made["options"]["symmetric_out"] is True
+
+
+@pytest.mark.data
 def test_the_calls_return_the_gathered_rows_and_add_a_bias(tmp_path):
     words = ["all-gather-matmul", "-n", 3, "--shape", "41x24x8", "--algorithm", "push"]
     words += ["--order", "interleaved", "--chunk-rows", 5, "--comm-threads", 2]
