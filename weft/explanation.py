@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from weft.experts.explain import of_layer
-from weft.experts.ways import LAYER
+from weft.experts.strategies import LAYER
 from weft.experts.weights import Experts
 from weft.kernels.weights import Weight
 from weft.ops.explain import of_operator

@@ -69,9 +69,7 @@ def test_a_layer_of_tokens_that_each_rank_has(hosts):
     """All ranks have as many rows here, so the text is on the class of their calls."""
     with weft.local_world(len(hosts), hosts=hosts, timeout=100) as local:
         texts = local.run(lambda: of_own_tokens(weft.init()))
-    start = (
-        rf"moe, if all ranks have as many rows as this one, over {len(hosts)} ranks: rows visit "
-    )
+    start = rf"moe, if all ranks have as many rows as this one, over {len(hosts)} ranks: rows are dispatched to "
     to_ranks, to_hosts = "each rank, all_to_all_matmul_all", "each host, all_gather_matmul_reduce"
     for first, during, after, (sequential, shared), algorithm in texts:
         assert re.match(f"{start}{to_ranks}.* by .*, at most .* rows per transfer: ", first)
@@ -82,6 +80,8 @@ def test_a_layer_of_tokens_that_each_rank_has(hosts):
         assert line.endswith("b is experts")
         assert measured == "measured:"
         for way in (to_ranks, to_hosts):
-            assert any(re.match(rf" +[\d.]+ ms  rows visit {way}", each) for each in others)
+            assert any(
+                re.match(rf" +[\d.]+ ms  rows are dispatched to {way}", each) for each in others
+            )
         assert re.match(f"{start}{to_ranks}.* by sequential, .*: as asked for", sequential)
         assert re.match(f"{start}{to_hosts}.* by shared, .*: as asked for", shared)

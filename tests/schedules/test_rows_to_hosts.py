@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.over_hosts import groupings
 
 from weft.engines.reference import Call, run
-from weft.experts import visits
+from weft.experts import dispatch
 from weft.plan import Copy
 from weft.plan.binding import bind
 from weft.plan.messages import lower_to_messages
@@ -155,8 +155,8 @@ def test_a_row_crosses_once_each_way(hosts, algorithm):
     ranks, g = range(len(hosts)), torch.Generator().manual_seed(0)
     sizes = [2] * len(hosts)
     chosen = [torch.rand(50, 12, generator=g)[:, : 2 * len(hosts)].topk(3).indices for _ in ranks]
-    of_ranks = [visits.find(each, sizes, hosts).counts for each in chosen]
-    of_hosts = [visits.find(each, sizes, hosts, True).counts for each in chosen]
+    of_ranks = [dispatch.find(each, sizes, hosts).counts for each in chosen]
+    of_hosts = [dispatch.find(each, sizes, hosts, True).counts for each in chosen]
     once = sum(
         len({hosts[expert // 2] for expert in token} - {hosts[rank]})
         for rank in ranks

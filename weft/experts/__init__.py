@@ -1,6 +1,4 @@
-"""Layers of experts, of which each rank has some: each token's weighted sum of the results of those
-that it chose.
-"""
+"""Mixture-of-experts layers whose experts are distributed over the ranks."""
 
 from weft.experts import moe, recorded, sums
 

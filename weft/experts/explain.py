@@ -1,4 +1,4 @@
-"""The text on the variant that a layer of experts would select for its operands, and the reason."""
+"""What `weft.explain` says of a layer of experts: the variant it would select, and the reason."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.experts.dispatch import check_sizes
+from weft.experts.dispatched_tokens import rows_of
 from weft.experts.layer import Layer
 from weft.experts.moe import moe
 from weft.experts.options import LayerOptions
-from weft.experts.own_tokens import rows_of
-from weft.experts.visits import check_sizes
-from weft.experts.ways import LAYER, alike
+from weft.experts.strategies import LAYER, alike
 from weft.ops.explain import of_operator, text
 from weft.ops.options import check_types
 from weft.world import World
 
 
 def of_layer(x: Tensor, experts: Any, given: Mapping[str, Any], world: World) -> str:
-    """The text on `moe` with these arguments. Of tokens that each rank has of its own it is on a
-    call in which all ranks have as many rows for each other as this one.
+    """The text on `moe` with these arguments. With `experts_of_ranks` it assumes that all ranks
+    have as many rows for each other as this one.
     """
     arguments = inspect.signature(moe).bind(x, experts=experts, **given).arguments
     layer = Layer(x, arguments.pop("chosen"), arguments.pop("scores"), experts)
@@ -38,4 +38,4 @@ def of_layer(x: Tensor, experts: Any, given: Mapping[str, Any], world: World) ->
         check_types(options)
         choice = alike(layer.chosen, rows_of(layer), options, world)
         title = f"{LAYER}, if all ranks have as many rows as this one,"
-        return text(title, choice, [choice.call(way) for way in choice.ways])
+        return text(title, choice, [choice.call(strategy) for strategy in choice.strategies])

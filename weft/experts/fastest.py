@@ -25,7 +25,7 @@ _ROWS = (1, 4, 16, 64)
 _WIDTHS = {"small": 256, "large": 1024}
 """Widths of the timed experts, both of tokens and between the products."""
 _LARGE = 512 * 512
-"""Elements of a matrix from which on an expert counts as large."""
+"""The number of elements of a matrix from which an expert counts as large."""
 _TIMED = 4  # experts
 _WORTH = 1.25
 """How many times as fast as ``native`` another method must be: it has other bits for other numbers
@@ -75,8 +75,8 @@ def _measure(pack: Callable[[Tensor, Tensor], Experts], dtype: torch.dtype) -> d
 
 
 def _fastest(seconds: Sequence[dict[str, float]]) -> str:
-    """The method for all numbers of rows, of which the times are given: by the mean, over these, of
-    how many times as fast as ``native`` it is.
+    """The method with the greatest geometric mean speed-up over ``native``; `seconds` are the times
+    for each number of rows.
     """
 
     def gain(method: str) -> float:
@@ -87,7 +87,7 @@ def _fastest(seconds: Sequence[dict[str, float]]) -> str:
 
 
 def _times(experts: Any, rows: int) -> dict[str, float]:
-    """The least time of each method for so many rows of each expert."""
+    """The least time of each method for this number of rows per expert."""
     tokens = rows * experts.shape.number
     x = torch.randn(tokens, experts.shape.width, dtype=experts.dtype, device="cpu")
     chosen = (torch.arange(tokens, device="cpu") % experts.shape.number).unsqueeze(1)

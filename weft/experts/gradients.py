@@ -1,4 +1,4 @@
-"""The gradients of a layer of experts: of tokens and scores, in the dtype of sums, and of both
+"""The gradients of a layer of experts: of tokens and scores, in the dtype of sums, and of the
 weights of this rank's experts.
 """
 
@@ -14,11 +14,11 @@ from weft.experts.methods import ACTIVATIONS
 from weft.experts.routing import by_expert
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Those of x, scores, gate_up and down."""
+"""The gradients of x, scores, gate_up and down."""
 
 
 def gradients(layer: Layer, grad: Tensor) -> Gradients:
-    """The gradients of the parts that this rank's experts have of the sums."""
+    """The gradients of what this rank's experts contribute to the sums."""
     x, chosen, scores, experts = layer
     found = (
         x.new_zeros(x.shape, dtype=layer.wide),
@@ -59,4 +59,4 @@ _BACKWARD: dict[str, Callable[..., Tensor]] = {
     "gelu_tanh": lambda grad, gate: _aten.gelu_backward(grad, gate, approximate="tanh"),
     "relu": lambda grad, gate: _aten.threshold_backward(grad, gate, 0),
 }
-"""The gradients of the activations, from that of their result and from their input."""
+"""The gradients of the activations, from the gradient of the result and the input."""

@@ -15,8 +15,8 @@ from weft.ops.dims import adjacent
 
 
 class Layer(NamedTuple):
-    """Tokens (T, K), the numbers of the experts that each chose and the factors of their results,
-    both (T, top), and this rank's experts.
+    """Tokens (T, K), the indices and the scores of the experts that the router chose for each, both
+    (T, top), and this rank's experts.
     """
 
     x: Tensor
@@ -48,12 +48,12 @@ class Layer(NamedTuple):
 
     @property
     def wide(self) -> torch.dtype:
-        """The dtype in which products, and a token's results, are summed."""
+        """The dtype in which products and a token's results are accumulated."""
         return torch.float64 if self.x.dtype == torch.float64 else torch.float32
 
     def ready(self) -> Layer:
-        """The same as products by experts take it: rows whose elements are adjacent, and scores in
-        the dtype of sums.
+        """The layer as kernels take it: rows with adjacent elements, and scores in the dtype of
+        sums.
         """
         x, chosen, scores, experts = self
         return Layer(adjacent(x), adjacent(chosen), adjacent(scores.to(self.wide)), experts)
@@ -104,9 +104,7 @@ OPERANDS = (
 
 
 def _ordinary(tensor: Tensor) -> bool:
-    """Whether a tensor passes all checks at once: most do, and a decoding step takes as long as
-    they.
-    """
+    """A fast check that most tensors pass; all checks would take as long as a decoding step."""
     return (
         type(tensor) is Tensor
         and tensor.is_cpu

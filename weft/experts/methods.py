@@ -26,7 +26,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
-"""The activations of a gate by name, which is also that of the native one."""
+"""The activations of a gate by name; the native core uses the same names."""
 
 NATIVE = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -54,8 +54,8 @@ def each(
     scores: Tensor,
     out: Tensor,
 ) -> None:
-    """One expert after another, by two products each: any dtype, and weights as they are, (K, 2 I)
-    and (I, K) for each number.
+    """One expert after another, with two products each: any dtype, and unpacked weights, (K, 2 I)
+    and (I, K) for each expert.
     """
     activation = ACTIVATIONS[experts.activation]
     _, width, inner = experts.shape

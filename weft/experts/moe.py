@@ -1,5 +1,5 @@
-"""A layer of experts in one call. Where every rank has the same tokens each computes its own
-experts, and results are summed over the ranks; tokens that one rank has visit the experts.
+"""A layer of experts in one call. Tokens that every rank has are computed by each rank's experts
+and the results all-reduced; tokens that one rank has are dispatched to their experts and combined.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.experts import own_tokens, visits
+from weft.experts import dispatch, dispatched_tokens
 from weft.experts.gradients import Gradients, gradients
 from weft.experts.layer import Layer
 from weft.experts.options import LayerOptions
@@ -40,11 +40,11 @@ def moe(
     the experts that it chose.
 
     **Tokens that every rank has.** Each rank passes the same tokens, choices and scores, and its
-    own `experts`: any number, also none, with numbers of their own (`Experts.first`). A choice of
-    an expert that no rank has counts as none. Ranks may also have parts of the same experts, of
-    which each has some of the numbers between the products, as in tensor parallelism. The sum over
-    the ranks is that of `matmul_all_reduce`, in its algorithms: while some tokens are summed,
-    others are multiplied. All ranks get the same bits.
+    own `experts`: any number, also none, numbered from `Experts.first`. A choice of an expert that
+    no rank has counts as none. Ranks may also have parts of the same experts, of which each has
+    some of the numbers between the products, as in tensor parallelism. The sum over the ranks is
+    that of `matmul_all_reduce`, in its algorithms: while some tokens are summed, others are
+    multiplied. All ranks get the same bits.
 
     **Each rank has its own tokens**, with `experts_of_ranks`. By `push` and `sequential`, those of
     `all_to_all_matmul_all_to_all`, a token is dispatched to every rank that has experts which it
@@ -73,10 +73,10 @@ def moe(
         chosen: (T, top), as in `expert_sums`; top is the same on all ranks.
         scores: (T, top), as in `expert_sums`.
         experts: this rank's, from `pack_experts`.
-        experts_of_ranks: the number of experts of each rank, if each has tokens of its own; experts
-            are then numbered rank by rank. None if every rank has the same tokens.
-        algorithm: as in `matmul_all_reduce`; of tokens that each rank has of its own ``push``,
-            ``sequential``, ``shared``, ``gathered`` or ``auto``.
+        experts_of_ranks: the number of experts of each rank, if the ranks have different tokens;
+            experts are then numbered rank by rank. None if every rank has the same tokens.
+        algorithm: as in `matmul_all_reduce`; with experts_of_ranks ``push``, ``sequential``,
+            ``shared``, ``gathered`` or ``auto``.
         chunk_rows: as there.
         world: by default the world made by ``weft.init()``.
         timeout: seconds any wait may take, also of the backward pass; by default the world's.
@@ -106,7 +106,7 @@ def moe(
         compiling = torch.compiler.is_compiling()
         if not compiling:
             experts.check_unchanged()
-            sizes = None if sizes is None else visits.check_sizes(sizes, experts, world)
+            sizes = None if sizes is None else dispatch.check_sizes(sizes, experts, world)
         options = LayerOptions(sizes, algorithm, chunk_rows, timeout)
         if not compiling:
             check_types(options)
@@ -121,7 +121,7 @@ def moe(
 def _sums(layer: Layer, options: LayerOptions, world: World) -> Tensor:
     """The layer of checked operands, without gradients; collective."""
     if options.experts_of_ranks is not None:
-        return own_tokens.sums(layer, options, world)
+        return dispatched_tokens.sums(layer, options, world)
     x, *routing, experts = layer.ready()
     asked = "sum", None, options.algorithm, options.chunk_rows, False
     (result,), _ = prologue.call(
@@ -141,11 +141,11 @@ def _sums(layer: Layer, options: LayerOptions, world: World) -> Tensor:
 def _gradients(
     layer: Layer, grad: Tensor, of_tokens: bool, options: LayerOptions, world: World
 ) -> Gradients:
-    """The gradients of x and scores, of tokens that every rank has summed over the ranks if they
-    are wanted; and those of this rank's weights.
+    """The gradients of x and scores, all-reduced if every rank has the same tokens and they are
+    needed, and of this rank's weights.
     """
     if options.experts_of_ranks is not None:
-        return own_tokens.gradients(layer, grad, options, world)
+        return dispatched_tokens.gradients(layer, grad, options, world)
     for_x, for_scores, for_gate_up, for_down = gradients(layer, grad)
     if of_tokens:
         sums = torch.cat((for_x.view(-1), for_scores.view(-1)))
@@ -164,7 +164,7 @@ def _recorded_sums(layer: Layer, *others: Any) -> Tensor:
     options, world = LayerOptions(*values), recorded_world(name)
     with world.failure.report_refusal:
         if options.experts_of_ranks is not None:
-            visits.check_sizes(options.experts_of_ranks, layer.experts, world)
+            dispatch.check_sizes(options.experts_of_ranks, layer.experts, world)
         return _sums(layer, options, world)
 
 

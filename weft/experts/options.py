@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class LayerOptions(NamedTuple):
-    """The options of `weft.moe`; they are arguments of its operator of torch."""
+    """The options of `weft.moe`; they are also the arguments of its custom operator in torch."""
 
     experts_of_ranks: Sequence[int] | None = None
     algorithm: str = "auto"

@@ -1,4 +1,4 @@
-"""The experts of a rank, laid out for products once."""
+"""The experts of a rank, packed once for many products."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class PackedExperts(Experts):
 
     @functools.cached_property
     def method(self) -> str:
-        """The name of the method by which they are computed, chosen at the first call for the
-        threads that torch has then.
+        """The name of the method that computes them, chosen at the first call for torch's number of
+        threads.
         """
         return fastest.fastest(self)
 

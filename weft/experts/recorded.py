@@ -16,8 +16,8 @@ _OPERANDS = len(OPERANDS.split(", "))
 
 class LayerOperator(NamedTuple):
     """A layer that torch may record: ``sums(layer, *others)``, and its backward pass
-    ``gradients(layer, grad, of_tokens, *others)``, in which `of_tokens` says whether those of x or
-    scores are wanted. `others` are further arguments in the schema.
+    ``gradients(layer, grad, of_tokens, *others)``, in which `of_tokens` says whether the gradients
+    of x or scores are needed. `others` are further arguments in the schema.
     """
 
     name: str

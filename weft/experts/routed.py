@@ -1,4 +1,4 @@
-"""Experts as a weight of rows whose companions are their routing, by which operators multiply."""
+"""Experts as a weight that operators multiply by: rows have their routing as companions."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ if TYPE_CHECKING:
 
 
 class ExpertSums(WeightKernel):
-    """The sums of rows, by those of a rank's experts that each chose, times their scores.
-
-    A row chooses what it is multiplied by, so it is no linear function of the row.
+    """Each row's sum over a rank's experts that were chosen for it, times their scores. It is not a
+    linear function of the row, which decides what it is multiplied by.
     """
 
     name = "expert_sums"
     companions = ("chosen", "scores")
 
     def seconds(self, machine: Rates, load: Load) -> float:
-        """About that of a product by a square weight; how many rows a rank has depends on the
-        router.
+        """About the time of a product by a square weight; the router decides how many rows a rank
+        has.
         """
         n = load.columns[-1]
         return machine.product(load.rows, n, n, load.dtype, load.packed)

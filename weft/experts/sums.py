@@ -1,5 +1,5 @@
-"""The experts of one rank as an operator: each token's weighted sum of the results of those that it
-chose, with gradients.
+"""The experts of one rank as an operator: each token's weighted sum of the results of its experts,
+with gradients.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def expert_sums(x: Tensor, chosen: Tensor, scores: Tensor, experts: Experts) -> 
     for float64), and a token's results in the order of the experts, rounded once. By weft's own
     product the bits of a token depend on no other token.
 
-    Gradients are those of x, of scores, and of both weights of the experts, of whose parts of the
-    layer they consist; an expert without a token gets zeros. There are no second derivatives.
+    There are gradients of x, of scores and of the experts' weights, of this rank's contribution to
+    the layer; an expert without a token gets zeros. There are no second derivatives.
 
     Args:
         x: the tokens (T, K), of the dtype of the experts; any strides, as of the next two.

@@ -1,4 +1,4 @@
-"""The experts of a rank, as their weights are at the time of a call."""
+"""The experts of a rank, unpacked: calls use their weights as they are at that time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from weft.kernels.weights import DTYPES
 
 
 class Experts:
-    """The weights of consecutive experts of a mixture, those with the numbers from `first` on, as
-    they are at the time of a call.
+    """The weights of consecutive experts of a mixture, numbered from `first`, as they are at the
+    time of a call.
 
     An expert computes ``(activation(x @ gate.T) * (x @ up.T)) @ down.T``.
 
@@ -25,7 +25,7 @@ class Experts:
             ``gate_up_proj`` of Mixtral and Qwen-MoE in transformers. Of float16, bfloat16, float32
             or float64, of any strides. There may be no expert: (0, 2 I, K).
         down: (experts, K, I) of the same dtype: ``down_proj``.
-        first: the number of the first expert. Choices of others are another rank's.
+        first: the number of the first expert. Other choices belong to other ranks.
         activation: ``silu``, ``gelu``, ``gelu_tanh`` (its approximation by tanh) or ``relu``.
 
     Raises `ValueError` or `TypeError` for anything else.

@@ -20,11 +20,11 @@ from rich.text import Text
 from torch import Tensor
 
 from weft.engines import engine
-from weft.experts import visits
+from weft.experts import dispatch
 from weft.experts.moe import moe
 from weft.experts.packed import pack_experts
+from weft.experts.strategies import LAYER
 from weft.experts.sums import expert_sums
-from weft.experts.ways import LAYER
 from weft.measure.timing import Stopwatch, largest
 from weft.ops.all_reduce import all_reduce
 from weft.ops.all_to_all import all_to_all
@@ -157,7 +157,7 @@ class OwnTokens(Layer):
         self.sizes = [self.settings.experts] * self.world.ranks
         self.packed = pack_experts(mixture.gate_up[own], mixture.down[own], first=own.start)
         self.every = [
-            visits.find(chosen, self.sizes, self.world.hosts) for chosen in mixture.chosen
+            dispatch.find(chosen, self.sizes, self.world.hosts) for chosen in mixture.chosen
         ]
         self.received = [each.counts[rank] for each in self.every]
         rows, new = sum(self.received), self.x.new_empty
@@ -192,11 +192,11 @@ class OwnTokens(Layer):
         dist.all_to_all_single(self.arrived, rows, from_each, found.counts)
         self._multiply()
         dist.all_to_all_single(self.back, self.results, found.counts, from_each)
-        self.y.copy_(visits.add_up(self.back, found))
+        self.y.copy_(dispatch.combine(self.back, found))
 
-    def _rows(self) -> tuple[Tensor, visits.Visits]:
+    def _rows(self) -> tuple[Tensor, dispatch.Dispatch]:
         """The rows of this rank's tokens."""
-        found = visits.find(self.chosen, self.sizes, self.world.hosts)
+        found = dispatch.find(self.chosen, self.sizes, self.world.hosts)
         return _rows_of((self.x, self.chosen.int(), self.scores), found.tokens), found
 
     def _multiply(self) -> None:
@@ -208,7 +208,7 @@ class OwnTokens(Layer):
     def _compute(self) -> None:
         _, found = self._rows()
         self._multiply()
-        visits.add_up(self.back, found)
+        dispatch.combine(self.back, found)
 
     def _carried(self, source: int, run: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """What a row of gloo's exchange carries of the tokens of a rank."""

@@ -15,7 +15,7 @@ from support.ranks import on_ranks
 
 import weft
 from weft.engines import engine
-from weft.experts import visits
+from weft.experts import dispatch
 from weft.experts.options import LayerOptions
 from weft.ops.call import Selection
 
@@ -27,17 +27,19 @@ def test_rows_of_tokens():
     """A row for each token and rank, ordered by rank, and in each by token."""
     chosen = torch.tensor([[0, 5], [4, 3], [9, -1], [5, 4], [2, 0]])
     here = (0,) * 4
-    found = visits.find(chosen, [3, 0, 1, 2], here)  # experts 0 to 2, none, 3, 4 and 5
+    found = dispatch.find(chosen, [3, 0, 1, 2], here)  # experts 0 to 2, none, 3, 4 and 5
     assert found.counts == [2, 0, 1, 3]
     assert found.tokens.flatten().tolist() == [0, 4, 1, 0, 1, 3]
     assert found.places.tolist() == [[0, 3], [2, 4], [-1, -1], [5, -1], [1, -1]]
-    assert visits.find(chosen.int().t().contiguous().t(), [3, 0, 1, 2], here).counts == found.counts
+    assert (
+        dispatch.find(chosen.int().t().contiguous().t(), [3, 0, 1, 2], here).counts == found.counts
+    )
     rows = torch.tensor([[1.0], [2], [4], [8], [16], [32]])
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        sums = visits.add_up(rows.to(dtype), found)
+        sums = dispatch.combine(rows.to(dtype), found)
         assert sums.flatten().tolist() == [9, 20, 0, 32, 2]
         assert sums.dtype is dtype
-    nothing = visits.find(chosen[:0], [6], (0,))
+    nothing = dispatch.find(chosen[:0], [6], (0,))
     assert (nothing.counts, len(nothing.tokens), len(nothing.places)) == ([0], 0, 0)
 
 

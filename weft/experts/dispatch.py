@@ -18,10 +18,10 @@ from weft.schedules.peers import Hosts
 from weft.world import World
 
 
-class Visits(NamedTuple):
-    """The rows of a rank's tokens: their number for each part, which is a rank or a host, the token
-    of each row, ordered by part, and the rows of each token (tokens, top), followed by -1. `hosts`
-    has the host of each part.
+class Dispatch(NamedTuple):
+    """The rows that a rank dispatches. `counts` are the numbers of rows for each destination, a
+    rank or a host; `tokens` has the token of each row, ordered by destination; `places` the rows of
+    each token (tokens, top), padded with -1; `hosts` the host of each destination.
     """
 
     counts: list[int]
@@ -31,8 +31,8 @@ class Visits(NamedTuple):
 
 
 def check_sizes(sizes: Sequence[int], experts: Experts, world: World) -> tuple[int, ...]:
-    """The numbers of experts of all ranks. Raises `ValueError` or `TypeError` unless those of this
-    rank are `experts`.
+    """The number of experts of every rank. Raises `ValueError` or `TypeError` unless this rank's
+    match `experts`.
     """
     found = check_experts_of_ranks(sizes, world)
     first, own = sum(found[: world.rank]), found[world.rank]
@@ -44,9 +44,9 @@ def check_sizes(sizes: Sequence[int], experts: Experts, world: World) -> tuple[i
     return found
 
 
-def find(chosen: Tensor, sizes: Sequence[int], hosts: Hosts, for_hosts: bool = False) -> Visits:
-    """The rows of tokens that chose these experts, of which each rank has so many: for each rank,
-    or for each of the `hosts` of ranks.
+def find(chosen: Tensor, sizes: Sequence[int], hosts: Hosts, for_hosts: bool = False) -> Dispatch:
+    """The dispatch of tokens to their experts, of which each rank has `sizes`: to ranks, or to
+    hosts.
     """
     chosen = adjacent(chosen)
     places = torch.empty(chosen.shape, dtype=torch.int64, device="cpu")
@@ -54,15 +54,15 @@ def find(chosen: Tensor, sizes: Sequence[int], hosts: Hosts, for_hosts: bool = F
     parts = [*hosts] if for_hosts else [*range(len(sizes))]
     counts = _native.find_visits(chosen, [*accumulate(sizes)], parts, places, tokens)
     host_of = [*range(len(counts))] if for_hosts else [*hosts]
-    return Visits(counts, tokens[: sum(counts)], places, host_of)
+    return Dispatch(counts, tokens[: sum(counts)], places, host_of)
 
 
-def add_up(rows: Tensor, visits: Visits) -> Tensor:
+def combine(rows: Tensor, dispatch: Dispatch) -> Tensor:
     """Each token's sum of its rows: within each host in the order of the ranks, then over the hosts
     in their order, both in float32 or float64 and rounded to the dtype of the rows.
     """
-    out = rows.new_empty(len(visits.places), rows.shape[1])
+    out = rows.new_empty(len(dispatch.places), rows.shape[1])
     dtype = getattr(_native.Dtype, name(rows.dtype))
-    ends = [*accumulate(visits.counts)]
-    _native.add_up_visits(rows, visits.places, ends, visits.hosts, out, dtype)
+    ends = [*accumulate(dispatch.counts)]
+    _native.add_up_visits(rows, dispatch.places, ends, dispatch.hosts, out, dtype)
     return out

@@ -1,5 +1,5 @@
-"""Rows that visit the weights of other ranks and return as products: gradients, compiled calls, and
-functions as weights. Its products are tested with those of the other operators of experts.
+"""all_to_all_matmul_all_to_all: gradients, compiled calls, and functions as weights. Its products
+are tested with those of the other operators of experts.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from weft.ops.records import AllToAllMatmulAllToAll
 
 
 def gradients(world, sizes, of_rows, of_weights, of_biases, dtype=torch.float64, tolerance=0):
-    """Those of the sum of all ranks' losses: of rows, whose gradients visit the weights in their
-    turn, and of weights and biases, which rows visit once more.
+    """The gradients of the sum of all ranks' losses: of rows, and of weights and biases, for which
+    rows are dispatched once more.
     """
     rank, own = world.rank, of_rank(sizes, world.rank)
     every = [(b.to(dtype), v.to(dtype)) for b, v in weights(sum(sizes), 1)]

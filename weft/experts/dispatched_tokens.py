@@ -1,5 +1,5 @@
-"""A layer of experts whose tokens are each on one rank, from which their rows visit the experts,
-and its gradients.
+"""A layer of experts for ranks with different tokens, by dispatch and combine, and its
+gradients.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from weft.experts.gradients import Gradients, add_gradients
 from weft.experts.layer import Layer
 from weft.experts.options import LayerOptions
 from weft.experts.routed import ExpertSums
-from weft.experts.ways import Rows, visit
+from weft.experts.strategies import Rows, dispatch_and_combine
 from weft.kernels.function import FunctionWeight
 from weft.kernels.weights import WeightKernel
 from weft.ops.dims import adjacent
@@ -20,17 +20,17 @@ from weft.world import World
 
 
 class ExpertGradients(WeightKernel):
-    """The gradients of rows and of their scores by a rank's experts; those of the experts' weights
-    are added up on the way.
+    """The gradients of rows and their scores; the gradients of the experts' weights are accumulated
+    as a side effect.
     """
 
     name = "expert_gradients"
     companions = (*ExpertSums.companions, "grads")
 
 
-class _Visited(FunctionWeight):
-    """A rank's experts as the weight of rows whose companions are their routing and the gradients
-    of their results: a row (K + top) has those of the row and of its scores.
+class _GradientWeight(FunctionWeight):
+    """A weight whose product with rows, their routing and the gradients of their results is the
+    gradient of the rows (K) and of their scores (top), side by side.
     """
 
     kernel = ExpertGradients()
@@ -49,30 +49,30 @@ class _Visited(FunctionWeight):
 
 
 def rows_of(layer: Layer) -> Rows:
-    """The rows of a layer's tokens, which the experts of other ranks multiply."""
+    """The rows of a layer's tokens, to dispatch."""
     x, chosen, scores, experts = layer.ready()
     return Rows(lambda tokens: _taken(tokens, x, chosen, scores), experts.routed, x.dtype)
 
 
 def sums(layer: Layer, options: LayerOptions, world: World) -> Tensor:
     """The layer of checked operands, without gradients; collective."""
-    return visit(layer.chosen, rows_of(layer), options, world)
+    return dispatch_and_combine(layer.chosen, rows_of(layer), options, world)
 
 
 def gradients(layer: Layer, grad: Tensor, options: LayerOptions, world: World) -> Gradients:
-    """The gradients of a layer; collective. Rows visit the experts again, with the gradients of
-    their results.
+    """The gradients of a layer; collective. Rows are dispatched again, with the gradients of their
+    results.
     """
     layer, grad = layer.ready(), adjacent(grad)
     x, chosen, scores, _ = layer
-    visited = _Visited(layer)
-    rows = Rows(lambda tokens: _taken(tokens, x, chosen, scores, grad), visited, layer.wide)
-    found = visit(chosen, rows, options, world)
+    weight = _GradientWeight(layer)
+    rows = Rows(lambda tokens: _taken(tokens, x, chosen, scores, grad), weight, layer.wide)
+    found = dispatch_and_combine(chosen, rows, options, world)
     # one operator's results share no memory
     for_x, for_scores = (
-        part.clone(memory_format=torch.contiguous_format) for part in found.split(visited.parts, 1)
+        part.clone(memory_format=torch.contiguous_format) for part in found.split(weight.parts, 1)
     )
-    return for_x, for_scores, visited.for_gate_up, visited.for_down
+    return for_x, for_scores, weight.for_gate_up, weight.for_down
 
 
 def _taken(tokens: Tensor, *matrices: Tensor) -> tuple[Tensor, ...]:
