@@ -22,7 +22,7 @@ from weft.bootstrap.connector import Outbound
 from weft.bootstrap.handshake import Accepted, Caller, NotProved, Peer
 from weft.bootstrap.listener import UNPROVED, Address, Listener, Unproved
 from weft.membership import requests
-from weft.membership.view import Ended, is_gone
+from weft.membership.view import Ended, is_dead
 
 KEY, OTHER = b"k" * 16, b"o" * 16
 TCP = "127.0.0.1"
@@ -367,9 +367,9 @@ def test_a_refusal_from_another_host_says_nothing_of_the_rank():
             while not call.ended:
                 call.advance()
             assert call.refused
-    assert is_gone(Ended(refused=True), here, here)
-    assert not is_gone(Ended(refused=True), there, here)
-    assert not is_gone(Ended(refused=False), here, here)
+    assert is_dead(Ended(refused=True), here, here)
+    assert not is_dead(Ended(refused=True), there, here)
+    assert not is_dead(Ended(refused=False), here, here)
 
 
 @KINDS

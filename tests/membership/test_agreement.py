@@ -1,4 +1,4 @@
-"""One world at most goes on: many courses of deaths, suspensions and firewalls, in which processes run the
+"""One world at most continues: many courses of deaths, suspensions and firewalls, in which processes run the
 agreement as it is; and the page says what the code says.
 """
 
@@ -47,7 +47,7 @@ def test_one_world_at_most_goes_on(hosts, joiners, seeds):
 
 
 def test_two_go_on_where_a_refusal_is_taken_for_the_end_of_a_rank(monkeypatch):
-    monkeypatch.setattr(view, "is_gone", lambda ended, called, own: ended.refused)
+    monkeypatch.setattr(view, "is_dead", lambda ended, called, own: ended.refused)
     assert any(Course([0, 1], seed).run().beside for seed in range(60))
 
 
@@ -86,8 +86,8 @@ def test_a_rank_of_another_decision_is_not_heard():
     assert asked.accepts(known._replace(rank=-1, world=b""))
 
 
-def test_the_request_of_a_rank_that_is_gone_since_does_not_count():
+def test_the_request_of_a_rank_that_is_dead_since_does_not_count():
     with_0, _ = places()
     own = Explorer((0, 0, 0)).handle(1, 2)
-    asked = view.View(with_0, own, 0, 1.0, gone=frozenset({0}))
+    asked = view.View(with_0, own, 0, 1.0, dead=frozenset({0}))
     assert asked.taking_part([view.Request("", 0, with_0.endpoints, own)]) == {}

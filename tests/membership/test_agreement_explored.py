@@ -1,4 +1,4 @@
-"""Who goes on, in every course of a few ranks: the rule holds, and the explorer finds what is wrong with each
+"""Who continues, in every course of a few ranks: the rule holds, and the explorer finds what is wrong with each
 rule that is changed. `python -m pytest -s tests/world/test_agreement_explored.py` prints how many states there
 are; `-m slow` explores the larger ones.
 """
@@ -92,4 +92,4 @@ def test_two_go_on_where_ranks_hear_those_of_another_decision(monkeypatch):
     assert explorer.values[state.processes[2]].said == "PeerTimeout"
     monkeypatch.setattr(View, "accepts", lambda self, request: request.rank != self.rank)
     explorer, state = followed(TWO_DECISIONS + BOTH_GO_ON)
-    assert "two worlds go on" in explorer.wrong(state)
+    assert "two worlds continue" in explorer.wrong(state)

@@ -1,4 +1,4 @@
-"""Ranks that go on after a loss: who they are, what becomes of the old world, and who joins them."""
+"""Ranks that continue after a loss: who they are, what becomes of the old world, and who joins them."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ def suspended_ranks(store, world, suspended):
         for rank, pid in zip(suspended, pids, strict=True):
             os.kill(pid, signal.SIGCONT)
             store.set(f"resumed {rank}", "")
-    # those that went on answer until the others know
+    # those that continued answer until the others know
     store.add("known", 1)
     while store.add("known", 0) < before.ranks:
         time.sleep(0.01)
@@ -307,7 +307,7 @@ def test_a_suspended_rank_is_left_out_and_learns_of_it(suspended):
             assert outcome.result == (alive, sum(alive))
         else:
             assert outcome.result[0] == "Excluded", outcome
-            assert f"the other ranks went on without rank {rank}" in outcome.result[1]
+            assert f"the other ranks continued without rank {rank}" in outcome.result[1]
 
 
 def test_half_of_the_ranks_without_rank_0_do_not_go_on_without_the_others():

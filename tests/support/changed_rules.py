@@ -1,4 +1,6 @@
-"""Rules of the agreement on who goes on, each changed in one way: the explorer must find what goes wrong."""
+"""Rules of the agreement on who continues, each with one change: the explorer must find what goes
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ class Changed(NamedTuple):
     name: str
     rule: object
     courses: dict[str, object]
-    shows: str = "two worlds go on"
+    shows: str = "two worlds continue"
     slow: bool = False
 
 
@@ -45,12 +47,12 @@ def _forgets(self, who, process, effects):
 
 def _told_of_unknown(self, told):
     known = {*range(len(self.membership.handles))} - {self.rank}
-    return self._replace(gone=self.gone | (told.gone | told.unknown) & known)
+    return self._replace(dead=self.dead | (told.dead | told.unknown) & known)
 
 
 def _without_asking(self, told):
-    gone = told.gone & {*range(len(self.membership.handles))} - {self.rank}
-    return self._replace(gone=self.gone | gone)
+    dead = told.dead & {*range(len(self.membership.handles))} - {self.rank}
+    return self._replace(dead=self.dead | dead)
 
 
 def _made_without_doubt(self, who, process, effects, right=Explorer._made):
@@ -61,14 +63,14 @@ RULES = [
     Changed(
         "a refusal between hosts is believed",
         view,
-        "is_gone",
+        "is_dead",
         lambda ended, called, own: ended.refused,
         {"hosts": (0, 1), "breaks": 1},
     ),
     Changed(
         "every end of a call on this host is believed",
         view,
-        "is_gone",
+        "is_dead",
         lambda ended, called, own: called.info.host == own.info.host,
         {"hosts": (0, 0)},
     ),
@@ -85,19 +87,19 @@ RULES = [
         "_most",
         lambda some, ranks: 2 * len(some) > ranks,
         {"hosts": (0, 1), "live": True},
-        "can talk and do not go on",
+        "can talk and do not continue",
     ),
     Changed(
-        "any that take part go on after the time limit",
+        "any that take part continue after the time limit",
         Membership,
-        "may_go_on",
+        "may_continue",
         lambda self, ranks: True,
         {"hosts": (0, 1)},
     ),
     Changed(
         "only the decided world is counted",
         Membership,
-        "may_go_on",
+        "may_continue",
         lambda self, ranks: membership._most(ranks, len(self.handles)),
         {"hosts": (0, 0, 0)},
         slow=True,
@@ -115,7 +117,7 @@ RULES = [
         "lower",
         property(lambda self: frozenset()),
         {"hosts": (0, 0), "live": True},
-        "do not go on at once",
+        "do not continue at once",
     ),
     Changed(
         "a leader does not wait",
@@ -123,7 +125,7 @@ RULES = [
         "decision",
         _decision(patient=False),
         {"hosts": (0, 0), "live": True},
-        "can talk and do not go on",
+        "can talk and do not continue",
     ),
     Changed(
         "a leader waits for ever",
@@ -142,16 +144,16 @@ RULES = [
         "waits for ever",
     ),
     Changed(
-        "silent ranks are taken for gone",
+        "unresponsive ranks are taken for dead",
         View,
         "missing",
         lambda self, requests: [
-            rank for rank in self.others if rank not in requests and rank not in self.silent
+            rank for rank in self.others if rank not in requests and rank not in self.unresponsive
         ],
         {"hosts": (0, 0)},
     ),
     Changed(
-        "a rank that others wait for in vain is taken for gone",
+        "a rank that others wait for in vain is taken for dead",
         View,
         "_after",
         _told_of_unknown,
@@ -164,7 +166,7 @@ RULES = [
         "_after",
         _without_asking,
         {"hosts": (0, 1, 1), "agreements": 1, "kills": 1, "live": True},
-        "do not go on at once",
+        "do not continue at once",
     ),
     Changed(
         "a rank adopts a second decision",

@@ -131,7 +131,7 @@ class Violation(Exception):
 
 
 _SAID = {
-    "start": "agrees on who goes on",
+    "start": "agrees on who continues",
     "asked": "receives a request of process {0}",
     "answered": "receives an answer of process {0}",
     "called": "calls process {0}",
@@ -353,7 +353,7 @@ class Explorer:
     def _ended(self, who: int, process: Process, effects: list, called: int, refused: bool):
         if process.phase == "joining":
             own = self.handle(who, process.endpoint + 1)
-            if not views.is_gone(Ended(refused), process.calls[called], own):
+            if not views.is_dead(Ended(refused), process.calls[called], own):
                 return process
             process = process._replace(ended=process.ended | {called})
             return process if process.calls else self._fail(process, effects, "PeerLost")
@@ -562,12 +562,12 @@ class Explorer:
             )
         }
         if len(whole) > 1:
-            return "two worlds go on: " + " and ".join(
+            return "two worlds continue: " + " and ".join(
                 str([_owner(each) for each in one.handles]) for one in whole
             )
         for who, process in enumerate(processes):
             if process.phase == "agreeing":
-                for rank in process.view.gone:
+                for rank in process.view.dead:
                     address = process.view.membership.handles[rank].info.address.secret
                     if processes[address[0]].opened(address[1]):
                         return f"process {address[0]} is not gone, as process {who} believes"
@@ -584,7 +584,7 @@ class Explorer:
             for some in itertools.combinations(alive, number):
                 for refuses in (False, True) if several and number < len(self.hosts) else (False,):
                     if found := self._unsettled(state, frozenset(some), refuses):
-                        how = "refused" if refuses else "silent"
+                        how = "refused" if refuses else "unresponsive"
                         return f"{found}; from here on {[*some]} alone, others {how}"
         return ""
 
@@ -603,7 +603,7 @@ class Explorer:
             return ""
         worlds = {process.place for process in ends.values() if process.phase == "made"}
         if len(worlds) != 1 or any(process.phase != "made" for process in ends.values()):
-            return f"processes {votes} can talk and do not go on"
+            return f"processes {votes} can talk and do not continue"
         here = {self.hosts[each] for each in some}
         ended = {
             each for each in range(self.ranks) if self.values[state.processes[each]].phase == "dead"
@@ -611,7 +611,7 @@ class Explorer:
         certain = {*range(self.ranks)} - some <= {
             each for each in ended if self.hosts[each] in here
         }
-        return f"processes {votes} do not go on at once" if passed and certain else ""
+        return f"processes {votes} do not continue at once" if passed and certain else ""
 
     def _settled(self, state: State, some: frozenset[int], refuses: bool) -> tuple[State, bool]:
         """The last state, and whether a time limit passes on the way."""
@@ -718,7 +718,7 @@ class Explorer:
             view = process.view
             known = [
                 f"{name} {sorted(each)}"
-                for name in ("gone", "silent", "called", "answered")
+                for name in ("dead", "unresponsive", "called", "answered")
                 if (each := getattr(view, name))
             ]
             visits = [each for each, request in process.visits if request]

@@ -1,4 +1,4 @@
-"""The agreement of `weft.membership`, carried out by one rank, and the part of a joiner."""
+"""The protocol of `weft.membership` as one rank, or a joiner, executes it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.bootstrap.threads import started
 from weft.errors import Excluded, MismatchError, PeerLost, PeerTimeout, WeftError
 from weft.membership.decision import Decision
 from weft.membership.requests import Client, Requester, Requesters
-from weft.membership.view import Answer, Ended, Request, View, is_gone, joining
+from weft.membership.view import Answer, Ended, Request, View, is_dead, joining
 from weft.outside import printable_lines
 from weft.version import __version__
 
@@ -130,7 +130,7 @@ class Agreement:
         return [requester.request for requester in self.requesters.all if requester.request]
 
     def _step(self) -> Decision | None:
-        """Call whom there is to call; the decision, if this rank leads and can make it."""
+        """Call the ranks that are due; the decision, if this rank leads and can make it."""
         requests = self.view.taking_part(self._requests())
         view = self.view.waiting(requests, self.unanswered.passed)
         if view.leader != self.view.leader:
@@ -147,7 +147,7 @@ class Agreement:
         return None
 
     def _answered(self) -> Decision | None:
-        """The decision in an answer that has arrived. Raises the error that it has."""
+        """The decision in an answer that has arrived, if any. Raises the error in it."""
         for rank, news in self.calls.news():
             if isinstance(news, Ended):
                 self.view = self.view.after_end(rank, news)
@@ -184,7 +184,7 @@ class Agreement:
         requester.send(self.view.answer())
 
     def _share(self) -> None:
-        """Send those with whom this rank is connected what it has learned."""
+        """Send all connected ranks what this one has learned."""
         self.joining = joining(self._requests())
         request = self.view.request(self.joining)
         if request != self._shared:
@@ -200,7 +200,7 @@ class Agreement:
 
 
 def outcome(answer: Answer) -> Decision | None:
-    """The decision of an answer, if it has one. Raises the error that ends the attempt."""
+    """The decision in an answer, if any. Raises the error that ends the attempt."""
     if answer.error:
         kind = next((each for each in _SHARED if each.__name__ == answer.error), WeftError)
         raise kind(printable_lines(answer.text))
@@ -211,7 +211,7 @@ def outcome(answer: Answer) -> Decision | None:
 def left_out(rank: int, decision: Decision) -> Excluded:
     """The error of a rank that is alive and not in a decision."""
     return Excluded(
-        f"the other ranks went on without rank {rank}, which did not answer in time: ranks "
+        f"the other ranks continued without rank {rank}, which did not answer in time: ranks "
         f"{[each for each in decision.previous if each >= 0]} of this world are in the next one; a "
         "process that is left out may join it, by weft.join"
     )
@@ -231,7 +231,7 @@ def join(handles: Sequence[Handle], own: Handle, timeout: float) -> Decision:
             break
         if further.rank_of(own) is not None:
             return further
-        handles = further.handles  # the others went on, and may let it in next
+        handles = further.handles  # the others continued, and may let it in next
     raise PeerTimeout(
         f"this process waited {timeout:g} s to join: the ranks of the world have not called grow "
         "(give a larger timeout=), or none of those on other hosts is left (take a new "
@@ -251,13 +251,13 @@ def _further(calls: _Calls, deadline: _native.Deadline) -> Decision | None:
     while not deadline.passed:
         for rank, news in calls.news():
             if isinstance(news, Ended):
-                left -= {rank} if is_gone(news, calls.handles[rank], calls.own) else set()
+                left -= {rank} if is_dead(news, calls.handles[rank], calls.own) else set()
             elif (found := outcome(news)) is not None:
                 return found
         if not left:
             raise PeerLost(
-                "no rank of the invitation is left: they have ended, or went on in another world; "
-                "take an invitation of that one"
+                "no rank of the invitation is left: they have ended, or continued in another "
+                "world; take an invitation of that one"
             )
         calls.call(left, request)
         poll(calls.polled(), calls.patience)

@@ -1,4 +1,4 @@
-"""Decisions on the ranks of the next world, and the place of a rank in one."""
+"""Decisions on the ranks of the next world, and the membership of a rank in one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from weft.bootstrap.endpoint import Endpoint, Handle
 class Decision(NamedTuple):
     """The ranks of the next world, `name`: the handle of each, its rank before, -1 for a joiner,
     and its global rank. `made_ranks` is the number of ranks of the last world that was made, `made`
-    the number there of each rank, -1 if it was none; `doubtful` tells whether a rank of it that may
-    be alive was left out. `joiners` were to join.
+    the number of each rank there, -1 for a joiner; `doubtful` is whether a rank of it that may be
+    alive was left out. `joiners` is the number of processes that were to join.
     """
 
     name: str
@@ -37,8 +37,8 @@ class Decision(NamedTuple):
 @dataclass
 class Membership:
     """A rank's place in the world `name`, or in one that was decided and not yet made: the handles
-    of all ranks and this one's `endpoint`. `in_doubt` tells of a world that is made whether a rank
-    was left out that may be alive, and know of this endpoint. The rest is as of `Decision`.
+    of all ranks and this one's `endpoint`. `in_doubt`, of a world that is made: whether a rank was
+    left out that may be alive and know this endpoint. The other fields are those of `Decision`.
     """
 
     name: str
@@ -75,8 +75,8 @@ class Membership:
 
     @functools.cached_property
     def endpoints(self) -> bytes:
-        """Of all ranks, by which the world is known. A rank has one endpoint for all decisions that
-        it may be in, of which it adopts one, and is of another rank in others.
+        """The endpoints of all ranks, which identify the world. A rank has one endpoint in all
+        decisions that include it, and adopts one of them.
         """
         secrets = [each.info.address.secret for each in self.handles]
         return hashlib.sha256(b"".join(secrets)).digest()[:16]
@@ -85,7 +85,7 @@ class Membership:
     def several_hosts(self) -> bool:
         return len({each.info.host for each in self.handles}) > 1
 
-    def may_go_on(self, ranks: Sequence[int]) -> bool:
+    def may_continue(self, ranks: Sequence[int]) -> bool:
         """Whether these ranks may continue although others may be alive."""
         made = [self.made[rank] for rank in ranks if self.made[rank] >= 0]
         return _most(made, self.made_ranks) and _most(ranks, len(self.handles))
@@ -99,7 +99,7 @@ class Membership:
         doubt: bool,
     ) -> Decision:
         """The decision that `ranks`, with these new handles, continue with those `joining`, which
-        take the lowest free global ranks. The order is that of global ranks.
+        take the lowest free global ranks. Ranks are ordered by global rank.
         """
         taken = {self.global_ranks[rank] for rank in ranks}
         free = (number for number in range(len(taken) + len(joining)) if number not in taken)

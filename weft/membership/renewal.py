@@ -38,9 +38,9 @@ def renew(
     adopt: Callable[[Membership], object],
     left: Collection[int],
 ) -> tuple[World, list[LateResponder]]:
-    """The world after that of `membership`, with so many `joiners`, and the endpoints that are kept
-    for ranks that were left out. `adopt` is called with the place in each world that was decided;
-    `left` are ranks that have said that they leave for good.
+    """The successor of the world of `membership`, with this number of `joiners`, and the endpoints
+    that are kept for ranks that were left out. `adopt` is called with the membership in each
+    decided world; `left` are ranks that have announced that they leave for good.
 
     Raises as `Agreement.run`, and as `make` if the same ranks fail to make their world again.
     """
@@ -64,7 +64,7 @@ def follow(
     kept: Sequence[LateResponder] = (),
     in_doubt: bool = False,
 ) -> tuple[World, list[LateResponder]]:
-    """As `renew`, from a decision on, in which this process has the endpoint `own`."""
+    """As `renew`, starting from a decision in which this process has the endpoint `own`."""
     kept = [*kept]
     again = False  # whether the same ranks have failed to make their world before
     with contextlib.ExitStack() as unless_made:
@@ -160,7 +160,7 @@ def _value(text: str, kind: type[Kind], what: str) -> Kind:
 
 
 def _decompressed(data: bytes) -> bytes:
-    """What was compressed, of a bounded size. Raises `ValueError` for more."""
+    """The decompressed text, of a bounded size. Raises `ValueError` for more."""
     expanded = zlib.decompressobj().decompress(data, _LONGEST + 1)
     if len(expanded) > _LONGEST:
         raise ValueError(f"it expands to more than {_LONGEST >> 20} MiB")

@@ -25,16 +25,15 @@ from weft.membership.view import Answer, Request
 
 _LENGTH = struct.Struct("<I")
 _PACKET = 1 << 15  # bytes sent at a time: a packet of a Unix socket is read as a whole
-_STALLED = 2.0  # seconds after which a process that takes no message is given up
+_STALLED = 2.0  # seconds after which a process that accepts no message is given up
 _REFUSED = (errno.ECONNREFUSED, errno.ENOENT)
 _AGAIN = 0.005  # seconds until a rank whose connection has ended is called again
 _AGAIN_REFUSED = 0.1  # … if it was refused
 
 
 class Connection:
-    """A connection with a process at the other end, from which messages are read as they arrive.
-
-    `ended` once the other end is closed, or has sent what cannot be read.
+    """A connection from which messages are read as they arrive. `ended` once the other end has
+    closed it or sent an unreadable message.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -43,7 +42,7 @@ class Connection:
         self._read = bytearray()
 
     def send(self, message: object) -> None:
-        """Send a message; a process that does not take it is given up."""
+        """Send a message; a process that does not accept it is given up."""
         body = encode(message)
         data = memoryview(_LENGTH.pack(len(body)) + body)
         self.connection.settimeout(_STALLED)
@@ -99,9 +98,7 @@ class Client(Connection):
         self.again = 0.0  # the time at which a call that has ended may be made again
 
     def advance(self) -> bool:
-        """Go on as far as possible without waiting; whether it is connected now and was not
-        before.
-        """
+        """Proceed without blocking; whether it is connected now and was not before."""
         if self.connected or self.ended:
             return False
         try:
@@ -119,7 +116,7 @@ class Client(Connection):
         self.again = time.monotonic() + again
 
     def answers(self) -> list[Answer]:
-        """The answers that have arrived, of which each is read as far as it is one."""
+        """The answers that have arrived."""
         found = list[Answer]()
         for message in self.receive() if self.connected else ():
             try:
@@ -182,8 +179,8 @@ class Requesters:
             each.most = UNPROVED + ranks
 
     def requested(self) -> list[Requester]:
-        """Accept those that wait, and drop those that have left; those with a new request. Raises
-        `WeftError` if this process lacks files to let one in.
+        """Accept waiting connections and drop closed ones; those with a new request. Raises
+        `WeftError` if this process lacks file descriptors.
         """
         for unproved in self._unproved:
             try:
