@@ -1,4 +1,4 @@
-"""Training with data parallelism that loses a rank to SIGKILL, and goes on with the others.
+"""Training with data parallelism that loses a rank to SIGKILL, and continues with the others.
 
     python examples/elastic.py --ranks 3
 
@@ -99,7 +99,7 @@ def train(steps: int, victim: int, at: int, folder: Path, start: Path | None) ->
                 reason = str(error).strip().splitlines()[0][:90]
                 print(f"lost a rank before step {first} ended: {reason}")
                 print(
-                    f"ranks {[*world.global_ranks]} go on from step {first} after "
+                    f"ranks {[*world.global_ranks]} continue from step {first} after "
                     f"{1e3 * (time.perf_counter() - lost):.0f} ms"
                 )
                 torch.save(states[0], folder / "state.pt")
@@ -123,7 +123,7 @@ def main(
     folder: Annotated[Path | None, typer.Option(hidden=True)] = None,
     start: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Train, lose a rank, go on, and compare with a run of the others alone."""
+    """Train, lose a rank, continue, and compare with a run of the others alone."""
     if folder is not None:  # a rank
         train(steps, victim, at, folder, start)
         return

@@ -48,8 +48,8 @@ def check_tensor(tensor: object, argument: str, traced: bool = False) -> None:
     """Raise `TypeError` or `ValueError` unless `tensor` is plain: its memory holds its elements and
     all that torch computes with.
 
-    Subclasses other than `torch.nn.Parameter` are refused, even with plain memory, since they may
-    redefine their elements. Sparse and nested tensors are refused too, conjugate and negative
+    Subclasses other than `torch.nn.Parameter` are rejected, even with plain memory, since they may
+    redefine their elements. Sparse and nested tensors are rejected too, conjugate and negative
     views, which are computed only when they are read, tensors that stand for others in a transform
     of torch.func or have a tangent, and all tensors while torch traces operators. With `traced`,
     for calls of operators of torch, they may be those of a trace.

@@ -105,8 +105,8 @@ class PeerTimeout(WeftError, TimeoutError):
 
 
 class Excluded(WeftError):
-    """The other ranks of a world went on in the next one without this rank, which is alive, but did
-    not answer in time; see `World.shrink`.
+    """The other ranks continued in the next world without this rank, which is alive but did not
+    answer in time; see `World.shrink`.
 
     Examples:
         >>> from concurrent.futures import ThreadPoolExecutor
@@ -118,13 +118,13 @@ class Excluded(WeftError):
         >>> second.shrink()
         Traceback (most recent call last):
             ...
-        weft.errors.Excluded: the other ranks went on without rank 1, which ...
+        weft.errors.Excluded: the other ranks continued without rank 1, which ...
     """
 
 
 class MismatchError(WeftError):
     """The ranks did not make the same call; the message shows the difference and both calls, or the
-    error by which a rank refuses it.
+    error by which a rank rejects it.
 
     Algorithms and plans are logged at level DEBUG of the logger ``weft``, and shown in the message
     if nothing else differs. `calls` are the calls shown, by rank.
@@ -180,12 +180,12 @@ class MismatchError(WeftError):
         return cls(f"the ranks do not make the same call: {why}{''.join(lines)}")
 
     @classmethod
-    def refused(cls, rank: int, call: str, peer: int, why: str) -> MismatchError:
-        """The error of a rank whose call a peer refuses, by the error `why`."""
+    def rejected(cls, rank: int, call: str, peer: int, why: str) -> MismatchError:
+        """The error of a rank whose call a peer rejects, with the error `why`."""
         own, _, _ = call.partition("\n")
         lines = {rank: f"rank {rank}: {own}", peer: f"rank {peer} raised {why}"}
         shown = "".join(f"\n  {line}" for _, line in sorted(lines.items()))
-        return cls(f"the ranks do not make the same call: rank {peer} refuses it{shown}")
+        return cls(f"the ranks do not make the same call: rank {peer} rejects it{shown}")
 
 
 _CALL = re.compile(r"\n  rank (\d+): (.*)")

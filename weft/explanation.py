@@ -33,8 +33,8 @@ def explain(
     `operator` is the name of a fused operator, such as ``matmul_all_reduce``, or of a collective,
     such as ``all_gather``, which has no `b`; `options` are the operator's, without `out` and
     `timeout`. Of ``moe`` a are the tokens and b the experts, and `chosen` and `scores` are options;
-    if each rank has tokens of its own, the text is on a call in which all ranks have as many rows
-    for each other as this one. Other calls whose sizes ranks tell each other, by split sizes, are a
+    if the ranks have different tokens, the text is on a call in which all ranks have as many rows
+    for each other as this one. Other calls whose sizes ranks exchange, by split sizes, are a
     `ValueError`. Raises the `ValueError` or `TypeError` that the operator would raise.
 
     Examples:

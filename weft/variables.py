@@ -1,4 +1,4 @@
-"""The environment variables of weft that have few values. A wrong one is refused where weft is
+"""The environment variables of weft that have few values. A wrong one is rejected where weft is
 first used, not where it is imported: torch imports it too, to look for its backend.
 """
 

@@ -168,9 +168,9 @@ def test_peers_read_one_buffer():
 
 def forbidden(first):
     """If one rank may not read its peers' memory, no rank does."""
-    refuse = peer_memory.refusal
+    refuse = peer_memory.rejection
     if first.rank == 1:
-        peer_memory.refusal = lambda pids, probes: refuse(pids, probes) or "it is not to"
+        peer_memory.rejection = lambda pids, probes: refuse(pids, probes) or "it is not to"
     world = remade()
     assert (world.reads_memory, world.placement.staging_reason) == (
         False,
@@ -208,15 +208,17 @@ def test_a_peer_that_cannot_be_read():
 def test_why_memory_cannot_be_read():
     number = torch.tensor([7])
     own = Probe(7, number.data_ptr())
-    assert peer_memory.refusal([os.getpid()], [own]) == ""
-    assert peer_memory.refusal([os.getpid()] * 2, [own, Probe()]) == "rank 1 has WEFT_READ_PEERS=0"
-    assert "another process namespace" in peer_memory.refusal(
+    assert peer_memory.rejection([os.getpid()], [own]) == ""
+    assert (
+        peer_memory.rejection([os.getpid()] * 2, [own, Probe()]) == "rank 1 has WEFT_READ_PEERS=0"
+    )
+    assert "another process namespace" in peer_memory.rejection(
         [os.getpid()], [Probe(8, number.data_ptr())]
     )
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     assert (
-        peer_memory.refusal([child.pid], [own])
+        peer_memory.rejection([child.pid], [own])
         == f"process {child.pid} cannot be read: No such process"
     )
 

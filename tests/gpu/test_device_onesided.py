@@ -54,7 +54,7 @@ def completed_by_close(world: World) -> None:
     assert all(transfer.done() for transfer in last)
 
 
-def refused(world: World) -> None:
+def rejected(world: World) -> None:
     memory, plain, signals = world.empty(4, 4).fill_(7), torch.zeros(4, 4), world.signals(2, "s")
     kernels = world.backend.products == "triton"
     calls = [
@@ -83,7 +83,7 @@ def refused(world: World) -> None:
         with pytest.raises(kind, match=words):
             call()
     weft.barrier()
-    assert bool((memory == 7).all()), "a refused call moves nothing"
+    assert bool((memory == 7).all()), "a rejected call moves nothing"
     assert signals[:] == [0, 0], "and raises nothing"
 
 
@@ -111,7 +111,7 @@ def on_lanes() -> None:
     for dtype in (torch.uint8, torch.bfloat16, torch.complex128):
         onesided.every_view_to_every_peer(world, dtype)
     onesided.unaligned(world)
-    refused(world)
+    rejected(world)
     onesided.examples(world, onesided.SOURCE, onesided.EXAMPLES)
     completed_by_close(world)
 
@@ -204,7 +204,7 @@ def signals_by_kernel(world: World) -> None:
 
 def every_call() -> None:
     world = weft.init()
-    refused(world)
+    rejected(world)
     rows_by_kernel(world, torch.uint8, torch.bfloat16, torch.float64)
     tiles_by_kernel(world)
     onesided.examples(world, onesided.SOURCE, ["publish", "mailbox", "overlapped"])

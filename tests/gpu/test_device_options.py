@@ -1,5 +1,5 @@
 """Options of devices: tiles, SMs of products and copies, and links, without a GPU: as threads and
-processes under Triton's interpreter, and their refusals.
+processes under Triton's interpreter, and their rejections.
 """
 
 from collections.abc import Callable
@@ -64,7 +64,7 @@ def algorithms(operator: str) -> list[str]:
 
 def every_algorithm(options: DeviceOptions, expected: dict[str, list[str]]) -> None:
     """The algorithms that honour these options are those expected, and exact; auto is one of them,
-    and others are refused before anything is sent.
+    and others are rejected before anything is sent.
     """
     world = current()
     world.configure(options)

@@ -100,8 +100,8 @@ def every_operator(rows: tuple[int, ...]) -> None:
         sums(rows, algorithm, reduced, (torch.bfloat16, torch.float32)[call % 2], call)
 
 
-def refused() -> None:
-    """Operands that the kernel cannot multiply are refused before anything is sent: the world stays
+def rejected() -> None:
+    """Operands that the kernel cannot multiply are rejected before anything is sent: the world stays
     usable.
     """
     a, b = torch.ones(4, 16), torch.ones(16, 8)
@@ -162,7 +162,7 @@ def in_local_worlds(_: World) -> None:
     with weft.local_world(3, products="triton", timeout=10) as local:
         local.run(every_operator, (0, 9, 18))
     with weft.local_world(2, products="triton", timeout=10) as local:
-        for check in (refused, recorded, late):
+        for check in (rejected, recorded, late):
             local.run(check)
 
 

@@ -155,8 +155,8 @@ def widths() -> None:
     assert made == [(4, False)]  # 12 bytes of each rank
 
 
-def refused() -> None:
-    """Options that the kernel does not have are refused before anything is sent."""
+def rejected() -> None:
+    """Options that the kernel does not have are rejected before anything is sent."""
     world = current()
     a, out = torch.ones(4, 4), world.empty(4 * world.ranks, 8)
     for options, why in (
@@ -220,7 +220,7 @@ def in_local_worlds(_: World) -> None:
             local.run(check)
     with weft.local_world(1, products="triton", timeout=10) as local:
         local.run(other_shapes)
-    for check in (refused, recorded, different, late):
+    for check in (rejected, recorded, different, late):
         with weft.local_world(2, products="triton", timeout=10) as local:
             local.run(check)
 
@@ -245,7 +245,7 @@ def test_processes() -> None:
 
 
 def test_worlds_without_kernels_refuse_them() -> None:
-    """They say what would do, and the plan itself is refused as well."""
+    """They say what would do, and the plan itself is rejected as well."""
     for streams in (False, True):
         with weft.local_world(1, streams=streams) as local:
             local.run(without_kernels)

@@ -80,7 +80,7 @@ def late(world: World, kernels, symmetric) -> None:
 
 
 def by_the_clock(kernels, symmetric) -> None:
-    """Waits end after their limit by the clock, which here goes on by a second each time it is
+    """Waits end after their limit by the clock, which here advances by a second each time it is
     read; a counter is raised at its tenth second.
     """
     from weft.gpu.kernels import clock, signals

@@ -373,7 +373,7 @@ def test_every_tile(target: str, tile: Tile, factor: str, out: str) -> None:
     try:
         sizes(tile, not target.startswith("sm"), wide)
     except ValueError:
-        pytest.skip("refused here")
+        pytest.skip("rejected here")
     for flags in (
         {"BIAS": True},
         {"BIAS": True, "wide": False},

@@ -54,7 +54,7 @@ def gradients(world, sizes, of_rows, of_weights, of_biases, dtype=torch.float64,
         found = [y, *[x.grad] * of_rows]
         for number, tensors in ((of_weights, b), (of_biases, v)):
             found += [each.grad for each in tensors[: len(own)]] * number
-            assert own or not number or not tensors[0].grad.any()  # nothing has visited it
+            assert own or not number or not tensors[0].grad.any()  # nothing has transposed it
         if not tolerance:
             assert_same(found, wanted)
         for one, other in zip(found, wanted, strict=True):
@@ -132,7 +132,7 @@ def compiled_visits(world):
         (a, [b] * number, [v] * number, *choices, None, world.name),
     )
     torch.library.opcheck(
-        torch.ops.weft.visit_gradients.default,
+        torch.ops.weft.round_trip_gradients.default,
         (
             torch.randn(3, 5),
             a.detach(),

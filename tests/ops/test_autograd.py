@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import weft
 import weft.nn
-from weft.ops import equal
+from weft.ops import conjugates
 from weft.world import init_by_store
 
 SUMS = ("sum", "avg")
@@ -157,7 +157,9 @@ def sums(world):
     found = parts = leaves(*everyones(torch.randn(3).double()))
     own = y = parts[world.rank]
     for _ in range(3):
-        used = equal.apart(equal.total(y.sin(), world.name), world.name) * (1 + world.rank)
+        used = conjugates.copy_to_ranks(
+            conjugates.reduce_from_ranks(y.sin(), world.name), world.name
+        ) * (1 + world.rank)
         total = sum(part.sin() for part in found)
         all_used = [total * (1 + rank) for rank in range(world.ranks)]
         (y,) = torch.autograd.grad(used.sin().sum(), own, create_graph=True)

@@ -272,7 +272,7 @@ def bad_arguments(world):
         weft.all_to_all(
             a, input_split_sizes=[1, 3], output_split_sizes=[2, 2] if world.rank else [1, 1]
         )
-    assert torch.equal(weft.all_reduce(a), 2 * a), "nothing was sent: the world goes on"
+    assert torch.equal(weft.all_reduce(a), 2 * a), "nothing was sent: the world continues"
 
 
 def few_rows(world):

@@ -17,7 +17,7 @@ import weft
 from weft.engines import engine
 from weft.ops import driver
 from weft.ops.records import AllToAllMatmul, MatmulAllToAll
-from weft.schedules.exchanges import Way
+from weft.schedules.exchanges import Direction
 
 
 def one_weight(world):
@@ -50,7 +50,7 @@ def test_a_single_weight():
 
 
 def wrong(world):
-    """Every rank raises an error that tells what to do, and the world goes on."""
+    """Every rank raises an error that tells what to do, and the world continues."""
     a, b = torch.ones(4, 2), torch.ones(2, 3)
     expected = [[1, 1], [3, 2]][world.rank]
     with pytest.raises(ValueError, match="rank 1 sends rank 1 3 rows, but rank 1 expects 2 rows"):
@@ -102,7 +102,7 @@ def seen_before(world):
         counts = every[seed % 3]
         rows = inputs(counts, 6, seed)
         (own,) = taken(rows, counts, [rank])
-        sent, received = counts[rank], Way.plain(ranks).received(counts)[rank]
+        sent, received = counts[rank], Direction.plain(ranks).received(counts)[rank]
         assert torch.equal(weft.all_to_all(rows[rank], input_split_sizes=sent), own)
         made = weft.all_to_all_matmul(rows[rank], b, input_split_sizes=sent)
         torch.testing.assert_close(made, own @ b)
@@ -210,8 +210,8 @@ def both_ways(a, b, c, sent, received, experts, world):
 def compiled(world, experts):
     """Forward and backward in one graph each, as in eager mode; a rank without experts, too."""
     counts = [[2, 1], [0, 3]]
-    way = Way(experts or (1, 1))
-    sent, received = counts[world.rank], way.received(counts)[world.rank]
+    direction = Direction(experts or (1, 1))
+    sent, received = counts[world.rank], direction.received(counts)[world.rank]
     torch.manual_seed(world.rank)
     tensors = [torch.randn(3, 4), torch.randn(4, 5), torch.randn(5, 4)]
     results = []
@@ -223,7 +223,7 @@ def compiled(world, experts):
         results.append([y, a.grad, b.grad, c.grad])
     torch.testing.assert_close(*results)
     a, b, c = leaves(*tensors)
-    number = max(1, way.experts[world.rank])
+    number = max(1, direction.experts[world.rank])
     given = {"experts_of_ranks": experts, "output_split_sizes": received}
     sizes = AllToAllMatmul(input_split_sizes=sent, keep=True, **given)
     biases = [torch.ones(5)] * number

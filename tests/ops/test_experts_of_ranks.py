@@ -199,7 +199,7 @@ def test_equal_parts_for_others_numbers_of_experts():
 
 
 def wrong(world):
-    """Every rank raises an error that tells what to do, and the world goes on."""
+    """Every rank raises an error that tells what to do, and the world continues."""
     a, b = torch.ones(4, 2), torch.ones(2, 3)
     rank = world.rank
     for numbers, message in {

@@ -19,7 +19,7 @@ from weft.plan.proof import verify
 from weft.plan.sized import problems
 from weft.schedules.all_to_all import all_to_all
 from weft.schedules.counts import counts
-from weft.schedules.exchanges import Blocks, Way
+from weft.schedules.exchanges import Blocks, Direction
 from weft.schedules.levels import flat, nested
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Request
@@ -245,11 +245,11 @@ def visit(inputs, matrix, weights):
 @given(matrices())
 def test_what_returns_is_what_was_given(drawn):
     experts, _, there, back = drawn
-    assert Way(experts, back=True).received(Way(experts).received(there)) == there
-    assert Way(experts).received(Way(experts, back=True).received(back)) == back
-    for way, matrix in ((Way(experts), there), (Way(experts, back=True), back)):
-        received = way.received(matrix)
-        assert [way.parts(rank) for rank in range(len(experts))] == [
+    assert Direction(experts, back=True).received(Direction(experts).received(there)) == there
+    assert Direction(experts).received(Direction(experts, back=True).received(back)) == back
+    for direction, matrix in ((Direction(experts), there), (Direction(experts, back=True), back)):
+        received = direction.received(matrix)
+        assert [direction.parts(rank) for rank in range(len(experts))] == [
             (len(given), len(taken)) for given, taken in zip(matrix, received, strict=True)
         ]
 

@@ -28,7 +28,7 @@ def within(handler, call):
 
 
 def interrupted(_, kind):
-    """It is no part of the group's calls, so the group goes on."""
+    """It is no part of the group's calls, so the group continues."""
     if dist.get_rank() == 0:
 
         def stop():

@@ -1,7 +1,7 @@
 """Many courses of worlds that follow each other: processes run `weft.membership.renewal` and `.agreement` as
 they are, over a network, a clock and deaths that a seed decides, in one thread.
 
-Each process is a greenlet, which goes on with the others wherever it would wait. A message arrives at any
+Each process is a greenlet, which continues with the others wherever it would wait. A message arrives at any
 later time, or not before a partition heals; firewalls drop or refuse; a process dies, is suspended for a
 while, or comes late. A rank has made a world once all of its ranks have come to make it, as far as this
 one can see then: so it may be made for some, and not for others.

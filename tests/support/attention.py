@@ -87,7 +87,7 @@ def ring_attention(
     """The plan for ranks that have these numbers of rows of queries, and of keys and values; or, if
     it is `over_blocks`, these equal numbers of blocks.
 
-    A rank attends to the rows in one slot while they go on to the next rank, and other rows arrive
+    A rank attends to the rows in one slot while they continue to the next rank, and other rows arrive
     in the other slot.
     """
     ranks, room = len(queries), max(keys)

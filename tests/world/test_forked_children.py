@@ -17,7 +17,7 @@ from support.ranks import die, group, on_ranks, start
 import weft
 
 OF_ITS_OWN = (
-    ": a forked child makes a world of its own, or none; call from the parent, or start children "
+    ": a forked child makes its own world, or none; call from the parent, or start children "
     'by spawn, as DataLoader(multiprocessing_context="spawn") does'
 )
 

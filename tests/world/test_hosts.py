@@ -151,7 +151,7 @@ def test_a_host_that_is_cut_off_and_the_next_job(two_by_two, two_hosts, tmp_path
     "how", ["reject with tcp reset", "reject with icmp type port-unreachable", "drop"]
 )
 def test_a_firewall_that_begins_in_the_midst_of_a_job(two_hosts, tmp_path, how, heals):
-    """One world at most goes on: that of rank 0, or that of all once the firewall is gone."""
+    """One world at most continues: that of rank 0, or that of all once the firewall is gone."""
     if heals:
         (tmp_path / "heals").touch()
     two_hosts.start(SCRIPT, 1, "behind_a_firewall", tmp_path)

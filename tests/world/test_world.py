@@ -153,7 +153,7 @@ def test_different_requests_are_a_mismatch():
 def too_much_memory(world):
     with pytest.raises(weft.SymmetricMemoryError, match=r"rank 0: .* bytes requested.*; rank 1: "):
         world.empty(1 << 50, dtype=torch.uint8)
-    assert world.empty(4).shape == (4,), "the world goes on"
+    assert world.empty(4).shape == (4,), "the world continues"
 
 
 def test_lack_of_memory_is_an_error_on_every_rank():

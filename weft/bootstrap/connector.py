@@ -1,4 +1,4 @@
-"""Connections between ranks, one for every two of them that need one."""
+"""Connections between ranks, one for each pair that needs one."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from weft.errors import PeerLost, PeerTimeout, WeftError
 
 _RANK = struct.Struct("<i")  # that connects
 _CONFIRMED = b"\1"  # sent by the rank that accepts a connection
-_HANG_UPS = 3  # of a peer that accepts connections, until it is taken for lost
+_HANG_UPS = 3  # until a peer that accepts connections counts as lost
 _LOOK = 0.1  # seconds between looks at a time limit
 _RETRY = 0.01  # seconds after which a peer with a full backlog is tried again
 
 
 class Outbound:
-    """A connection that this rank opens to a peer: `connected` once both have proved themselves,
-    and the peer has confirmed it.
+    """A connection that this rank opens to a peer: `connected` once both ends are authenticated and
+    the peer has confirmed it.
     """
 
     def __init__(self, rank: int, peer: int, pid: int, address: Address) -> None:
@@ -39,7 +39,7 @@ class Outbound:
         return Opening(self.address, self.address.secret, _RANK.pack(self.rank))
 
     def advance(self) -> None:
-        """Connect and prove this rank, as far as possible without waiting."""
+        """Connect and authenticate, without blocking."""
         try:
             proved = self.opening.proved or self.opening.advance()
             self.connected = proved and self._confirmed()
@@ -136,7 +136,7 @@ class Connector:
             self._open(peer)
 
     def advance(self) -> None:
-        """Accept connections, and go on with all as far as possible without waiting."""
+        """Accept connections, and advance all without blocking."""
         try:
             for each in self._unproved.proved():  # first: a peer may hang up once it is connected
                 self._identify(each)
@@ -200,7 +200,7 @@ class Connector:
             self._deferred[peer] = connection
 
     def _drop(self, peer: int) -> None:
-        """Give up the connection that this rank opens to a peer."""
+        """Drop the connection that this rank is opening to a peer."""
         if peer in self._outbound:
             self._outbound.pop(peer).opening.close()
 
@@ -211,7 +211,7 @@ class Connector:
 
     @property
     def patience(self) -> float:
-        """The seconds after which to go on, whatever the descriptors tell."""
+        """The seconds after which to advance again, even if no descriptor is ready."""
         if not all(each.opening.started for each in self._outbound.values()):
             return _RETRY
         return _LOOK if self._outbound else PROVING
@@ -235,7 +235,7 @@ def connect(
 ) -> dict[int, socket.socket]:
     """Connect to all `peers`, given by pid and address; connections of other processes delay none.
 
-    Raises `PeerTimeout` naming ranks that did not connect, `PeerLost` one that is gone, `WeftError`
+    Raises `PeerTimeout` naming ranks that did not connect, `PeerLost` one that is dead, `WeftError`
     one that another user runs.
     """
     connections = dict[int, socket.socket]()

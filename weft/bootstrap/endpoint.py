@@ -41,14 +41,14 @@ class Handle(NamedTuple):
         return Handle(self.info._replace(address=here), outside)
 
     def address_from(self, host: str) -> Address | None:
-        """The address for processes on a host, None if it is not known there."""
+        """The address for processes on that host, None if there is none."""
         if self.info.host == host:
             return self.info.address
         return self.outside if self.outside.port else None
 
 
 class Known:
-    """The rendezvous of ranks that have each other's handles already."""
+    """The rendezvous of ranks that already have each other's handles."""
 
     def __init__(self, rank: int, handles: Sequence[Handle]) -> None:
         self.rank = rank
@@ -61,7 +61,7 @@ class Known:
         yield [each.info if of_process else each.outside for each in self.handles]
 
     def give_up(self, error: BaseException) -> None:
-        """Nobody waits for this rank's records."""
+        """Do nothing: nobody waits for this rank's records."""
 
 
 Rendezvous = StoreRendezvous | Known
@@ -120,7 +120,7 @@ class Endpoint:
 
     @property
     def listeners(self) -> list[Listener]:
-        """Those that take requests of ranks that agree on the next world."""
+        """The listeners for requests of ranks that agree on the next world."""
         return [self.here, *([self.outside] if self.outside else [])]
 
     @property
@@ -150,7 +150,7 @@ class Endpoint:
         return self.here.socket.fileno() < 0
 
     def close(self) -> None:
-        """Refuse all connections from now on: to others this process is gone."""
+        """Reject all connections from now on: to others this process has ended."""
         for listener in self._open:
             listener.close()
 
@@ -160,7 +160,7 @@ class Endpoint:
 
 
 def key(address: Address) -> bytes:
-    """What a message to an endpoint begins with; connections of a world begin with the secret
+    """The key that messages to an endpoint begin with; connections of a world begin with the secret
     itself.
     """
     return hashlib.sha256(b"endpoint" + address.secret).digest()[:16]

@@ -72,7 +72,7 @@ class Peer:
         return self._ended
 
     def polled(self) -> list[tuple[int, int]]:
-        """The descriptor and the event that tell of its end."""
+        """The descriptor and the event that signal its end."""
         return [(self._process, select.POLLIN)] if self._process >= 0 else []
 
     def close(self) -> None:
@@ -121,9 +121,7 @@ class Caller(_End):
         self._send(self._first)
 
     def advance(self) -> bool:
-        """Go on as far as possible without waiting; `proved`. Raises `NotProved`, or another
-        `OSError`.
-        """
+        """Proceed without blocking; `proved`. Raises `NotProved`, or another `OSError`."""
         if not self.proved and self._receive(_SECOND):
             number, theirs = self._received[:_NUMBER], self._received[_NUMBER:]
             if not hmac.compare_digest(theirs, _hash(self._key, b"listener", self._first, number)):
@@ -173,7 +171,7 @@ class Accepted(_End):
 
 
 def name_of(key: bytes) -> bytes:
-    """A name that does not tell the key."""
+    """A name that does not reveal the key."""
     return hashlib.sha256(b"name" + key).digest()[:_NAME]
 
 

@@ -28,7 +28,7 @@ from weft.bootstrap.interfaces import (
 from weft.errors import WeftError
 
 _LISTEN_BACKLOG = 1024  # connections that the kernel keeps until they are accepted
-UNPROVED = 64  # accepted connections that are not proved, in addition to one for each peer
+UNPROVED = 64  # accepted connections that are not authenticated, in addition to one for each peer
 PROVING = 10.0  # seconds that they have
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -138,7 +138,7 @@ def nonblocking(family: int) -> socket.socket:
 class Unproved:
     """Connections that a listener has accepted and that have not proved themselves yet, by `key`,
     saying something of `about` bytes of themselves. They are at most `most`, each for some seconds:
-    so strangers take a bounded number of files and bytes, and delay no peer.
+    so strangers occupy a bounded number of descriptors and bytes, and delay no peer.
     """
 
     def __init__(self, listener: Listener, key: Callable[[], bytes], about: int) -> None:
@@ -154,8 +154,8 @@ class Unproved:
         return [(each.fileno(), select.POLLIN) for each in sockets]
 
     def proved(self) -> list[Accepted]:
-        """Accept the connections in the backlog, and go on with all as far as possible without
-        waiting; those that are proved now. Raises `OSError` if this process lacks files for one.
+        """Accept the connections in the backlog and advance all without blocking; those that are
+        proved now. Raises `OSError` if this process lacks file descriptors.
         """
         now = time.monotonic()
         found = [each for each in [*self._waiting] if self._advance(each)]
@@ -184,7 +184,7 @@ class Unproved:
         return found
 
     def early(self) -> list[Accepted]:
-        """Go on with connections that the listener has kept; those that are proved now."""
+        """Advance the connections that the listener has kept; those that are proved now."""
         found = self.listener.early or []
         if found:
             self.listener.early = []

@@ -1,4 +1,4 @@
-"""A connection while a process opens it."""
+"""A connection that is being opened."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Opening:
         self._process: Peer | None = None
 
     def advance(self) -> bool:
-        """Go on as far as possible without waiting; `proved`. Raises `OtherUser`, `NotProved`, or
-        another `OSError`.
+        """Proceed without blocking; `proved`. Raises `OtherUser`, `NotProved`, or another
+        `OSError`.
         """
         if self.ended:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "the process has ended")

@@ -62,7 +62,7 @@ def probe() -> Probe:
     return Probe(_NUMBER.value, ctypes.addressof(_NUMBER) if read else 0, huge_pages())
 
 
-def refusal(pids: Sequence[int], probes: Sequence[Probe]) -> str:
+def rejection(pids: Sequence[int], probes: Sequence[Probe]) -> str:
     """The reason why this process stages tensors instead of reading its peers' memory, or ""."""
     for rank, probe in enumerate(probes):
         if not probe.address:

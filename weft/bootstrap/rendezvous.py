@@ -74,7 +74,7 @@ def host_identity() -> str:
 
 
 def check_size(store: Store, rank: int, ranks: int) -> None:
-    """Raise `WeftError` if the first rank of a store has another number of `ranks`, and let all
+    """Raise `WeftError` if the first rank of a store has another number of `ranks`, and make all
     ranks that are `met` raise the same.
     """
     first = store.compare_set("ranks", "", f"{ranks} {rank}").decode(errors="replace")
@@ -95,8 +95,8 @@ def check_size(store: Store, rank: int, ranks: int) -> None:
 
 
 def met(store: Store, keys: list[str], seconds: float) -> bool:
-    """Whether all these keys of ranks arrive within `seconds`. Raises `WeftError` if ranks have
-    other numbers of ranks than each other, as `check_size` tells.
+    """Whether all these keys of ranks arrive within `seconds`. Raises `WeftError` if ranks disagree
+    on the number of ranks (`check_size`).
     """
 
     def differs() -> bool:
@@ -157,7 +157,7 @@ class StoreRendezvous:
 
     def give_up(self, error: BaseException) -> None:
         """Send all ranks the reason, in place of this rank's next record."""
-        with contextlib.suppress(RuntimeError):  # the store is gone, for its readers too
+        with contextlib.suppress(RuntimeError):  # the store has ended, for its readers too
             number = next(self.rounds)
             self._publish(number, _announcement(None, error))
             count_reader(self._readers(number), self.ranks)  # it reads none
@@ -249,8 +249,7 @@ def _checked(rank: int, peer: int, message: bytes, kind: Any) -> Any:
         if theirs.job != job():
             raise WeftError(
                 f"rank {peer} belongs to another job ({theirs.job[:_SHOWN]!r}, rank {rank} to "
-                f"{job()!r}): "
-                "give each job a port of its own"
+                f"{job()!r}): give each job its own port"
             )
         if theirs.gives_up:
             raise PeerLost(

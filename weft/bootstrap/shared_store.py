@@ -124,7 +124,7 @@ def _missing(store: Store, keys: list[str], seconds: float) -> str:
 
 
 def _serve_latecomers(serves: bool) -> None:
-    """Let ranks that started later read from the store what is wrong."""
+    """Keep the store for ranks that started later, so that they read the error."""
     if serves:
         time.sleep(_LATECOMERS)
 

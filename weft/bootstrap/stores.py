@@ -21,9 +21,9 @@ def arrived(
     ended: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Whether the store gets all these keys before the deadline, and before `ended`. Signal
-    handlers run meanwhile. Raises `DistNetworkError` if the store is gone.
+    handlers run meanwhile. Raises `DistNetworkError` if the store has ended.
     """
-    # no `wait`: signal handlers would not run, and it tells each time limit on stderr
+    # no `wait`: signal handlers would not run, and it prints each timeout to stderr
     while True:
         began = time.monotonic()
         # in one request: a thousand ranks would make a million of single ones

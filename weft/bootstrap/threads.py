@@ -13,7 +13,7 @@ def yield_cores() -> None:
     """Never interrupt threads that compute, from now on in this thread: where all cores are busy it
     waits some milliseconds to be scheduled.
     """
-    with contextlib.suppress(OSError):  # a sandbox may refuse it: then it may interrupt
+    with contextlib.suppress(OSError):  # a sandbox may forbid it: then it may interrupt
         if os.sched_getscheduler(0) == os.SCHED_OTHER:  # a policy that the user chose stays
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 

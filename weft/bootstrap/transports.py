@@ -13,8 +13,8 @@ from weft.errors import WeftError
 TCP, UCX = "tcp", "ucx"
 VARIABLE = "WEFT_TRANSPORT"
 _DEVICES = Path("/sys/class/infiniband")  # with those of RoCE and EFA
-# What a rank offers, beside `TCP` and `UCX`, which are all that it takes: either, or a reason why
-# it cannot have UCX that it wants.
+# What a rank offers besides exactly `TCP` or `UCX`: either of them, or the reason why it lacks the
+# UCX that it asks for.
 _EITHER = "either"
 _MISSING = "missing: "
 

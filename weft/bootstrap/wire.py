@@ -1,7 +1,7 @@
 """The wire format of messages in which ranks describe themselves: JSON of a fixed form.
 
 Messages come from a store or over the network, where others may be able to write. So nothing in
-them is executed, and a message of any other form is refused.
+them is executed, and a message of any other form is rejected.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def _checked(kind: type[Kind], value: object) -> Kind:
 
 @functools.cache
 def _decoder() -> json.JSONDecoder:
-    return json.JSONDecoder(parse_constant=_refuse)
+    return json.JSONDecoder(parse_constant=_reject)
 
 
-def _refuse(constant: str) -> float:
+def _reject(constant: str) -> float:
     raise ValueError(f"{constant} is not a number")

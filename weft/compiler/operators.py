@@ -74,7 +74,7 @@ def _run(
             "make one with weft.enable_async_tp(group), on all of its ranks"
         )
 
-    with world.failure.report_refusal:
+    with world.failure.report_rejection:
         results: list[Tensor] = worlds.run_in_order(
             group, partial(driver.call, fused_operator, world, operands, options, None)
         )

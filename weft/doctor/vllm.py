@@ -169,7 +169,7 @@ def threads(environ: Mapping[str, str], allowed: Collection[int], nodes: int) ->
     value = environ.get(_BIND, "auto")
     cores = f"cores {listed(allowed)}"
     if value == "auto":
-        here = f"{_BIND}=auto: ranks on NUMA nodes of their own, {nodes} here, {cores}"
+        here = f"{_BIND}=auto: ranks on separate NUMA nodes, {nodes} here, {cores}"
         return Finding(
             "threads", f"{here}; for more ranks give a list, such as {_example(allowed)}"
         )

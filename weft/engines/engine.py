@@ -102,7 +102,7 @@ class Engine(ABC):
         self.world.failure.check()
         weights = weights or {}
         rows = plan.pieces if rows is None else rows
-        with self.world.failure.report_refusal:
+        with self.world.failure.report_rejection:
             self._prove(plan)
             program = self.program(plan, tensors, rows)
             program.check_operands(tensors, weights)
@@ -370,7 +370,7 @@ class Engine(ABC):
                 return world.failure.mismatch(compiled.call, own, source, theirs)
             case _native.WaitStatus.refused:
                 own = world.executor.peer_call(world.rank, compiled.call)
-                return world.failure.refused(own, source)
+                return world.failure.rejected(own, source)
             case _native.WaitStatus.left:
                 return world.failure.lost(source, "closed its world", purpose)
             case _native.WaitStatus.failed:
@@ -390,7 +390,7 @@ class Engine(ABC):
         rank that it may wait for itself.
         """
         executor, here = self.world.executor, self.world.hosts.here
-        # a rank elsewhere of which this host has never heard may have made the call
+        # a rank on another host that has sent nothing here yet may have made the call
         missing = [
             peer
             for peer in self.world.placement.others
@@ -408,7 +408,7 @@ class Engine(ABC):
 
 
 def _choice(call: str) -> str:
-    """The name of what belongs to the choice for a call, in errors of waits and in profiles."""
+    """The name for the selection of a variant, in errors of waits and in profiles."""
     return f"choice of {call.partition('(')[0]}"
 
 

@@ -143,7 +143,7 @@ class Program(ABC):
         for name, other in permutations(tensors, 2):
             if buffers[name].role == "output" and overlap(tensors[name], tensors[other]):
                 raise ValueError(
-                    f"{operator}: the output {name!r} overlaps {other!r}: pass memory of its own"
+                    f"{operator}: the output {name!r} overlaps {other!r}: pass separate memory"
                 )
         for name in sorted(self.averages & self.kinds.keys()):
             if not (dtype := self.kinds[name][0]).is_floating_point:

@@ -22,7 +22,7 @@ from weft.world import World
 from weft.world.values import all_gather_texts, all_gather_values
 
 _log = logging.getLogger("weft")
-_ROUNDS = 20  # questions for the time per host
+_ROUNDS = 20  # requests for the time per host
 
 
 @contextmanager
@@ -83,9 +83,9 @@ def clock_offsets(world: World, now: Callable[[], int] = _native.now) -> list[in
     """The nanoseconds by which each rank's clock `now` is ahead of rank 0's, on rank 0; zeros on
     other ranks. Collective.
 
-    In each of several rounds a rank sends its time once it has heard of all ranks. This counts as
-    the time half-way between the beginning and the end of the round on rank 0, in the fastest round
-    (F. Cristian, "Probabilistic clock synchronization"). The error is less than half of that.
+    In each of several rounds a rank sends its time once it has received from all ranks. This counts
+    as the time half-way between the beginning and the end of the round on rank 0, in the fastest
+    round (F. Cristian, "Probabilistic clock synchronization"). The error is less than half of that.
     """
     offsets = [0] * world.ranks
     rounds = list[tuple[int, int, list[int]]]()

@@ -2,7 +2,7 @@
 interpreter, on operands that ranks exchange as texts, by the sockets of the world.
 
 Slow, and independent of shared memory, signals, threads and devices: programs and benchmarks run on
-it to tell an error in a plan from one in an engine.
+it to distinguish an error in a plan from one in an engine.
 """
 
 from __future__ import annotations

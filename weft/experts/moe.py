@@ -20,7 +20,7 @@ from weft.ops import matmul_all_reduce, prologue
 from weft.ops.all_reduce import all_reduce
 from weft.ops.autograd import recorded_world
 from weft.ops.options import check_types, schema
-from weft.ops.refusals import report
+from weft.ops.rejections import report
 from weft.world import World, current
 
 
@@ -162,7 +162,7 @@ def _gradients(
 def _recorded_sums(layer: Layer, *others: Any) -> Tensor:
     *values, name = others
     options, world = LayerOptions(*values), recorded_world(name)
-    with world.failure.report_refusal:
+    with world.failure.report_rejection:
         if options.experts_of_ranks is not None:
             dispatch.check_sizes(options.experts_of_ranks, layer.experts, world)
         return _sums(layer, options, world)
@@ -171,7 +171,7 @@ def _recorded_sums(layer: Layer, *others: Any) -> Tensor:
 def _recorded_gradients(layer: Layer, grad: Tensor, of_tokens: bool, *others: Any) -> Gradients:
     *values, name = others
     world = recorded_world(name)
-    with world.failure.report_refusal:
+    with world.failure.report_rejection:
         return _gradients(layer, grad, of_tokens, LayerOptions(*values), world)
 
 

@@ -3,7 +3,7 @@
 To load a kernel, torch's and cuBLAS's too, may wait for all work of the device: with a kernel among
 it that waits for this rank, until the time limit. So the first call of a kind *rehearses* each of
 its steps but notifies and waits, on the same lanes: products, sums and copies with results that
-nobody reads, weft's kernels without any work. Ranks that share a GPU tell each other before each
+nobody reads, weft's kernels without any work. Ranks that share a GPU notify each other before each
 call whether one of them has to, since the others' kernels must not wait meanwhile.
 """
 

@@ -89,7 +89,7 @@ def named_group(meeting: StoreRendezvous) -> tuple[str, dist.ProcessGroup]:
     store = PrefixStore("symmetric memory", meeting.store)
     group = dist.ProcessGroup(store, meeting.rank, meeting.ranks)
     _register_process_group(name, group)
-    # as torch does at the first use of a group of its own
+    # as torch does at the first use of one of its groups
     _SymmetricMemory.set_group_info(name, meeting.rank, meeting.ranks, store)
     symmetric_memory._group_name_to_store[name] = store
     return name, group

@@ -71,7 +71,7 @@ def bind(rank: int, ranks: int, threads: int) -> None:
 def bind_threads(cores: Iterable[int]) -> None:
     """Bind every thread of this process to these cores."""
     for thread in map(int, os.listdir("/proc/self/task")):
-        # it has ended, or a sandbox refuses
+        # it has ended, or a sandbox forbids it
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.sched_setaffinity(thread, cores)
 

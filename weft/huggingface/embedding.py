@@ -12,7 +12,7 @@ from weft.checks import name
 from weft.kernels.weights import DTYPES
 from weft.nn.layers import note
 from weft.nn.layout import TensorLayout, as_dtensor, chunk_sizes, local
-from weft.ops import equal
+from weft.ops import conjugates
 from weft.process_group import worlds
 from weft.world import World
 
@@ -39,7 +39,7 @@ class ShardedEmbedding(nn.Embedding):
         if torch.compiler.is_compiling():
             summed = as_dtensor(found, self.layout.on_mesh(), Partial())
             return summed.redistribute(placements=[Replicate()]).to_local()
-        return equal.total(found, self.world.name)
+        return conjugates.reduce_from_ranks(found, self.world.name)
 
 
 def obstacle(module: nn.Module, mesh: DeviceMesh) -> str | None:

@@ -19,7 +19,7 @@ _LEAST = 2.0**-126
 """The least scale, float32's smallest normal number: below it numbers divided by their scale are
 beyond 127."""
 _GREATEST = 2.0**90
-"""Scales up to which a sum in int32 times both is no infinite float32 on the way."""
+"""Scales up to which an int32 sum times both has no infinite float32 as an intermediate."""
 _BLOCK = 256
 """Rows whose numbers and sums stay in the cache between their steps.
 
@@ -67,8 +67,8 @@ class Int8Weight(PreparedWeight):
     def multiply(
         self, sources: Sequence[Tensor], out: Tensor, bias: Tensor | None, rows: int
     ) -> None:
-        """Exact sums times both scales in float32, or in float64 if they might be infinite on the
-        way, rounded once to `out`.
+        """Exact sums times both scales in float32, or in float64 if intermediates might be
+        infinite, rounded once to `out`.
         """
         if not out.numel():
             return

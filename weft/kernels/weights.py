@@ -95,7 +95,7 @@ class PreparedWeight(ABC):
     def as_tensor(self) -> Tensor:
         """The weight as a tensor; `ValueError` if it has no such form."""
         raise ValueError(
-            f"{self!r} is multiplied by a function of its own, which works on rows of a alone: for "
+            f"{self!r} is multiplied by its own function, which works on rows of a alone: for "
             "this call b must be a tensor"
         )
 

@@ -1,1 +1,1 @@
-"""How ranks are started on a host, what launchers tell them, and reports of how they end."""
+"""How ranks are started on a host, the variables of launchers, and reports of how ranks end."""

@@ -1,5 +1,6 @@
 """Hints that are added to an exception that nobody has caught when it is about to be shown, so that
-calls without a mistake cost nothing: weft's way for torch's keywords, and the name of a layer.
+calls without a mistake cost nothing: weft's equivalents of torch's keywords, and the name of a
+layer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _KEYWORDS = {
     "output_tensor": "pass the result as out=, or take the tensor that weft.{name} returns",
     "tensor_list": "weft.{name} returns one tensor of all ranks' rows: pass a tensor as out=",
 }
-"""Weft's way for the keywords of torch.distributed."""
+"""Weft's equivalents of the keywords of torch.distributed."""
 _UNEXPECTED = re.compile(r"(\w+)\(\) got an unexpected keyword argument '(\w+)'")
 _TOO_MANY = re.compile(
     r"(\w+)\(\) takes (?:from )?\d.* positional arguments? but \d+ (?:was|were) given"

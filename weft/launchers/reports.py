@@ -151,7 +151,7 @@ def _wait_for_end_of(pid: int) -> None:
 
 
 def _raised_by_weft(error: BaseException, trace: TracebackType | None) -> bool:
-    """Whether an error tells of a mistake in the use of weft."""
+    """Whether an error is due to a mistake in the use of weft."""
     if not isinstance(error, ValueError | TypeError):
         return isinstance(error, WeftError)
     while trace is not None and trace.tb_next is not None:

@@ -1,5 +1,4 @@
-"""Start ranks on this host of which each may end without the others: for programs that go on with
-`World.shrink`.
+"""Start ranks on this host that outlive each other, for programs that recover by `World.shrink`.
 
 torch's elastic agent ends all of its ranks with the first that fails. Here the launcher serves the
 store of the rendezvous, so it outlives every rank, and waits until all have ended.

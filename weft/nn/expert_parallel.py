@@ -87,7 +87,7 @@ def unlike(module: nn.Module) -> str | None:
         return "its experts have a norm"
     gate = getattr(type(module), "_apply_gate", None)
     if gate is not None and gate.__name__ != "_default_apply_gate":
-        return "it has a gate of its own"
+        return "it has its own gate"
     return None
 
 

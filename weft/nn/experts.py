@@ -43,9 +43,9 @@ class ParallelExperts(nn.Module):
 
     Without a style the state dict has this rank's experts as plain tensors, which
     `torch.distributed.checkpoint` takes for equal on all ranks: it keeps one rank's. Save a file
-    for each rank, or use `ExpertParallel`. The entry ``_extra_state`` of such a file tells which
+    for each rank, or use `ExpertParallel`. The entry ``_extra_state`` of such a file says which
     experts they are, the first one's number and that of all: a rank loads it if its own are among
-    them. Other experts, or a part that does not tell, are a `RuntimeError`.
+    them. Other experts, or a part without this entry, are a `RuntimeError`.
     """
 
     world: World
@@ -126,7 +126,7 @@ class ParallelExperts(nn.Module):
                     f"{type(self).__name__}: the weights were changed after "
                     "weft.nn.freeze(model); call it again after every change"
                 )
-                self.world.failure.refuse(error)
+                self.world.failure.reject(error)
                 raise error
             return frozen.packed
         gate_up, down = local(self.gate_up_proj), local(self.down_proj)
@@ -182,7 +182,7 @@ class ParallelExperts(nn.Module):
 
     def _select(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Leave this rank's experts of those in a state dict, as its parameters have them. Raises
-        `ValueError` for experts of another layer, and for a part that does not tell which they are.
+        `ValueError` for experts of another layer, and for a part that does not say which they are.
         """
         part, of_each = state_dict.pop(prefix + _PART, None), _of_each(state_dict, prefix)
         if part is not None and (not isinstance(part, Tensor) or part.shape != (2,)):
@@ -229,7 +229,7 @@ class ParallelExperts(nn.Module):
 
 
 _PART = "_extra_state"
-"""The entry of a state dict that tells which experts it has: the first number, and that of all."""
+"""The entry of a state dict that says which experts it has: the first number, and that of all."""
 _PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 _NAMES = {
     **{f"{part}_proj": part for part in ("gate", "up", "down")},

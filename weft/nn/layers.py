@@ -139,7 +139,7 @@ class ShardedLinear(nn.Linear):
             or torch.compiler.is_compiling()
         ):
             if frozen.changed(own):
-                raise self._refused(
+                raise self._rejected(
                     f"{self._title}: the weight was changed after weft.nn.freeze(model); call it "
                     "again after every change"
                 )
@@ -173,12 +173,12 @@ class ShardedLinear(nn.Linear):
                 if accepted is not None:
                     return x, accepted
             dtypes = DTYPES if weight is None else _dtypes_of_inputs(weight)
-            with self.world.failure.report_refusal:
+            with self.world.failure.report_rejection:
                 x = waited(x)
                 arguments.check_input(x, "input", self.world, dtypes, traced=True)
                 check_untransformed(x, "input")
         if not (dims := x.dim()):
-            raise self._refused(
+            raise self._rejected(
                 "input must have features in its last dimension; got a tensor with no dimension"
             )
         placement = normal(x.placements[0] if isinstance(x, DTensor) else self.layout.input, dims)
@@ -190,11 +190,11 @@ class ShardedLinear(nn.Linear):
         placement = normal(self._fallback, dims)
         return local(full.redistribute(placements=[placement])), placement
 
-    def _refused(self, why: str) -> ValueError:
-        """The error for a call that this rank refuses, of which peers are told."""
+    def _rejected(self, why: str) -> ValueError:
+        """The error for a call that this rank rejects; peers are notified of it."""
         error = ValueError(why)
         if not torch.compiler.is_compiling():
-            self.world.failure.refuse(error)
+            self.world.failure.reject(error)
         return error
 
     def _output(self, y: Tensor, placement: Placement, size: int | None = None) -> Tensor:
@@ -274,7 +274,7 @@ class ColumnParallelLinear(ShardedLinear):
             )
             y = self.gather.product(self, input, x, placement.dim, sizes)
         elif x.shape[-1] != self.in_features:
-            raise self._refused(
+            raise self._rejected(
                 f"{self._title}: input must have {self.in_features} features in its last "
                 f"dimension; got shape {tuple(x.shape)}: the input is that of all ranks, as of a "
                 "row-parallel layer"
@@ -299,8 +299,8 @@ class ColumnParallelLinear(ShardedLinear):
             "got "
         )
         if dim < x.dim() - 1:
-            raise self._refused(f"{why}shape {tuple(x.shape)}")
-        raise self._refused(
+            raise self._rejected(f"{why}shape {tuple(x.shape)}")
+        raise self._rejected(
             f"{why}{given}, since input_layouts=Shard({dim}) makes the last dimension of shape "
             f"{tuple(x.shape)} a part of the features: for inputs (tokens, features) use Shard(0)"
         )
@@ -415,7 +415,7 @@ class RowParallelLinear(ShardedLinear):
         x, _ = self._input(x)
         x, weight, bias = self._operands(x)
         if x.shape[-1] != weight.shape[0]:
-            raise self._refused(
+            raise self._rejected(
                 f"{self._title}: input must have this rank's part of the features in its last "
                 f"dimension, {weight.shape[0]} of {self.in_features}; got shape {tuple(x.shape)}: "
                 "is the layer before it column-parallel?"

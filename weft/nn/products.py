@@ -14,7 +14,7 @@ from weft.checks import tracing_modes
 from weft.kernels.products import multiply
 from weft.kernels.weights import Weight
 from weft.nn.layout import chunk_sizes
-from weft.ops import autograd, dims, equal
+from weft.ops import autograd, conjugates, dims
 from weft.ops.all_gather import all_gather
 from weft.ops.matmul_all_reduce import matmul_all_reduce
 from weft.world import World
@@ -36,7 +36,7 @@ class _ColumnProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         for_x, for_weight, for_bias, _ = ctx.needs_input_grad
         dy = autograd.rows(grad)
-        rows = autograd.rows(equal.apart(x, ctx.world.name))
+        rows = autograd.rows(conjugates.copy_to_ranks(x, ctx.world.name))
         return (
             matmul_all_reduce(grad, weight.t(), world=ctx.world) if for_x else None,
             autograd.weight_gradient(rows, dy) if for_weight else None,
@@ -77,7 +77,7 @@ class _AllColumns(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return equal.apart(grad, ctx.world).narrow(-1, *ctx.own), None, None
+        return conjugates.copy_to_ranks(grad, ctx.world).narrow(-1, *ctx.own), None, None
 
 
 def all_columns(y: Tensor, columns: int, world: World) -> Tensor:

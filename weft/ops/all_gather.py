@@ -57,7 +57,7 @@ def all_gather(
     place, in accesses of 16 bytes where all addresses and distances are multiples of 16, else in
     narrower ones. If `out` is not symmetric, as a new result, rows go to a workspace and are copied
     from there. On a CPU the kernel runs under TRITON_INTERPRET=1 in worlds of
-    ``products="triton"``, without Gluon; elsewhere it is refused.
+    ``products="triton"``, without Gluon; elsewhere it is rejected.
 
     There is no gradient: an `a` that requires one is a `ValueError` outside ``torch.no_grad()``.
 
@@ -110,7 +110,7 @@ def check(
     chunk_rows: int | None,
     launch: Launch | None,
 ) -> CollectiveCall:
-    """The checked call, of which another operator may be made, too."""
+    """The checked call, from which other operators can be built."""
     collective.check_input(a, world)
     dim = dims.normal(dim, a.dim())
     arguments.check_algorithm(algorithm, schedule.COLLECTIVE, world)
@@ -233,7 +233,7 @@ def _launch(
 
 
 def _slot_rows(world: World, matrix: Tensor, most: int) -> int:
-    """The rows, of `most` of a rank, that are staged at a time."""
+    """The rows, of at most `most` per rank, that are staged at a time."""
     if world.ranks == 2:
         return granularity.exchanged_rows(matrix, most, world)
     return granularity.slot_rows(matrix, most, 1, world)

@@ -55,8 +55,8 @@ def all_gather_matmul(
 
     Gradients flow to a, b and bias: that of a is the sum over ranks of their gradients times their
     b^T, computed by `matmul_reduce_scatter`; for the gradients of b the gathered a is kept from
-    forward to backward. A call that is recorded, or compiled, multiplies by the tensor itself that
-    a packed weight was made of.
+    forward to backward. A call that is recorded, or compiled, multiplies by the original tensor of
+    a packed weight.
 
     Args:
         a: this rank's shard; (rows, …, K), of at least two dimensions; float16, bfloat16, float32

@@ -1,5 +1,5 @@
-"""All-gather + matmul + reduce-scatter as an operator: rows that all ranks of a host multiply, and
-that return as the sums of the products.
+"""All-gather + matmul + reduce-scatter as an operator: all ranks of a host multiply the gathered
+rows, and the summed products return.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def all_gather_matmul_reduce_scatter(
 
     Products are added in the order of the ranks, in float32 or float64, and rounded once: the same
     bits in every run. A weight may be any function of rows (`weft.weight`), such as a rank's part
-    of a feed-forward network, or its experts, which give zeros for the tokens of others.
+    of a feed-forward network, or its experts, which give zeros for tokens of other experts.
 
-    A gradient flows to a, by the same operator. A weight that requires one is refused:
+    A gradient flows to a, by the same operator. A weight that requires one is rejected:
     `all_gather_matmul` with `matmul_reduce_scatter` have gradients of weights.
 
     Args:
@@ -101,8 +101,8 @@ def exchange(
     arguments.check_matrix(a, world)
     hosts = world.hosts.number
     numbers, _ = split_sizes.check(a.shape[0], sent, None, (hosts, hosts))
-    name, way = schedule.OPERATOR.name, ToAll(hosts)
-    every = split_sizes.exchange(world, name, way, numbers, None, timeout=timeout)
+    name, direction = schedule.OPERATOR.name, ToAll(hosts)
+    every = split_sizes.exchange(world, name, direction, numbers, None, timeout=timeout)
     return options._replace(input_split_sizes=every)
 
 

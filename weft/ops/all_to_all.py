@@ -16,9 +16,9 @@ from weft.ops.collective import CollectiveCall, Plans, as_matrix, planned
 from weft.ops.deferred import DeferredHandle
 from weft.ops.handle import Handle
 from weft.ops.operator import CollectiveOperator
-from weft.ops.refusals import report
+from weft.ops.rejections import report
 from weft.schedules import all_to_all as schedule
-from weft.schedules.exchanges import Counts, Way
+from weft.schedules.exchanges import Counts, Direction
 from weft.schedules.thresholds import EAGER_BUFFER_BYTES
 from weft.schedules.workload import PIECES, pieces
 from weft.uncompiled import untraced
@@ -42,9 +42,9 @@ def all_to_all(
 
     Every row is sent directly to its rank, also between hosts: in a ring it would be sent several
     times. The parts are equal, or have the sizes `input_split_sizes`, which all ranks pass, or
-    none. Ranks tell each other these sizes in the call, so the receiver need not know them: the
-    result has the rows that arrive. A rank that does passes `output_split_sizes`, too; a difference
-    between ranks is a `ValueError` on all ranks.
+    none. Ranks exchange these sizes in the call, so the receiver need not know them: the result has
+    the rows that arrive. A rank that does passes `output_split_sizes`, too; a difference between
+    ranks is a `ValueError` on all ranks.
 
     There is no gradient: an `a` that requires one is a `ValueError` outside ``torch.no_grad()``.
 
@@ -62,7 +62,7 @@ def all_to_all(
         if out is not None and outs is not None:
             _result(a, out, outs, world)
         found = split_sizes.exchange(
-            world, "all_to_all", Way.plain(world.ranks), ins, outs, "rows", timeout
+            world, "all_to_all", Direction.plain(world.ranks), ins, outs, "rows", timeout
         )
         run = collective.run if found.again else collective.run_once
         return run(_check_uneven, a, out, (found.counts,), world, timeout)
@@ -113,7 +113,7 @@ def all_to_all_async(
 
         def prepare(every: Tensor) -> CollectiveCall:
             rows = every.view(world.ranks, -1).tolist()
-            counts, _ = split_sizes.agreed(rows, world.rank, Way.plain(world.ranks))
+            counts, _ = split_sizes.agreed(rows, world.rank, Direction.plain(world.ranks))
             return _AllToAll(world, a, result, counts)
 
         description = collective.describe("all_to_all", a, _check, ())
@@ -132,8 +132,8 @@ def _check_uneven(world: World, a: Tensor, out: Tensor | None, counts: Counts) -
 
 
 def check(world: World, a: Tensor, out: Tensor | None, counts: Counts | None) -> CollectiveCall:
-    """The checked call, of which another operator may be made, too: of equal parts, or of those
-    whose `counts` ranks have exchanged.
+    """The checked call, from which other operators can be built: of equal parts, or of parts whose
+    `counts` ranks have exchanged.
     """
     collective.check_input(a, world)
     dims.normal(0, a.dim())
@@ -201,7 +201,7 @@ class _AllToAll(CollectiveCall):
 
 
 def _check_sizes(world: World, a: Tensor, out: Tensor | None) -> CollectiveCall:
-    """The all-gather of split sizes, under a name of its own."""
+    """The all-gather of split sizes, under a separate name."""
     call = check_all_gather(world, a, out, 0, None, "auto", None, None)
     call.name = "sizes of all_to_all"
     return call

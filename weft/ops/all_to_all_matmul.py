@@ -44,11 +44,11 @@ def all_to_all_matmul(
     collectively: the dispatch of tokens to experts, with the first product of these.
 
     The result is that of `all_to_all` followed by `torch.matmul` (plus `bias`). Own rows are
-    multiplied first, then those of each rank as they arrive. Ranks tell each other the sizes of the
-    parts in the call itself, so they may be others in each call; no row is left out.
+    multiplied first, then those of each rank as they arrive. Ranks exchange the sizes of the parts
+    in the call itself, so they may change with each call; no row is dropped.
 
-    Gradients flow to a, b and bias: that of a is `matmul_all_to_all` of the result's gradient, on
-    the way back; for the gradients of b the rows that arrived are kept.
+    Gradients flow to a, b and bias: that of a is `matmul_all_to_all` of the result's gradient; for
+    the gradients of b the rows that arrived are kept.
 
     Args:
         a: (rows, K), this rank's rows: those for rank 0, then those for rank 1, …; float16,
@@ -67,7 +67,7 @@ def all_to_all_matmul(
             output_split_sizes.
         experts_of_ranks: the number of experts of each rank, zero allowed; the same numbers on all
             ranks. By default each rank has as many as this one. A rank without experts has a b of
-            one weight, such as ``torch.empty(K, N)``, which tells N and the kind of weights (plain,
+            one weight, such as ``torch.empty(K, N)``, which gives N and the kind of weights (plain,
             packed, …), and is never multiplied; its gradient is zero.
         bias: (N,), added to every row; a list where b is one.
         out: contiguous (rows, N) of the rows that arrive, not overlapping an input.
@@ -158,7 +158,7 @@ def _save(ctx: Any, call: Recorded, results: Sequence[Tensor]) -> None:
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Gradients:
-    """da = the way back of dy @ b^T, and db = the rows that arrived^T @ dy."""
+    """da = dy @ b^T, returned to the rows' ranks, and db = the rows that arrived^T @ dy."""
     *weights, rows = ctx.saved_tensors if any(ctx.for_weights) else (*ctx.saved_tensors, None)
     dy, arrived = (*grads, None)[:2]
     dy = weights[0].new_zeros(ctx.shape) if dy is None else dy.to(weights[0].dtype)

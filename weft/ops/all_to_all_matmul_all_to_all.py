@@ -1,5 +1,5 @@
-"""All-to-all + matmul + all-to-all as an operator: rows that visit the weights of other ranks, and
-return as products.
+"""All-to-all + matmul + all-to-all as an operator: rows are dispatched to the weights of other
+ranks, and their products return.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ def all_to_all_matmul_all_to_all(
     """Multiply each row of `a` by the weight of the rank to which it is given, where that weight
     is, and bring the product back, collectively: dispatch, experts and combine in one call.
 
-    The result is that of `all_to_all_matmul` followed by `all_to_all` on the way back. Rows travel
-    and products return while others are multiplied, and no rank waits between them. A weight may be
-    any function of rows (`weft.weight`), such as a whole expert. Ranks tell each other the sizes of
-    the parts in the call itself, so they may be others in each call; no row is left out. Each row
-    of the result is written by one rank, so it has the same bits in every run.
+    The result is that of `all_to_all_matmul` followed by the reverse `all_to_all`. Rows travel and
+    products return while others are multiplied, and no rank waits between them. A weight may be any
+    function of rows (`weft.weight`), such as a whole expert. Ranks exchange the sizes of the parts
+    in the call itself, so they may change with each call; no row is dropped. Each row of the result
+    is written by one rank, so it has the same bits in every run.
 
-    Gradients flow to a, b and bias, by the same operator: rows of the result's gradient visit the
-    weights, and return as a's gradient. Where a weight or bias of this rank requires one, rows of a
-    travel with them once more, so nothing but them is kept, and there are no second derivatives; it
-    does so on all ranks or on none.
+    Gradients flow to a, b and bias, by the same operator: rows of the result's gradient are
+    dispatched to the weights, and return as a's gradient. If weights or biases require gradients,
+    on all ranks or on none, the rows of a are dispatched once more with them: so only a is kept,
+    and there are no second derivatives.
 
     Arguments and errors are those of `all_to_all_matmul`, except:
 
@@ -84,10 +84,10 @@ def all_to_all_matmul_all_to_all(
 def check(world: World, operands: Operands, options: AllToAllMatmulAllToAll) -> FusedCall:
     """A checked call: errors are raised here, before any row is sent."""
     checked = expert_calls.checked(world, operands, options, schedule.OPERATOR)
-    return _VisitCall(world, options, schedule.OPERATOR.name, checked)
+    return _RoundTripCall(world, options, schedule.OPERATOR.name, checked)
 
 
-class _VisitCall(ExpertCall):
+class _RoundTripCall(ExpertCall):
     @property
     def shared(self) -> Workload:
         return self.workload._replace(packed=True)
@@ -126,7 +126,7 @@ def _save(ctx: Any, call: Recorded, results: Sequence[Tensor]) -> None:
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Gradients:
-    """da = the rows of dy, which visit b^T; for db they take the rows of a with them."""
+    """da: the rows of dy, dispatched to b^T, for db together with the rows of a."""
     dy = grads[0]
     assert dy is not None
     dy = dy.to(ctx.dtype)
@@ -137,7 +137,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Gradients:
         return for_a, [None] * len(ctx.for_weights), [None] * len(ctx.for_biases)
     a, *weights = ctx.saved_tensors
     back = ctx.back
-    for_a, *found = torch.ops.weft.visit_gradients(
+    for_a, *found = torch.ops.weft.round_trip_gradients(
         dy, a, weights, back.input_split_sizes, back.experts_of_ranks, ctx.timeout, ctx.world
     )
     wanted = *ctx.for_weights, *ctx.for_biases
@@ -155,14 +155,14 @@ def _gradients(
     timeout: float | None,
     world: Sequence[int],
 ) -> list[Tensor]:
-    """The gradients of a, of this rank's weights, and of their biases; collective. Rows visit the
-    weights again, with the gradients of their products.
+    """The gradients of a, of this rank's weights, and of their biases; collective. Rows are
+    dispatched again, with the gradients of their products.
     """
-    visited = [_Visited(b.detach()) for b in weights]
+    transposed = [_TransposedWeight(b.detach()) for b in weights]
     (for_a,), _ = prologue.call(
         OPERATOR,
         a.detach(),
-        visited,
+        transposed,
         None,
         None,
         (None, "auto", None, as_key(input_split_sizes), as_key(experts_of_ranks)),
@@ -170,20 +170,20 @@ def _gradients(
         timeout,
         companions=(dy.detach(),),
     )
-    for_weights = [each.for_b.t().to(a.dtype) for each in visited]
-    return [for_a, *for_weights, *[each.for_bias.to(a.dtype) for each in visited]]
+    for_weights = [each.for_b.t().to(a.dtype) for each in transposed]
+    return [for_a, *for_weights, *[each.for_bias.to(a.dtype) for each in transposed]]
 
 
 class _ProductGradients(WeightKernel):
-    """The gradients of rows, from those of their products; those of the weight are added up on the
-    way.
+    """The gradients of rows, from those of their products; the weight's gradient is accumulated as
+    a side effect.
     """
 
     name = "product_gradients"
     companions = ("grads",)
 
 
-class _Visited(FunctionWeight):
+class _TransposedWeight(FunctionWeight):
     """The transpose of a weight (K, N) as the weight of rows whose companions are the gradients dy
     of their products: a row (K) is that of ``dy @ b.T``, and both add to the gradients of b, which
     is transposed, and of a bias. Sums are at least of float32; pieces of rows come in the order of
@@ -212,7 +212,7 @@ def _fake_gradients(dy: Tensor, a: Tensor, weights: Sequence[Tensor], *_: object
 
 
 torch.library.custom_op(
-    "weft::visit_gradients",
+    "weft::round_trip_gradients",
     _gradients,
     mutates_args=(),
     schema=(

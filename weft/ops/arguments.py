@@ -107,8 +107,8 @@ def check_out_dtype(dtype: torch.dtype, out_dtype: torch.dtype | None) -> torch.
 
 
 def as_key(sizes: Any) -> Any:
-    """A list of sizes as a tuple, which the call cache can keep; anything else as it is, which
-    `integers` refuses.
+    """A list of sizes as a tuple, which the call cache can keep; anything else unchanged, which
+    `integers` rejects.
     """
     # a list first: the compiler may not know whether other types have a method
     if isinstance(sizes, (list, tuple)):
@@ -120,7 +120,7 @@ def as_key(sizes: Any) -> Any:
 
 
 def check_parts(rows: int, shard_rows: Sequence[int] | None, world: World) -> list[int]:
-    """The parts that ranks keep of `rows` rows."""
+    """How many of `rows` rows each rank keeps."""
     if shard_rows is None:
         if rows % world.ranks:
             raise ValueError(
@@ -176,7 +176,7 @@ def check_chunk_rows(chunk_rows: int | None) -> None:
 
 
 def check_order(order: str | None, algorithm: str, operator: Operator) -> None:
-    """Raise `ValueError` for an order that is none, or that the algorithm does not have."""
+    """Raise `ValueError` for an unknown order, or one that the algorithm lacks."""
     if order is None:
         return
     if order not in ORDERS:
@@ -188,8 +188,8 @@ def check_order(order: str | None, algorithm: str, operator: Operator) -> None:
 
 
 def check_compress(compress: str | None, dtype: str) -> None:
-    """Raise `ValueError` for a compression that there is not, `TypeError` for a dtype whose rows it
-    does not have.
+    """Raise `ValueError` for an unknown compression, `TypeError` for a dtype that it does not
+    support.
     """
     if compress is None:
         return
@@ -278,7 +278,7 @@ def result(
             f"out must be contiguous, as torch.empty{tuple(shape)} is; got strides {out.stride()}"
         )
     if any(overlap(out, tensor) for each in inputs for tensor in _read(each)) and not in_place(out):
-        raise ValueError("out must not overlap an input or another out: pass memory of its own")
+        raise ValueError("out must not overlap an input or another out: pass separate memory")
     if out.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "out requires a gradient, but none is recorded: pass out.detach(), or call under "
@@ -319,8 +319,8 @@ def check_recorded(
     options: Options,
     world: World,
 ) -> None:
-    """Check the operands of a call that torch records, and the types of its options, which torch
-    would refuse by their place in a schema; its results are new tensors.
+    """Check the operands of a call that torch records, and the types of its options, for which
+    torch's errors would name positions in a schema; its results are new tensors.
     """
     if not torch.compiler.is_compiling():
         check_types(options)

@@ -46,7 +46,7 @@ def register(operator: FusedOperator) -> None:
         none = [None] * len(weights)
         operands = Operands(a, weights, [x if x.numel() else None for x in biases] or none, none)
         own = recorded_world(world)
-        with own.failure.report_refusal:  # of a backward pass, or a compiled graph
+        with own.failure.report_rejection:  # of a backward pass, or a compiled graph
             check_timeout(timeout)
             options = operator.exchanged(own, operands, options, timeout)
             return driver.call(operator, own, operands, options, timeout)
@@ -94,7 +94,9 @@ def call(
 
 
 def recorded_world(name: Sequence[int]) -> World:
-    """The world of a recorded call; `WeftError` if it is gone, or this is another rank of it."""
+    """The world of a recorded call; `WeftError` if it no longer exists, or this is another rank of
+    it.
+    """
     number, *position = name
     world = by_number(number)
     if world is None:

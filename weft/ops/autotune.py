@@ -4,9 +4,8 @@ operator, and for the paths of a collective's ordinary tensors.
 Each operator has a rule. The first calls of a class measure the candidates: in rounds, each of
 which drops those that are clearly slower, so that the calls are few, and none by a single call,
 which may have been preempted. The fastest is selected, and stored with its time for later runs,
-whose first calls check it: if they are clearly slower than that, or if the ranks had to wait for
-cores while it was measured, candidates are measured again. Rank 0 selects for all ranks, once for
-each class.
+whose first calls check it: if they are clearly slower, or if ranks waited for cores during the
+measurement, candidates are measured again. Rank 0 selects for all ranks, once for each class.
 
 All ranks make the same calls in the same order, so each rank knows the candidate of a call. A
 measured call begins with a barrier. After each round ranks exchange the times at which their calls
@@ -118,9 +117,9 @@ def expected(call: Choice) -> Selection:
     return found.next(call) if isinstance(found, Trial) else found
 
 
-def settled(call: Choice) -> Variant:
-    """The variant of a call that is not measured itself: the selected one of its class, or the
-    rule's; not collective.
+def current_selection(call: Choice) -> Variant:
+    """The variant currently selected for a call's class, or the rule's, for calls that are not
+    measured; not collective.
     """
     found = call.engine.selections.get(_class_of(call))
     return found.variant if isinstance(found, Selection) else call.rule().variant
@@ -198,7 +197,7 @@ def _agreed(call: Choice, key: Class) -> Selection | Trial:
     """The selection that rank 0 proposes, or the trial of its candidates, on all ranks; `key` is
     compared between ranks, so that different calls raise an error.
     """
-    text, first = "", call.rule()  # all ranks refuse what is not possible here
+    text, first = "", call.rule()  # all ranks reject what is not possible here
     if call.world.rank == 0:
         first, record, others = _proposed(call, first)
         variants = [each.to_json() for each in (first.variant, *others)]

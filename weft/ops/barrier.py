@@ -6,7 +6,7 @@ from weft._native import repeat
 from weft.checks import check_timeout
 from weft.engines import engine
 from weft.ops import between_hosts
-from weft.ops.refusals import report
+from weft.ops.rejections import report
 from weft.schedules import barrier as schedule
 from weft.uncompiled import untraced
 from weft.world import World, current
@@ -34,7 +34,7 @@ def barrier(world: World | None = None, timeout: float | None = None) -> None:
     """
     try:
         if between_hosts.notified:
-            between_hosts.settle(current(world), "for a barrier")
+            between_hosts.flush(current(world), "for a barrier")
         if repeat(barrier, (), None, None, None, None, world, timeout):
             return
         check_timeout(timeout)

@@ -2,9 +2,9 @@
 (`native/hosts/regions.hpp`).
 
 A put or get returns once the peer has answered all its requests, so it is complete there. A notify
-is on its way when it returns, behind all that this rank has put to that peer; a notify of another
-rank, or a barrier, first waits until it has arrived. So all guarantees of docs/memory-model.md hold
-between hosts as well.
+may still be in flight when it returns, ordered after all puts of this rank to that peer; a notify
+of another rank, or a barrier, first waits until it has arrived. So all guarantees of
+docs/memory-model.md hold between hosts as well.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from weft.world.signals import LARGEST, Signals
 _NOTICED = 0.5  # seconds until the world has noticed why a peer hung up
 
 notified: set[int] = set()
-"""The numbers of the worlds in which this process has notified ranks of other hosts, which may have
-yet to hear of it.
+"""The numbers of the worlds in which notifies of this process to other hosts may still be in
+flight.
 """
 
 
@@ -109,9 +109,9 @@ def put_notify_at_once(
     return True
 
 
-def settle(world: World, doing: str) -> None:
-    """Return once ranks of other hosts have all that this rank has notified them of; the phrase
-    `doing` is what that is for.
+def flush(world: World, doing: str) -> None:
+    """Return once all notifies of this rank have arrived on other hosts; the phrase `doing` names
+    the purpose in errors.
     """
     if world.number not in notified:
         return

@@ -48,7 +48,7 @@ from weft.ops import arguments, dims, driver, handle
 from weft.ops.call import Call, Key, Selection
 from weft.ops.dropped import warn_if_dropped
 from weft.ops.handle import Handle
-from weft.ops.refusals import report
+from weft.ops.rejections import report
 from weft.plan import Plan
 from weft.plan.values import REDUCTIONS
 from weft.schedules.workload import Variant, Workload
@@ -61,7 +61,7 @@ ANY = (*NUMBERS, torch.bool)
 """The dtypes that can be moved."""
 
 Plans = Mapping[str, Callable[[], Plan]]
-"""The plans that a call can be executed by, by algorithm, the rule's first."""
+"""The plans for a call, by algorithm, the rule's first."""
 
 
 _AS_ASKED = "as asked for"
@@ -168,7 +168,7 @@ def _run(
     world: World | None,
     timeout: float | None,
 ) -> Tensor:
-    """The result of a collective that is not repeated, and may be from now on."""
+    """The result of a first call of a collective, which is cached for later calls."""
     return run_once(check, a, out, options, world, timeout, (check, options, a, out, None, None))
 
 

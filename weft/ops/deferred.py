@@ -19,8 +19,8 @@ class DeferredHandle(Handle):
     """A collective that begins after the exchange of its numbers, itself a collective in progress:
     when the handle is asked for it, or before this rank's next call, whichever is first.
 
-    So all ranks begin it between the same calls, without a thread of its own, and at most one call
-    of a world is deferred.
+    So all ranks begin it between the same calls, without another thread, and at most one call of a
+    world is deferred.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class DeferredHandle(Handle):
         self._world, self._exchange, self._prepare = world, exchange, prepare
         self._description, self._result, self._timeout = description, result, timeout
         self._begun: Handle | None = None
-        self._refused: Exception | None = None
+        self._error: Exception | None = None
         world.exclusive.deferred = self
 
     def begin(self) -> None:
@@ -50,13 +50,13 @@ class DeferredHandle(Handle):
                 call.description, call.timeout = self._description, self._timeout
                 self._begun = begin(call)
             except (ValueError, SymmetricMemoryError) as error:  # on all ranks
-                self._refused = error
+                self._error = error
 
     def done(self) -> bool:
         """Whether `wait` would return at once; begins the call if it can."""
-        if self._begun is None and self._refused is None and self._exchange.done():
+        if self._begun is None and self._error is None and self._exchange.done():
             self.begin()
-        return self._refused is not None or (self._begun is not None and self._begun.done())
+        return self._error is not None or (self._begun is not None and self._begun.done())
 
     def wait(self, timeout: float | None = None) -> Tensor:
         """As `Handle.wait`; also raises the error of numbers that do not fit."""
@@ -68,11 +68,11 @@ class DeferredHandle(Handle):
                 operator = self._description.partition("(")[0]
                 raise PeerTimeout(f"{operator} is not done after {timeout:g} s")
 
-        if self._begun is None and self._refused is None:
+        if self._begun is None and self._error is None:
             wait_for(self._exchange)
             self.begin()
-        if self._refused is not None:
-            raise self._refused
+        if self._error is not None:
+            raise self._error
         if self._begun is None:
             self._world.failure.check()
         assert self._begun is not None, "an error of `begin` has closed the world"

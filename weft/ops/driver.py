@@ -1,5 +1,6 @@
 """The path of every call, collective or fused operator, from its check to its results: select a
-variant, prepare a program, execute it, finish; `Engine.calls` repeats it without all that.
+variant, prepare a program, execute it, finish. `Engine.calls` repeats a known call without these
+steps.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""A warning for a collective whose result the program drops: the likely slip of who knows torch's
-collectives, which work in place, where weft's return a new tensor.
-
-The bytecode of the caller tells it: the instruction after the call discards its result. Only first
-calls look, which select and plan, so repeated calls take no longer.
+"""A warning for a collective whose result the program drops: a likely mistake, since torch's
+collectives work in place, and weft's return a new tensor. It is detected in the caller's bytecode,
+whose next instruction discards the result. Only first calls, which select and plan, check it, so
+repeated calls take no longer.
 """
 
 from __future__ import annotations

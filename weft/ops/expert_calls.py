@@ -15,15 +15,15 @@ from weft.ops.fused import FusedCall
 from weft.ops.operator import FusedOperator
 from weft.ops.options import Operands, kernel_of, workload
 from weft.ops.records import Exchanged
-from weft.schedules.exchanges import Way, names
+from weft.schedules.exchanges import Direction, names
 from weft.schedules.workload import Operator
 from weft.world import World, current
 
 
-def _way(
+def _direction(
     operator: Operator, weights: Sequence[Weight], experts: Sequence[int] | None, world: World
-) -> Way:
-    """The way between ranks that have these numbers of `experts`, of which this one has `weights`;
+) -> Direction:
+    """The direction between ranks with these numbers of `experts`, of which this one has `weights`;
     by default each rank has as many.
     """
     back = operator.exchanges == "out"
@@ -33,7 +33,7 @@ def _way(
             "N) such as torch.empty(K, N), which is not multiplied, and experts_of_ranks"
         )
     if experts is None:
-        return Way((len(weights),) * world.ranks, back)
+        return Direction((len(weights),) * world.ranks, back)
     numbers = arguments.check_experts_of_ranks(experts, world)
     if len(weights) != max(1, numbers[world.rank]) or not any(numbers):
         raise ValueError(
@@ -41,7 +41,7 @@ def _way(
             f"but b has {len(weights)}; some rank must have one, and a rank that has none passes "
             "one for its shape"
         )
-    return Way(numbers, back)
+    return Direction(numbers, back)
 
 
 def exchange(
@@ -53,9 +53,9 @@ def exchange(
     if isinstance(sent, Exchanged) or (sent is None and expected is None):
         return options
     arguments.check_matrix(a, world)
-    way = _way(operator, weights, options.experts_of_ranks, world)
-    ins, outs = split_sizes.check(a.shape[0], sent, expected, way.parts(world.rank))
-    every = split_sizes.exchange(world, operator.name, way, ins, outs, "rows", timeout)
+    direction = _direction(operator, weights, options.experts_of_ranks, world)
+    ins, outs = split_sizes.check(a.shape[0], sent, expected, direction.parts(world.rank))
+    every = split_sizes.exchange(world, operator.name, direction, ins, outs, "rows", timeout)
     if expected is not None:
         options = options._replace(output_split_sizes=None)
     return options._replace(input_split_sizes=every)
@@ -78,7 +78,8 @@ def arrived(
         return [*record.output_split_sizes]
     own = current(world)
     weights: list[Weight] = [*b] if isinstance(b, (list, tuple)) else [b]  # type: ignore[list-item]
-    gives, takes = _way(operator.schedule, weights, record.experts_of_ranks, own).parts(own.rank)
+    direction = _direction(operator.schedule, weights, record.experts_of_ranks, own)
+    gives, takes = direction.parts(own.rank)
     return [a.shape[0] // gives] * takes
 
 
@@ -100,7 +101,7 @@ def checked(world: World, operands: Operands, options: Any, operator: Operator) 
     arguments.check_matrix(a, world)
     if a.dim() != 2:
         raise ValueError(f"a must be a matrix (rows, K); got shape {tuple(a.shape)}")
-    way = _way(operator, weights, options.experts_of_ranks, world)
+    direction = _direction(operator, weights, options.experts_of_ranks, world)
     for b, bias in zip(weights, biases, strict=True):
         arguments.check_weight(a, b, world)
         arguments.check_bias(bias, b.shape[1], world)
@@ -116,24 +117,25 @@ def checked(world: World, operands: Operands, options: Any, operator: Operator) 
     rows, given = a.shape[0], options.input_split_sizes
     even = given is None
     if even:
-        given = _equal_parts(rows, way, world)
+        given = _equal_parts(rows, direction, world)
     returns = "output_split_sizes" not in options._fields
     made = rows if returns else sum(given.received)
     shape, inputs = (made, *columns), [a, *weights, *biases]
     result = arguments.result(out, shape, dtype, inputs, world)
-    return Checked(operands, way.experts, given, even and len({*way.experts}) == 1, result)
+    even = even and len({*direction.experts}) == 1
+    return Checked(operands, direction.experts, given, even, result)
 
 
-def _equal_parts(rows: int, way: Way, world: World) -> Exchanged:
+def _equal_parts(rows: int, direction: Direction, world: World) -> Exchanged:
     """The parts of as many rows of each rank, without an exchange."""
-    parts, takes = way.parts(world.rank)
+    parts, takes = direction.parts(world.rank)
     if not parts or rows % parts:
         raise ValueError(
             f"{rows} rows do not divide evenly over {parts} weights of {world.ranks} ranks: "
             "give input_split_sizes"
         )
     part = rows // parts
-    counts = tuple([(part,) * way.parts(rank)[0] for rank in range(world.ranks)])
+    counts = tuple([(part,) * direction.parts(rank)[0] for rank in range(world.ranks)])
     return Exchanged(counts, (part,) * takes, True)
 
 

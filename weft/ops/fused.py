@@ -329,7 +329,7 @@ class FusedCall(Call):
         program.run(self.tensors, self.rows, weights, biases, self.timeout)
 
     def repeatable(self, key: Key) -> bool:
-        """Whether it has its caller's weights and biases, and no tensors of its own."""
+        """Whether it uses its caller's weights and biases themselves, and no copies."""
         _, _, _, out, weights, biases = key
         return (
             self.engine.caches_calls

@@ -11,7 +11,7 @@ from weft.checks import check_timeout
 from weft.engines.program import Program
 from weft.errors import PeerTimeout
 from weft.ops import driver
-from weft.ops.autotune import settled
+from weft.ops.autotune import current_selection
 
 if TYPE_CHECKING:
     from weft.ops.collective import CollectiveCall
@@ -62,10 +62,10 @@ class Handle:
 
 def begin(call: CollectiveCall) -> Handle:
     """Begin a checked call and return at once."""
-    variant = settled(call)
+    variant = current_selection(call)
     with call.world.exclusive:
         call.engine.limit_outstanding()
-        # each of several concurrent calls needs a program of its own
+        # concurrent calls need separate programs
         programs = (driver.prepare(call, variant, number) for number in count())
         program = next(program for program in programs if program.idle())
         # not the call itself, whose world may be dropped meanwhile

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels.weights import Weight, rows_multiple
-from weft.ops import arguments, autograd, dims, equal, prologue
+from weft.ops import arguments, autograd, conjugates, dims, prologue
 from weft.ops.fused import FusedCall
 from weft.ops.operator import FusedOperator, Gradient, Gradients, Pattern, Recorded
 from weft.ops.options import Operands, workload
@@ -173,7 +173,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Gradients:
     (grad,) = grads
     assert grad is not None
     wide = autograd.rows(grad)
-    dy = equal.apart(wide.to(a.dtype), ctx.world)
+    dy = conjugates.copy_to_ranks(wide.to(a.dtype), ctx.world)
     dy = dy / ctx.divisor if ctx.divisor > 1 else dy
     da = torch.ops.weft.product(dy, b.t()).view(a.shape) if ctx.for_a else None
     db = autograd.weight_gradient(autograd.rows(a), dy) if ctx.for_b else None

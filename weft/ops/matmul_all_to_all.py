@@ -45,9 +45,9 @@ def matmul_all_to_all(
 
     The result is that of `torch.matmul` (plus `bias`) followed by `all_to_all`. Products for other
     ranks are made first, and put there piece by piece while others are made. Each row of the result
-    is written by one rank, in a place of its own, so the result has the same bits in every run.
-    Ranks tell each other the sizes of the parts in the call itself, as in `all_to_all_matmul`, of
-    which this is the way back: the split sizes of one are those of the other exchanged.
+    is written once, by one rank, so the result has the same bits in every run. Ranks exchange the
+    sizes of the parts in the call itself, as in `all_to_all_matmul`, of which this is the reverse:
+    with input and output split sizes swapped.
 
     Gradients flow to a, b and bias; those of a and b share one `all_to_all_matmul` of the result's
     gradient.

@@ -129,7 +129,7 @@ def check(world: World, operands: Operands, options: MatmulReduceScatter) -> Fus
     parts = arguments.check_parts(shape[dim], options.shard_rows, world)
     transposed = dim == a.dim() - 1
     if transposed:
-        as_tensor(b)  # it is the rows that are multiplied: refuse a weight that is no tensor
+        as_tensor(b)  # it is the rows that are multiplied: reject a weight that is no tensor
     result = arguments.result(
         out, dims.resized(shape, dim, parts[world.rank]), out_dtype, (a, b, bias), world
     )

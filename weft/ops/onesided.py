@@ -12,8 +12,8 @@ short:
 
 A peer on another host takes no part either: its process answers a put or get, which is complete
 when it returns. One without an answer in the world's time limit raises `PeerTimeout`, and closes
-the world. A notify, alone or behind a put, may still be on its way there when it returns; other
-ranks are notified only of what has arrived.
+the world. A notify, alone or after a put, may still be in flight when it returns; other ranks are
+notified only of what has arrived.
 
 One-sided calls are thread-safe and run concurrently. All of them raise `WeftError` if the world is
 closed and `PeerLost` if a peer has died or failed, which closes the world; bad arguments are
@@ -21,12 +21,12 @@ closed and `PeerLost` if a peer has died or failed, which closes the world; bad 
 
 On a GPU all calls but `test` return at once: they take the tensors of a GPU and are put on the
 caller's current stream, in whose order they are complete, publish and wait; asynchronous transfers
-are put on a stream of their own, after the work on the current one. A wait that timed out, and a
-peer that failed meanwhile, are raised by the next call (one-sided or collective), and close the
-world, since later work of the stream has run without the data. `algorithm` selects how a GPU
-copies: ``copy-engine`` (of contiguous tensors, by torch's copy), ``kernel`` (of rows with any
-strides, on `comm_sms` SMs, 16 by default), or ``auto``: the copy engine, and torch's own kernel for
-tensors that are not contiguous. On a CPU the caller's thread copies, so both are refused there.
+are put on a separate stream, after the work on the current one. A wait that timed out, and a peer
+that failed meanwhile, are raised by the next call (one-sided or collective), and close the world,
+since later work of the stream has run without the data. `algorithm` selects how a GPU copies:
+``copy-engine`` (of contiguous tensors, by torch's copy), ``kernel`` (of rows with any strides, on
+`comm_sms` SMs, 16 by default), or ``auto``: the copy engine, and torch's own kernel for tensors
+that are not contiguous. On a CPU the caller's thread copies, so both are rejected there.
 """
 
 from __future__ import annotations
@@ -311,7 +311,7 @@ def put_notify(
 ) -> None:
     """`put`, then `notify` the same peer: a thread that sees the counter sees the data. Arguments
     are checked before anything is moved. When it returns `src` may be used again; to a peer on
-    another host data and counter may still be on their way.
+    another host data and counter may still be in flight.
 
     Examples:
         >>> def send_right():

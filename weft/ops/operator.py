@@ -21,7 +21,7 @@ from weft.schedules.workload import Collective, Operator
 from weft.world import World
 
 SPLIT_SIZES = "input_split_sizes", "output_split_sizes"
-"""Arguments that ranks tell each other in the call."""
+"""Arguments that ranks exchange in the call."""
 EXCHANGED = (
     "split sizes are exchanged by the call itself, and explain sends nothing: leave them out"
 )

@@ -71,7 +71,9 @@ def schema(record: type[Options]) -> str:
 
 
 def check_types(options: Options) -> None:
-    """Raise `TypeError` or `ValueError` for an option that is of no type of its schema."""
+    """Raise `TypeError` or `ValueError` for an option that does not match the type in its
+    schema.
+    """
     for each, kind in _kinds(type(options)).items():
         value = getattr(options, each)
         if value is not None or not kind.schema.endswith("?"):
@@ -106,8 +108,8 @@ def workload(
     out_dtype: torch.dtype,
     symmetric: bool = True,
 ) -> Workload:
-    """The workload of a call; several weights count as one of all their columns. Rows that have
-    companions count as staged, since these are in memory of their own.
+    """The workload of a call; several weights count as one of all their columns. Rows with
+    companions count as staged, since companions are in separate memory.
     """
     a, weights, _, _ = operands
     columns, dtypes = sum([b.shape[1] for b in weights]), (name(a.dtype), name(out_dtype))

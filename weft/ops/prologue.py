@@ -1,6 +1,5 @@
-"""What every public function of a fused operator does: repeat a call that is known, else let torch
-record it, else check and execute it. A call that it refuses is made known to peers, who may wait in
-it.
+"""The common part of the public functions of fused operators: repeat a cached call, else let torch
+record it, else check and execute it. A rejected call is reported to peers, which may wait in it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from weft.ops import arguments, autograd, driver, float8
 from weft.ops.operator import FusedOperator
 from weft.ops.options import Operands
 from weft.ops.records import Exchanged
-from weft.ops.refusals import report
+from weft.ops.rejections import report
 from weft.world import World, current
 
 

@@ -6,9 +6,9 @@ arguments of its operator of torch (`weft.ops.options.schema`), and what `explai
 equals the tuple of its values, which the public function makes first, since a tuple is made in a
 quarter of the time.
 
-`keep`: the rows that ranks exchange are a result, too. `own_bias`: each rank adds a bias of its own
-to its product, so all are summed. Split sizes are None (equal parts), those that the caller
-gives, or all ranks', once these have been `Exchanged`.
+`keep`: the rows that ranks exchange are a result, too. `own_bias`: each rank adds its bias to its
+product, so all are summed. Split sizes are None (equal parts), those that the caller gives, or all
+ranks', once these have been `Exchanged`.
 """
 
 from __future__ import annotations

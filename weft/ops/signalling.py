@@ -1,4 +1,5 @@
-"""The signals of one-sided calls: counters of a rank that any rank may raise and its own waits for.
+"""The signals of one-sided calls: counters of a rank that any rank may raise and the owner waits
+for.
 
 What they order, and the errors of all one-sided calls, are in `weft.ops.onesided`.
 """
@@ -185,8 +186,8 @@ def notification(
 
 
 def _after_others(world: World, rank: int, raising: Callable[[], bool]) -> bool:
-    """Raise counters of a rank of this host, once those of other hosts have what they were told."""
-    between_hosts.settle(world, f"to notify rank {rank}")
+    """Raise counters of a rank of this host, once all notifies to other hosts have arrived."""
+    between_hosts.flush(world, f"to notify rank {rank}")
     return raising()
 
 

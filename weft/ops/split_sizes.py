@@ -1,5 +1,5 @@
-"""Numbers of rows that ranks tell each other in the call which needs them: each call of uneven
-parts first executes a plan that brings every rank's numbers to every rank (`weft.plan.sized`).
+"""The exchange of row counts: each call with uneven parts first executes a plan that brings every
+rank's counts to every rank (`weft.plan.sized`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from weft.checks import integers
 from weft.engines import engine
 from weft.ops.records import Exchanged
 from weft.schedules.counts import counts
-from weft.schedules.exchanges import Counts, ToAll, Way
+from weft.schedules.exchanges import Counts, Direction, ToAll
 from weft.schedules.thresholds import EAGER_BUFFER_BYTES
 from weft.world import World
 
 _ANY = -1
-"""The number of rows that a rank expects, if it takes what comes."""
+"""In place of an expected number of rows: any number is accepted."""
 _REMEMBERED = 512
 """Matrices of sizes by which it is known that a call is likely to be repeated: only such calls are
 kept in the call cache, since where tokens are routed anew every call has other sizes.
@@ -53,7 +53,7 @@ def check(
 def exchange(
     world: World,
     operator: str,
-    way: Way | ToAll,
+    direction: Direction | ToAll,
     sent: Sequence[int],
     expected: Sequence[int] | None,
     unit: str = "rows",
@@ -65,27 +65,27 @@ def exchange(
     name of what the sizes count.
     """
     exchanges = engine(world).counts
-    if (operator, way) not in exchanges:
-        exchanges[operator, way] = _Exchange(world, operator, way)
-    one: _Exchange = exchanges[operator, way]
+    if (operator, direction) not in exchanges:
+        exchanges[operator, direction] = _Exchange(world, operator, direction)
+    one: _Exchange = exchanges[operator, direction]
     rest = one.wide - len(sent)
     numbers = [*sent, *(0,) * rest]
     numbers += (_ANY,) * one.wide if expected is None else expected
     numbers += (0,) * (2 * one.wide - len(numbers))
-    counts, received = agreed(one.run(numbers, timeout), world.rank, way, unit)
+    counts, received = agreed(one.run(numbers, timeout), world.rank, direction, unit)
     return Exchanged(counts, tuple(received), one.remember(counts))
 
 
 def agreed(
-    every: Counts, rank: int, way: Way | ToAll, unit: str = "rows"
+    every: Counts, rank: int, direction: Direction | ToAll, unit: str = "rows"
 ) -> tuple[Counts, Sequence[int]]:
     """The parts that every rank sends, and those that this rank receives, of the numbers that ranks
     have exchanged: of each rank those that it sends, then those that it expects, both followed by
     zeros if other ranks have more.
     """
     wide = len(every[0]) // 2
-    sent = tuple([tuple(row[: way.parts(of)[0]]) for of, row in enumerate(every)])
-    received = way.received(sent)
+    sent = tuple([tuple(row[: direction.parts(of)[0]]) for of, row in enumerate(every)])
+    received = direction.received(sent)
     wrong = [
         (receiver, at)
         for receiver, (row, parts) in enumerate(zip(every, received, strict=True))
@@ -94,7 +94,7 @@ def agreed(
         if row[wide + at] != parts[at]
     ]
     if wrong:
-        senders = way.received([[sender] * wide for sender in range(len(every))])
+        senders = direction.received([[sender] * wide for sender in range(len(every))])
         sender, receiver, at = min((senders[receiver][at], receiver, at) for receiver, at in wrong)
         raise ValueError(
             f"rank {sender} sends rank {receiver} {received[receiver][at]} {unit}, but rank "
@@ -108,8 +108,8 @@ class _Exchange:
     numbers of each at most, with the tensors that it uses in each call.
     """
 
-    def __init__(self, world: World, operator: str, way: Way | ToAll) -> None:
-        self.wide = way.most
+    def __init__(self, world: World, operator: str, direction: Direction | ToAll) -> None:
+        self.wide = direction.most
         numbers = 2 * self.wide
         few = not world.stream_ordered and 8 * numbers <= EAGER_BUFFER_BYTES
         self.plan = counts(operator, world.placement.levels, world.hosts.if_several, few)
@@ -122,7 +122,7 @@ class _Exchange:
         self.own = own.numpy() if own.device.type == "cpu" else None
         self.remembered = dict[Counts, None]()  # the latest matrices
         self.program = engine(world).program(self.plan, self.tensors, self.rows)
-        text = f"{self.plan.operator}{way.options}\n{numbers} numbers{way.options}"
+        text = f"{self.plan.operator}{direction.options}\n{numbers} numbers{direction.options}"
         self.program.compiled.set_call_text(text)
 
     def run(self, numbers: Sequence[int], timeout: float | None) -> list[list[int]]:

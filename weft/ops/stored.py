@@ -1,5 +1,5 @@
 """The fastest variants by class of calls, measured by ``weft tune`` or by calls, in one file of the
-cache directory, with their times, so that later processes can tell whether they are still true.
+cache directory, with their times, so that later processes can check them.
 """
 
 from __future__ import annotations

@@ -86,8 +86,9 @@ class Accesses:
         self.begun: dict[tuple[int, int], Knowledge] = {}
         # the reads that a lane knows of besides those that its clock orders
         self.known: list[set[Read]] = [set() for _ in every]
-        # what the flags of rows have told a rank in its execution, which its lanes know afterwards
-        self.told: list[Knowledge] = [Knowledge([0] * len(every), set()) for _ in ranks]
+        # what a rank has learned from the flags of rows in its execution, which its lanes know
+        # afterwards
+        self.learned: list[Knowledge] = [Knowledge([0] * len(every), set()) for _ in ranks]
         # the numbers of the blocks in the slots of a buffer, by slot
         self.held: dict[tuple[int, int, str], dict[int, int]] = {}
         self.slots = [
@@ -258,7 +259,7 @@ class Accesses:
         flagged = region[1] in self.flagged[execution]
         earlier = [cell.writer] if cell.writer else []
         if flagged and not write and cell.writer:  # the flag has come with the rows
-            self.tell(execution, lane, region, cell)
+            self.learn(execution, lane, region, cell)
             earlier = []
         if write:
             earlier += cell.readers.items()
@@ -275,16 +276,17 @@ class Accesses:
         else:
             cell.readers[lane] = clock[lane]
 
-    def tell(self, execution: int, lane: int, region: Place, cell: Cell) -> None:
-        """Let the flags of rows tell their reader's rank that their writer has begun, and all reads
-        that the rows follow from. Other threads of the lane may not know it in this execution.
+    def learn(self, execution: int, lane: int, region: Place, cell: Cell) -> None:
+        """Note that the reader's rank learns from the flags of rows that their writer has begun,
+        and all reads that the rows follow from. Other threads of the lane may not know it in this
+        execution.
         """
         assert cell.writer is not None
-        told, (_, _, start, stop) = self.told[self.rank_of[lane]], region
+        learned, (_, _, start, stop) = self.learned[self.rank_of[lane]], region
         begun = self.begun[execution, self.rank_of[cell.writer[0]]]
-        told.clock[:] = map(max, told.clock, begun.clock)
-        told.reads.update(begun.reads)
-        told.reads.update(
+        learned.clock[:] = map(max, learned.clock, begun.clock)
+        learned.reads.update(begun.reads)
+        learned.reads.update(
             each._replace(shift=row + each.shift)
             for each in cell.made_of
             for row in range(start, stop)

@@ -2,8 +2,8 @@
 of quantized rows or the experts that tokens chose.
 
 A plan with companions moves each of them as it moves the rows, in the same blocks and between the
-same signals, through buffers of their own; computations of the rows read them beside these. They
-are ordinary instructions, so the proof knows which companion a result was computed from.
+same signals, through separate buffers; computations of the rows read them beside these. They are
+ordinary instructions, so the proof knows which companion a result was computed from.
 """
 
 from __future__ import annotations

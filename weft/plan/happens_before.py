@@ -131,9 +131,9 @@ class Run(Accesses):
         to do: their clocks become the maximum.
         """
         mine = [self.index[rank, name] for name in self.lanes[rank] if not is_port(name)]
-        clocks = [*(self.clocks[i] for i in mine), self.told[rank].clock]
+        clocks = [*(self.clocks[i] for i in mine), self.learned[rank].clock]
         joined = [max(times) for times in zip(*clocks, strict=True)]
-        known = self.told[rank].reads.union(*(self.known[i] for i in mine))
+        known = self.learned[rank].reads.union(*(self.known[i] for i in mine))
         for i in mine:
             self.clocks[i], self.known[i] = [*joined], {*known}
         for i in (self.index[rank, name] for name in self.lanes[rank] if is_port(name)):
@@ -178,12 +178,12 @@ class Run(Accesses):
                         f"counter {signal} of rank {peer} has a second writer: {self.names[i]} "
                         f"and {other}"
                     )
-                told = (
+                knowledge = (
                     self.begun[execution, rank]
                     if relaxed
                     else Knowledge([*clock], {*self.known[i]})
                 )
-                self.raised.setdefault((peer, signal), []).append(told)
+                self.raised.setdefault((peer, signal), []).append(knowledge)
             case _:
                 if self.flagged[execution] and self.missing(execution, instruction)[0]:
                     return False

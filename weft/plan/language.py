@@ -9,8 +9,8 @@ Three rules make plans provable:
 
 1. *One writer per counter.* A `Signal` is a name and the rank that raises it; one lane of that rank
    raises it on a given peer.
-2. *Counters only grow.* A `Wait` counts from the start of its own execution, so ``Wait(s, 0)``
-   means "all that earlier executions promised", and consecutive executions need no barrier.
+2. *Counters only grow.* A `Wait` counts from the start of the execution, so ``Wait(s, 0)`` means
+   "all that earlier executions promised", and consecutive executions need no barrier.
 3. *Buffers that are reused are released first.* The reader notifies when it has read; the writer
    waits for that before it writes again.
 
@@ -89,7 +89,7 @@ class Signal(NamedTuple):
 
 
 COMPRESSIONS = ("int8",)
-"""The ways in which rows may travel compressed between hosts (`weft.plan.compression`)."""
+"""The compressions of rows between hosts (`weft.plan.compression`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +150,8 @@ class Notify:
     """Add 1 to `rank`'s counter `signal`, after everything above it in this lane is visible there
     (release).
 
-    A `relaxed` one tells only that the executing rank has begun this execution: nothing that it has
-    done since need be visible.
+    A `relaxed` one implies only that the executing rank has begun this execution: nothing that it
+    has done since need be visible.
     """
 
     rank: int
@@ -281,7 +281,7 @@ class Plan:
     no rank ends the plan before all have begun it. Blocks have a multiple of `rows_multiple` rows,
     but for the last block of a shard that does not divide. `launch`: a kernel of a GPU executes the
     copies of a rank's rows to all ranks, with the notifies and waits around them, in one launch;
-    engines without kernels refuse such a plan.
+    engines without kernels reject such a plan.
 
     `lanes` and `result` may be computed when they are read (`weft.plan.lazy`).
 

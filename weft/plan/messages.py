@@ -1,4 +1,4 @@
-"""Lowering of a plan to several hosts: puts to other hosts become messages, in lanes of their own.
+"""Lowering of a plan to several hosts: puts to other hosts become messages, in separate lanes.
 
 `lower_to_messages` moves every `Copy` and `Notify` to another host into a **channel**: lane
 ``"comm>3"`` has the messages of ``comm`` to rank 3. The lane itself proceeds at once; it waits
@@ -6,8 +6,8 @@ until rows are sent before it permits a write over them. The result is an ordina
 `weft.verify` proves the order that messages really have: in order within a channel, in any order
 between channels.
 
-A notify without rows of its own travels with the rows before it if both go to the same host: rows
-that one rank of a host receives may be announced to all its ranks.
+A notify without rows is sent with the rows before it if both go to the same host: rows that one
+rank of a host receives may be announced to all its ranks.
 
 Messages are admitted after all ranks that they notify have begun the call. Earlier, such a rank may
 still count signals of the sender for the previous call, which arrive through another channel. So

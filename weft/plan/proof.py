@@ -10,9 +10,9 @@ notified of every use.
 The proof is over blocks, and holds for any number of rows of each block. Blocks of a buffer are
 adjacent, so two accesses share a row only if they share a block; an instruction works on the same
 blocks in the same order everywhere, so its operands have the same rows, but for sources of which a
-kernel needs every row, whose blocks have numbers of their own; a slot (`ANY_BLOCK`) holds any
-block, from its beginning on, and is read as the block that it holds; and lanes wait only for
-signals, which empty blocks raise too.
+kernel needs every row, whose blocks are numbered separately; a slot (`ANY_BLOCK`) holds any block,
+from its beginning on, and is read as the block that it holds; and lanes wait only for signals,
+which empty blocks raise too.
 """
 
 from __future__ import annotations
@@ -223,8 +223,8 @@ def _wrong_blocks(plan: Plan, buffer: Buffer, numbers: Sequence[int], rows: int)
 
 
 def _wrong_signals(plan: Plan) -> Iterator[str]:
-    """Defects of signals, each of which must be a counter of its own: engines number counters by
-    the name, and by the peer if there is one, else by the source.
+    """Defects of signals, each of which must be a separate counter: engines number counters by the
+    name, and by the peer if there is one, else by the source.
     """
     peers: dict[str, bool] = {}
     for r, instruction in plan.instructions():

@@ -1,5 +1,5 @@
 """Sizes that are data: the rows of a plan's shards are numbers that ranks know only when they make
-the call, and exchange by a plan of its own.
+the call, and exchange by a separate plan.
 
 Such a call is two plans. The first, of *counts*, brings the row of numbers of each rank to every
 rank, so all have one matrix, with a row of each rank. Then each rank binds the second plan by it:

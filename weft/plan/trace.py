@@ -91,7 +91,7 @@ class Trace:
         """The numbers, in `spans`, of each notify and of the wait that it ended.
 
         A wait for a counter to reach n is ended by the n-th notify of that counter. Counters that
-        count again from the beginning have none, since several executions cannot be told apart.
+        count again from the beginning have none, since several executions cannot be distinguished.
         """
         raised, awaited = dict[tuple[int, str], list[int]](), dict[tuple[int, str], list[Any]]()
         for number, span in sorted(enumerate(self.spans), key=lambda found: found[1].stop):

@@ -47,7 +47,7 @@ other reductions. All rows of a source are a value by themselves.
 def whole(parts: Iterable[tuple[Sequence[int], Value]]) -> Value:
     """The value of all rows of these parts, in their order: for each the numbers of its blocks
     (`weft.plan.language.ROW` for rows), and its value as a function of the row's number in the
-    part. Parts that go on with the value of the part before are joined to it.
+    part. Parts that continue the value of the part before are joined to it.
     """
     joined: list[tuple[tuple[int, ...], Value]] = []
     for numbers, value in parts:

@@ -48,7 +48,7 @@ def made_by_all(
         patience = timeout if kind == _LACKS else min(timeout, _SOON)
         limit = _LATE if isinstance(error, PeerTimeout) else patience
         verdict = why = ""
-        with contextlib.suppress(RuntimeError):  # the store is gone
+        with contextlib.suppress(RuntimeError):  #  the store has ended
             votes = _voted(f"{kind} {type(error).__name__}: {error}", store, rank)
             if isinstance(error, Exception):  # no interrupt
                 verdict, why = _verdict(votes, ranks, limit)

@@ -34,7 +34,7 @@ from weft.ops.barrier import barrier  # noqa: F401  (by its name, like the other
 from weft.ops.broadcast import broadcast as weft_broadcast
 from weft.ops.collective import ANY, NUMBERS, CollectiveCall, same_place
 from weft.ops.reduce_scatter import check as check_reduce_scatter
-from weft.schedules.exchanges import Counts, Way
+from weft.schedules.exchanges import Counts, Direction
 from weft.world import World
 
 # a table, since the name of an op takes 5 us
@@ -141,7 +141,7 @@ def all_gather_single(
 def _check_all_gather(world: World, a: Tensor, out: Tensor) -> CollectiveCall:
     own, whole = a.view(-1), out.view(-1)
     part = whole.narrow(0, world.rank * len(own), len(own))
-    own = _apart(own, whole, same_place(own, part))
+    own = _without_overlap(own, whole, same_place(own, part))
     return check_all_gather(world, own, whole, 0, None, "auto", None, None)
 
 
@@ -180,7 +180,7 @@ def _check_reduce_scatter(
     whole, own = a.view(-1), out.view(-1).view(a.dtype)  # booleans are reduced as integers
     start = world.rank * len(own) if shard_rows is None else sum(shard_rows[: world.rank])
     part = whole.narrow(0, start, len(own))
-    whole = _apart(whole, own, same_place(own, part))
+    whole = _without_overlap(whole, own, same_place(own, part))
     return check_reduce_scatter(world, whole, own, op, 0, shard_rows, "auto")
 
 
@@ -222,7 +222,7 @@ def all_to_all_single(
             for full, sizes in ((source, input_sizes), (target, output_sizes))
         )
         found = split_sizes.exchange(
-            world, "all_to_all", Way.plain(world.ranks), sent, received, "elements", timeout
+            world, "all_to_all", Direction.plain(world.ranks), sent, received, "elements", timeout
         )
         counts, run = found.counts, collective.run if found.again else collective.run_once
     run(_check_all_to_all, source, target, (counts,), world, timeout)
@@ -246,7 +246,7 @@ def _check_all_to_all(
     world: World, a: Tensor, out: Tensor, counts: Counts | None
 ) -> CollectiveCall:
     sent, received = a.view(-1), out.view(-1)
-    return check_all_to_all(world, _apart(sent, received), received, counts)
+    return check_all_to_all(world, _without_overlap(sent, received), received, counts)
 
 
 def all_to_all(
@@ -499,9 +499,9 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
-def _apart(a: Tensor, out: Tensor, in_place: bool = False) -> Tensor:
-    """An input that `out` does not overwrite: `a` itself, or a copy if they overlap and weft does
-    not work `in_place`. Plans do not depend on it, so ranks may differ.
+def _without_overlap(a: Tensor, out: Tensor, in_place: bool = False) -> Tensor:
+    """`a`, or a copy if `out` overlaps it and the call is not `in_place`. Plans do not depend on
+    it, so ranks may differ.
     """
     return a.clone() if overlap(a, out) and not in_place else a
 

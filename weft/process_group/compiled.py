@@ -66,7 +66,7 @@ def backend() -> Any:
 
 
 def _imported(library: Path) -> Any:
-    """The module in a library, once it has shown that its classes are those of this torch."""
+    """The module in a library, once its classes are verified to match this torch."""
     name = f"{library}.{_MODULE}"  # pybind11 keeps one module of a name
     loader = importlib.machinery.ExtensionFileLoader(name, str(library))
     spec = importlib.util.spec_from_file_location(name, library, loader=loader)
@@ -101,7 +101,7 @@ def _compiled() -> Path:
 
 
 def _stored(folder: Path, name: str) -> Path | None:
-    """The library of this name in the cache, if there is one that nobody else can have written."""
+    """The library of this name in the cache, if no other user can have written it."""
     for file in libraries.whole(folder, name):
         with contextlib.suppress(OSError):
             trust.check_file(file)
@@ -111,7 +111,7 @@ def _stored(folder: Path, name: str) -> Path | None:
 
 @contextmanager
 def _alone(file: Path) -> Iterator[None]:
-    """A part of the program that one process at a time runs; a process that ends leaves it."""
+    """A critical section between processes; a process that ends leaves it."""
     deadline = time.monotonic() + LIMIT
     lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:

@@ -1,4 +1,4 @@
-"""Process groups that torch.distributed connects, and connects anew, by handles of processes:
+"""Process groups that torch.distributed connects and reconnects by handles of processes:
 ``init_process_group("weft", enable_reconfigure=True)`` of torch 2.14.
 """
 
@@ -43,8 +43,8 @@ class Elastic:
         all agree on of a set. `timeout` is the new group's.
 
         The connection `before` ends once the new one is made, and works of it that are outstanding
-        fail. After an error it is as it was, the handle serves on, and another attempt needs
-        another `uuid`. Raises `WeftError` without a handle or for a `uuid` that was used, and as
+        fail. After an error it is unchanged and the handle can be used again, with another `uuid`.
+        Raises `WeftError` without a handle or for a `uuid` that was used, and as
         `weft.world.reconfigure`.
         """
         if uuid in self.used:

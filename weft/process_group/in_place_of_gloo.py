@@ -36,13 +36,14 @@ def in_force() -> bool:
 
 def replace() -> None:
     """Let weft make the groups that are asked for as gloo's, while the variable is 1. If this
-    version of torch makes groups in another way, a warning says so, and nothing is replaced.
+    version of torch makes groups differently, a warning says so, and nothing is replaced.
     """
     of_torch: Any = getattr(distributed_c10d, _MAKER, None)
     first = () if of_torch is None else (*inspect.signature(of_torch).parameters,)[:4]
     if first != (*_BEFORE_BACKEND, "backend"):
         _log.warning(
-            "%s has no effect: torch %s makes process groups in a way that this weft does not know",
+            "%s has no effect: torch %s makes process groups in a manner that this weft does not "
+            "support",
             VARIABLE,
             torch.__version__,
         )
@@ -83,7 +84,7 @@ def _wrapped(of_torch: Callable[..., Any]) -> Callable[..., Any]:
 def _renamed(backend: Any) -> Any:
     """The backends of a group, with weft in place of gloo for CPU tensors; None if gloo has none of
     them. Where there is no other device, gloo is left out for others; any other backend stays, as
-    torch refuses those that it was built without.
+    torch rejects those that it was built without.
 
     Raises `WeftError` for a name of no backend.
     """

@@ -136,7 +136,7 @@ class Messages(Progress):
         self.end_all(self.world.failure.fail(error))
 
     def settle(self, message: _native.Message, number: int, seconds: float | None) -> None:
-        """Raise the error of a message whose wait has ended with the status of this number."""
+        """Raise the error of a message whose wait has ended with this status."""
         status = _native.WaitStatus(number)
         if not message.done:
             self.check()

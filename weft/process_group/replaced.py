@@ -16,7 +16,7 @@ _OF_TORCH = dist.monitored_barrier
 
 
 def replace() -> None:
-    """Replace torch's `monitored_barrier`, which refuses all backends except gloo."""
+    """Replace torch's `monitored_barrier`, which rejects all backends except gloo."""
     dist.monitored_barrier = distributed_c10d.monitored_barrier = _monitored_barrier
 
 

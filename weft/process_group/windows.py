@@ -52,7 +52,7 @@ class Window:
         """
         dtypes = list[str]()
         self.operations.queue.run(partial(self._register, tensor, dtypes))
-        # raised here, since all ranks raise it: none refuses a call that others make
+        # raised here, since all ranks raise it: none rejects a call that others make
         if self.memory is None:
             lines = "".join(f"\n  rank {rank}: {each}" for rank, each in enumerate(dtypes))
             raise MismatchError(f"the tensors of a window must have one dtype on all ranks{lines}")

@@ -279,7 +279,7 @@ class WorkQueue(Progress):
                 self.running = call
                 call(*args)
             except _ERRORS_OF_CALLS as error:
-                self.world.failure.refuse(error)
+                self.world.failure.reject(error)
                 raise
             finally:
                 self.running = None
@@ -354,7 +354,7 @@ class WorkQueue(Progress):
             if not isinstance(error, _ERRORS_OF_CALLS):
                 self.world.failure.fail(error)
                 raise
-            self.world.failure.refuse(error)
+            self.world.failure.reject(error)
         else:
             work.end()
         finally:

@@ -213,7 +213,7 @@ def ring(request: Request, rank: int, into: str) -> Gathering:
 @cache
 def _journeys(hosts: Layout) -> list[list[tuple[int, int, int, int]]]:
     """For each host of a ring all ranks, nearest hosts first, each with the ranks that hold its
-    rows on their way: ``(distance in hosts, rank, its holder on the previous host, here)``.
+    rows in transit: ``(distance in hosts, rank, its holder on the previous host, here)``.
     """
     count = len(hosts.members)
     found: list[list[tuple[int, int, int, int]]] = [[] for _ in range(count)]

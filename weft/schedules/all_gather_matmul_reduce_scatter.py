@@ -7,10 +7,10 @@ notifies the peer, ``?`` waits for it::
     | stage o |!| o0 @ B |?| p0 @ B |!| p1 @ B |!| o1 @ B |?| out = both ranks' products of o |
 
 Of several hosts a rank gives each some of its rows. They cross to that host once, into memory that
-its ranks share, and their sum crosses once on the way back: a token whose experts are on two ranks
-of another host travels once each way, not twice. Of the rows of a rank elsewhere, r, the rank of
-the same place here receives them, adds up all ranks' products and puts the sums back. They are
-multiplied between the halves of the host's own rows, which hide both ways::
+its ranks share, and their sum crosses once on return: a token whose experts are on two ranks of
+another host travels once each way, not twice. Of the rows of a rank elsewhere, r, the rank of the
+same place here receives them, adds up all ranks' products and puts the sums back. They are
+multiplied between the halves of the host's own rows, which hide both transfers::
 
     compute  | stage o |!| o0 @ B |?| p0 @ B |!|?| r0 @ B |!|?| r1 @ B |!| p1, o1 @ B |?| out |
     comm     | put rows to the other host |!|?| add up and put back r0 |!|?| r1 |!|
@@ -263,7 +263,9 @@ class HostRows:
 
     @cached_property
     def signals(self) -> Mapping[tuple[int, Group], int]:
-        """The number of the signal with which a rank of this host tells this one of products."""
+        """The number of the signal with which a rank of this host announces products to this
+        one.
+        """
         found: dict[tuple[int, Group], int] = {}
         for producer in self.here:
             told = (

@@ -62,8 +62,8 @@ def _result(of: Blocks, outputs: Sequence[str]) -> Iterator[tuple[Region, tuple[
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One rank's part of the way to the experts: rows of ``a`` are put to the ``inbox`` of the rank
-    whose expert they are for.
+    """One rank's part of the dispatch: rows of ``a`` are put to the ``inbox`` of the rank whose
+    expert they are for.
     """
 
     of: Blocks

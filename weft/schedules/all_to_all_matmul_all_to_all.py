@@ -1,5 +1,5 @@
-"""All-to-all + matmul + all-to-all: rows visit the weights of other ranks, and their products
-return to the places of the rows: the dispatch of tokens to experts, the experts, and the way back.
+"""All-to-all + matmul + all-to-all: rows are dispatched to the weights of other ranks, and their
+products return to the places of the rows: dispatch, experts and combine in one plan.
 
 Rank 0 of two by a push, in two pieces, time to the right; o are own rows that stay, a those for the
 peer, p the peer's rows, q their products, ``!`` notifies the peer, ``?`` waits for it::
@@ -7,10 +7,10 @@ peer, p the peer's rows, q their products, ``!`` notifies the peer, ``?`` waits 
     compute  | o0 @ B |?| p0 @ B |?| p1 @ B | o1 @ B |?| keep what has returned |
     comm     | put a0 |!| put a1 |!| put q0 |!| put q1 |!|
 
-So both ways are hidden, and nothing is waited for between them: were all own rows multiplied first,
-no product could return when the last row has left. ``sequential`` multiplies all rows
-for a weight at once, own ones included, between the two exchanges. Each row of the result is
-written by one rank, in its own place, so the result has the same bits in every run.
+So both transfers are hidden, and nothing is waited for between them: were all own rows multiplied
+first, no product could return when the last row has left. ``sequential`` multiplies all rows for a
+weight at once, own ones included, between the two exchanges. Each row of the result is written by
+one rank, in its own place, so the result has the same bits in every run.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _push(there: Dispatch, back: Return) -> Lanes:
 
 
 def _sequential(there: Dispatch, back: Return) -> Lanes:
-    """All rows, then the products, then the way back."""
+    """All rows, then the products, then their return."""
     rank, ranks = there.rank, there.of.ranks
     lane = [*enter(rank, ranks), *there.put_all(), *there.collect(there.experts)]
     lane += map(back.multiply_all, there.experts)
@@ -100,7 +100,7 @@ def _sequential(there: Dispatch, back: Return) -> Lanes:
 
 
 def _communicate(request: Request) -> Plan:
-    """The rows alone, and other products, which are an input, on the way back."""
+    """The transfers alone: the rows, and the return of other products, which are an input."""
     plan = all_to_all_matmul_all_to_all(request)
     products = replace(plan.buffers["made"], role="input")
     return moves_alone(plan, {**plan.buffers, "made": products})

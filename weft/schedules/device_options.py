@@ -45,7 +45,8 @@ class DeviceOptions:
             those of gathered rows; None: that of gathered rows.
 
     `tile`, `own_tile` and `compute_sms` need ``products="triton"``. With `comm_sms`, `own_tile` or
-    several `links` ``algorithm="auto"`` selects an algorithm that they serve; others are refused.
+    several `links` ``algorithm="auto"`` selects an algorithm that supports them; others are
+    rejected.
 
     Raises `ValueError` for a tile that is not one of `TILES` and for numbers that are too small.
 

@@ -3,8 +3,8 @@
 Each rank has a number of weights, its *experts*, which are numbered rank by rank; a rank may have
 none. The rows of rank s for expert e are a shard: the block names are (source, expert, piece). A
 rank gives its rows in the order of the experts, and receives rows by expert, those of one from all
-ranks side by side. Products return the way that rows came, so what one plan receives is what the
-other gives.
+ranks side by side. Products return in the reverse direction, so one plan receives what the other
+gives.
 
 If the sizes are even, every rank gives an expert as many rows, and the shards are those of the
 experts; else the shards are the numbers of a matrix of counts, with a row for what each rank gives,
@@ -204,7 +204,7 @@ Counts = Sequence[Sequence[int]]
 """A matrix of numbers of rows, with a row of each rank."""
 
 
-class Way(NamedTuple):
+class Direction(NamedTuple):
     """The direction in which rows travel between ranks that have these numbers of `experts`: to
     them, or `back`.
     """
@@ -213,7 +213,7 @@ class Way(NamedTuple):
     back: bool = False
 
     @classmethod
-    def plain(cls, ranks: int) -> Way:
+    def plain(cls, ranks: int) -> Direction:
         """A part for each rank."""
         return cls((1,) * ranks)
 
@@ -224,8 +224,8 @@ class Way(NamedTuple):
 
     @property
     def options(self) -> str:
-        """What differs from a part for each rank, in words."""
-        plain = self.experts == Way.plain(len(self.experts)).experts
+        """The options that differ from one part per rank, as text."""
+        plain = self.experts == Direction.plain(len(self.experts)).experts
         return "" if plain else f"(experts_of_ranks={[*self.experts]})"
 
     def parts(self, rank: int) -> tuple[int, int]:
@@ -255,7 +255,7 @@ class Way(NamedTuple):
 
 
 class ToAll(NamedTuple):
-    """As many numbers as `most` of each rank, which all ranks only hear of."""
+    """At most `most` numbers of each rank, all-gathered."""
 
     most: int
 

@@ -52,7 +52,7 @@ class HostRing(HostPart):
     def own(self) -> list[Piece]:
         """The pieces that this rank adds up for its host, in the order of the rows."""
         adjacent = ((self.host + step) % (self.last + 1) for step in (1, -1))
-        if self.hosts.visited not in (None, self.host, *adjacent):
+        if self.hosts.target not in (None, self.host, *adjacent):
             return []  # only adjacent hosts exchange sums
         return [piece for owner in self.hosts.holds(self.rank) for piece in self.pieces(owner)]
 

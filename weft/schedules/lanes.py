@@ -102,7 +102,7 @@ def publish(
     sources: Sequence[int],
 ) -> Published:
     """Let `readers` read `parts` of this rank's ``a``; this rank reads rows that `sources` publish
-    in the same manner.
+    likewise.
 
     Readers wait for "ready". A symmetric input is read in place, and the caller may write to it
     only after every reader has raised "read"; other inputs are staged in a workspace. A rank that
@@ -246,8 +246,8 @@ def over_hosts(
 ) -> PerRank[Mapping[str, tuple[Instruction, ...]]]:
     """The lanes of all ranks of several hosts, tidy. `request` determines them.
 
-    `lanes` may leave out what it would do with ranks that a layout does not visit, but nothing
-    else. `different` ranks do what others do not.
+    `lanes` may leave out only the work for ranks that a layout does not address. `different` ranks
+    do work that others do not.
     """
 
     return PerRank(

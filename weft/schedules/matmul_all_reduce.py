@@ -1,5 +1,5 @@
-"""Matmul + all-reduce: ``out = the sum over all ranks of their a @ B`` on every rank, each with an
-its own a and B.
+"""Matmul + all-reduce: ``out = the sum over all ranks of their a @ B`` on every rank, each with its
+own a and B.
 
 Sums are taken in rank order by every algorithm, so all ranks hold equal bits.
 
@@ -141,7 +141,7 @@ def _push(request: Request, rank: int) -> Lanes:
         lane += wait_all("summed", [peer], pieces)
         if into == "summed":
             lane.append(Copy(shard(rank, into, peer, pieces), shard(rank, "out", peer, pieces)))
-    # else a peer's sums tell that its caller had made this call, and that its inbox is free again
+    # else a peer's sums imply that it has made this call, and that its inbox is free again
     last = leave(rank, ranks) if into == "summed" else []
     return concurrent([*lane, *last], puts)
 

@@ -61,8 +61,8 @@ def _result(of: Blocks) -> Iterator[tuple[Region, tuple[Term, ...]]]:
 
 @dataclass(frozen=True)
 class Return:
-    """One rank's part of the way from the experts: products of `rows` are `made` in a workspace and
-    put to another one, `back`, of the rank that gave their rows, which copies them to ``out``.
+    """One rank's part of the combine: products of `rows` are `made` in a workspace and put to
+    another one, `back`, of the rank that gave their rows, which copies them to ``out``.
 
     A put raises `signal`; `weight` is the name of the first expert's weight.
     """
@@ -156,7 +156,7 @@ def _push(part: Return) -> Lanes:
         own = of.experts_first(rank, "a", rank, expert)
         compute.append(part.product(own, part.own(expert), expert))
     compute += part.keep(before(rank, of.ranks), of.pieces)
-    # a rank to which nothing is put has no need to say that it has read it
+    # a rank to which nothing is put need not signal that it has read it
     end = [] if of.alone(rank) else leave(rank, of.ranks)
     return concurrent([*_begin(part), *compute, *end], [puts])
 

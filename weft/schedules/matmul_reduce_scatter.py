@@ -45,9 +45,9 @@ def matmul_reduce_scatter(request: Request) -> Plan:
 
     ``direct``: peers' products are added in place. ``push``: products are copied to their owner.
     ``put``: products are made in their owner's memory. ``ring``: running sums pass from rank to
-    rank, beginning at rank 0 so that they are in rank order, and finished sums go on to their
-    owners. ``sequential``: one product, then the sums: products are added in place, or, without
-    `remote_reads`, put to their owners first.
+    rank, beginning at rank 0 so that they are in rank order, and finished sums are forwarded to
+    their owners. ``sequential``: one product, then the sums: products are added in place, or,
+    without `remote_reads`, put to their owners first.
 
     In the `order` ``peer`` a push makes and sends the products of one peer after the other;
     ``interleaved`` the first piece of every peer, then the second … Each of several `hosts` adds up

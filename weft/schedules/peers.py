@@ -1,4 +1,4 @@
-"""The order in which a rank visits its peers, and the ranks of each host."""
+"""The order in which a rank addresses its peers, and the ranks of each host."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ only be sent rows.
 class Layout(tuple[int, ...]):
     """`Hosts` with the ranks of each.
 
-    In a layout `toward` a host a rank visits, of all peers, only those of that host. With it a
-    planner makes the part of a rank's lanes that concerns that host, at a price that does not grow
-    with the number of ranks.
+    In a layout `toward` a host a rank addresses only the peers on that host. With it a planner
+    makes the part of a rank's lanes for that host, at a cost that does not grow with the number of
+    ranks.
     """
 
-    visited: int | None = None
-    """The one host whose ranks are visited; None if all are."""
+    target: int | None = None
+    """The one host whose ranks are addressed; None if all are."""
 
     @cached_property
     def members(self) -> Sequence[Sequence[int]]:
@@ -39,25 +39,25 @@ class Layout(tuple[int, ...]):
 
     @cached_property
     def seen(self) -> Sequence[int]:
-        """The ranks that are visited, in order."""
-        return range(len(self)) if self.visited is None else self.members[self.visited]
+        """The ranks that are addressed, in order."""
+        return range(len(self)) if self.target is None else self.members[self.target]
 
     @cached_property
     def _views(self) -> dict[int | None, Layout]:
-        return {self.visited: self}
+        return {self.target: self}
 
     def toward(self, host: int | None) -> Layout:
-        """The same layout, in which only ranks of `host` are visited; all if it is None."""
+        """The same layout, in which only ranks of `host` are addressed; all if it is None."""
         if host not in self._views:
             view = self._views[host] = Layout(self)
-            view.visited = host
+            view.target = host
             view.members = self.members
             view.places = self.places
             view._views = self._views
         return self._views[host]
 
     def after(self, rank: int) -> list[int]:
-        """The visited peers of a rank in rotated order; in place of several that are left out
+        """The addressed peers of a rank in rotated order; in place of several that are left out
         between them, one of these: what a rank does for it separates messages.
         """
         at = bisect(self.seen, rank)
@@ -72,8 +72,8 @@ class Layout(tuple[int, ...]):
         return found[:-1]
 
     def sees(self, rank: int) -> bool:
-        """Whether a rank is one of those that are visited."""
-        return self.visited in (None, self[rank])
+        """Whether a rank is one of those that are addressed."""
+        return self.target in (None, self[rank])
 
     def holds(self, rank: int) -> list[int]:
         """The ranks whose rows this rank sends or receives on behalf of its host, its own
@@ -96,8 +96,8 @@ def layout(hosts: Hosts) -> Layout:
 
 
 def after(rank: int, ranks: int | Layout) -> list[int]:
-    """The peers of `rank` in rotated order, r+1 first, so that no rank is everyone's first
-    target. `ranks` is the number of all ranks, or their layout.
+    """The peers of `rank` in rotated order, r+1 first, so that no rank is everyone's first target.
+    `ranks` is the number of all ranks, or their layout.
     """
     if isinstance(ranks, Layout):
         return ranks.after(rank)
@@ -105,8 +105,8 @@ def after(rank: int, ranks: int | Layout) -> list[int]:
 
 
 def before(rank: int, ranks: int | Layout) -> list[int]:
-    """The peers of `rank` in the order in which they reach it if each visits its peers in rotated
-    order: r-1 first.
+    """The peers of `rank` in the order in which they reach it if each addresses its peers in
+    rotated order: r-1 first.
     """
     return after(rank, ranks)[::-1]
 
@@ -133,13 +133,13 @@ def members(host: int, hosts: Hosts) -> Sequence[int]:
 
 
 def other_hosts(rank: int, hosts: Hosts) -> list[int]:
-    """The other hosts that are visited, in the order of their first ranks after `rank`."""
+    """The other hosts that are addressed, in the order of their first ranks after `rank`."""
     peers = after(rank, layout(hosts))
     return [*dict.fromkeys(hosts[peer] for peer in peers if hosts[peer] != hosts[rank])]
 
 
 def local_peers(rank: int, hosts: Hosts) -> list[int]:
-    """The other ranks of a rank's host, in rotated order; one of them if others are visited."""
+    """The other ranks of a rank's host, in rotated order; one of them if others are addressed."""
     here = members(hosts[rank], hosts)
     place = layout(hosts).places[rank]
     found = [*here[place + 1 :], *here[:place]]

@@ -183,4 +183,4 @@ def explain(model: nn.Module) -> str:
 
 
 LAYERS = RowParallelLinear, ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear
-"""The layers that vLLM makes in place of its own of these names."""
+"""The layers that vLLM makes instead of its own layers of these names."""

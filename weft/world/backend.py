@@ -1,4 +1,4 @@
-"""Device backend interface: that of the CPU, and by `weft.gpu.backend` those of streams."""
+"""The device backend interface, implemented here for CPUs and by `weft.gpu.backend` for streams."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Backend:
     """The CPU, where each lane is a thread; other backends are subclasses.
 
     Attributes: `device` (of the ranks' tensors), `stream_ordered` (whether lanes are streams),
-    `products` (what multiplies there: ``torch`` or ``triton``), `ranks_per_device` (the number of
-    ranks on this rank's device), `group` (the name of the process group by which ranks share
-    its memory, or None), `comm_threads` (as in `weft.init`).
+    `products` (the library that multiplies: ``torch`` or ``triton``), `ranks_per_device` (the
+    number of ranks on this rank's device), `group` (the name of the process group by which ranks
+    share its memory, or None), `comm_threads` (as in `weft.init`).
     """
 
     stream_ordered = False
@@ -49,8 +49,8 @@ class Backend:
             )
 
     def join(self, group: dist.ProcessGroup | None, meeting: StoreRendezvous) -> None:
-        """Keep the group of the ranks that meet, or make one, if their memory needs it: a world on
-        a CPU does not, and must not keep the group and its threads alive.
+        """Keep the group of the ranks, or make one, if their memory needs it. A world on a CPU does
+        not, and must not keep the group and its threads alive.
         """
 
     def share(self, ranks: int, options: DeviceOptions) -> None:
@@ -80,7 +80,7 @@ class Backend:
 
     @property
     def device_id(self) -> str:
-        """What tells this rank's device from those of other ranks; empty for a CPU."""
+        """An identifier that distinguishes the devices of ranks; empty for a CPU."""
         return ""
 
     def meet(self, devices: Sequence[str]) -> None:

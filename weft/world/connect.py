@@ -1,4 +1,4 @@
-"""The connections of a world's ranks, made from what a rendezvous tells of them."""
+"""The connections of a world's ranks, made from the records of their rendezvous."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from weft.world.network import Network
 
 
 class Connections(NamedTuple):
-    """What a world consists of when it is made: this rank, all records, the sockets to peers, and
-    the network to those on other hosts. `handles` are by what each rank is found again.
+    """The parts that a world is made of: this rank, all records, the sockets to peers, and the
+    network to those on other hosts. `handles` are the endpoints by which ranks can reach each other
+    again.
     """
 
     rank: int

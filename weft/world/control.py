@@ -9,7 +9,7 @@ from weft.world.notes import Notes
 
 def control_segment(notes: Notes, world: int, timeout: float) -> tuple[_native.Segment, bool]:
     """The control segment of the world of this number in this process, and whether all ranks can
-    read ordinary tensors in each other's memory. The first that ranks exchange.
+    read ordinary tensors in each other's memory. Ranks exchange it first.
     """
     placement = notes.placement
     size = _native.Executor.control_bytes(placement.ranks)

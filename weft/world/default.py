@@ -1,4 +1,4 @@
-"""The world of a call: the one that it names, or the default."""
+"""The world of a call: its argument, or the default."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def current(world: World | None = None) -> World:
     elif (world := registry.of_thread() or registry.default) is None:
         if any(each.failure.maker == LOCAL_MAKER for each in registry.alive.values()):
             raise WeftError(
-                "there is no default world outside local.run, since the ranks of a local world are "
-                "threads of their own: call from a function that local.run(...) runs"
+                "there is no default world outside local.run, since the ranks of a local world "
+                "are its threads: call from a function that local.run(...) runs"
             )
         raise WeftError("there is no default world: call weft.init() first, or pass world=...")
     if world.failure.closed is not None:

@@ -65,7 +65,7 @@ def _latest(failure: Failure, rank: int) -> str:
 
 
 def _add_places(failure: Failure, error: MismatchError) -> None:
-    """Add to the calls of both ranks where they are made, as far as these ranks tell in time."""
+    """Add to the calls of both ranks where they are made, if these ranks report it in time."""
     of = failure.placement
     error.reporter = of.global_ranks[min(error.calls, default=of.rank)]
     if of.rank not in error.calls:

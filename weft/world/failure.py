@@ -57,7 +57,7 @@ class Failure:
     it).
 
     `fail_on_error` is the context of a part of a call that all ranks must complete,
-    `report_refusal` that of what precedes the first signal of a call.
+    `report_rejection` that of the part before the first signal of a call.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Failure:
         self.before: Callable[[BaseException], object] = lambda error: None
         self.returned: Collection[int] = ()
         self.fail_on_error: AbstractContextManager[None] = OnError(self.fail)
-        self.report_refusal: AbstractContextManager[None] = OnError(self.refuse)
+        self.report_rejection: AbstractContextManager[None] = OnError(self.reject)
 
     def check(self) -> None:
         """Raise `WeftError` if the world is closed; first the error that closed it, if no call has
@@ -105,8 +105,8 @@ class Failure:
         """
         if self.forked:
             raise WeftError(
-                f"this world {self._of_parent()}: a forked child makes a "
-                "world of its own, or none; call from the parent, or start children by spawn, as "
+                f"this world {self._of_parent()}: a forked child makes its own world, or none; "
+                "call from the parent, or start children by spawn, as "
                 'DataLoader(multiprocessing_context="spawn") does'
             )
 
@@ -153,10 +153,10 @@ class Failure:
             error.name_record(str(self.recorded))
         return error  # type: ignore[return-value]
 
-    def refuse(self, error: BaseException) -> None:
-        """Inform peers, once, that this rank does not make its next call because of `error`, which
-        has sent nothing. If they make the call, and this rank does not make it after all within a
-        second, they raise `MismatchError` with the error's text.
+    def reject(self, error: BaseException) -> None:
+        """Inform peers, once, that this rank rejects its next call because of `error`, before
+        anything was sent. Peers that make the call raise `MismatchError` with the error's text,
+        unless this rank makes it after all within a second.
         """
         alike = isinstance(error, SymmetricMemoryError)  # all ranks raise it together
         if self.closed is not None or alike or not isinstance(error, Exception):
@@ -202,7 +202,7 @@ class Failure:
     def lost(self, peer: int, how: str, doing: str) -> WeftError:
         """The error for a lost peer that this rank waited for, `doing` as in `reported`."""
         of = self.placement
-        waited = f"waited {doing}" if doing else "was at work of its own"
+        waited = f"waited {doing}" if doing else "was not waiting"
         message = (
             f"{of.name_of(peer)} {how} while rank {of.rank} {waited}"
             f"{self._also('Connection closed by peer')}"
@@ -247,16 +247,17 @@ class Failure:
         """
         assert self.executor is not None
         rank = self.placement.rank
-        # the refusal that a peer has noticed tells more than the call that this rank made after it
+        # the rejection that a peer has noticed explains more than the call that this rank made
+        # after it
         if self.executor.times_refused(rank, number) and self.mesh.failure()[0]:
             return self.reported("to make it")
         return self.fail(MismatchError.between(number, rank, call, peer, printable_lines(theirs)))
 
-    def refused(self, call: str, peer: int) -> WeftError:
-        """The error for a `call` of this rank that a peer refuses."""
+    def rejected(self, call: str, peer: int) -> WeftError:
+        """The error for a `call` of this rank that a peer rejects."""
         assert self.executor is not None
         theirs = printable(self.executor.reason_of_refusal(peer))
-        return self.fail(MismatchError.refused(self.placement.rank, call, peer, theirs), peer)
+        return self.fail(MismatchError.rejected(self.placement.rank, call, peer, theirs), peer)
 
     def keep_place(self, peer: int, note: str) -> bool:
         """Whether a note has the place of a peer in the user's program, which is kept then."""
@@ -266,10 +267,10 @@ class Failure:
         return True
 
     def dissolve(self) -> None:
-        """Let go of what refers to this in turn: with the last reference of the program the world's
-        threads, files and memory are freed, not with a garbage collection some time later.
+        """Break reference cycles, so that the world's threads, files and memory are freed with the
+        program's last reference, not by a later garbage collection.
         """
         self.keeps = None
-        self.fail_on_error = self.report_refusal = contextlib.nullcontext()
+        self.fail_on_error = self.report_rejection = contextlib.nullcontext()
         if self.network is not None:
             self.network.fail = lambda error, culprit: None

@@ -130,8 +130,8 @@ class LocalWorld:
         exception on any rank closes the world on all, and is raised here once all have stopped:
         that of the rank that failed first. The next call then has a new world, in which tensors of
         the old one are not symmetric. Thread-local state persists between calls; on a GPU each rank
-        has a stream of its own, and all streams are synchronized on return. Raises `TypeError` if
-        `fn` cannot take `args`, and `WeftError` after `close` and on a rank of this local world.
+        has its own stream, and all streams are synchronized on return. Raises `TypeError` if `fn`
+        cannot take `args`, and `WeftError` after `close` and on a rank of this local world.
         """
         if self.closed:
             raise WeftError("this local world is closed; make a new one with weft.local_world(...)")
@@ -211,12 +211,13 @@ def local_world(
     """Make a world of `ranks` ranks that are threads of this process and share `device`: the CPU,
     or one GPU.
 
-    On a GPU the ranks run concurrently on streams of their own; kernels that wait are refused grids
-    that could fill the GPU, so that the kernels they wait for can run. `timeout` is in seconds and
-    bounds every wait. With `streams` plans run on a CPU as on a GPU, each lane on a thread: slower.
-    `products` and `device_options` are those of `weft.init`; with ``triton`` a CPU has streams.
-    `hosts`, a number for each rank, lets ranks with different numbers behave as on different hosts:
-    they share no memory, and exchange messages over the loopback. With streams there is one host.
+    On a GPU each rank has its own stream, and they run concurrently; grids of waiting kernels that
+    could fill the GPU are rejected, so that the kernels they wait for can run. `timeout` is in
+    seconds and bounds every wait. With `streams` plans run on a CPU as on a GPU, each lane on a
+    thread: slower. `products` and `device_options` are those of `weft.init`; with ``triton`` a CPU
+    has streams. `hosts`, a number for each rank, lets ranks with different numbers behave as on
+    different hosts: they share no memory, and exchange messages over the loopback. With streams
+    there is one host.
 
     Raises `ValueError` for fewer than one rank, or more than a GPU has concurrent streams for, for
     hosts of another number of ranks, and for options that this world cannot honour;

@@ -2,7 +2,7 @@
 
 An allocation is an anonymous memory file per rank, passed over the Unix sockets of the world. It
 has no name, so a dead process leaves nothing behind, and it lives until the last tensor in it, on
-any rank, is gone.
+any rank, is freed.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def allocate(
     segments[segment.base(world.rank)] = segment
     if world.network is not None:
         world.network.hold(segment, parts[world.rank])
-        # a rank that goes on may at once put to this rank
+        # a rank that has returned may at once put to this rank
         for _ in exchange(world, compiled, call, ""):
             pass
     return segment.bytes(world.rank).view(dtype).view(tuple(shape))
@@ -141,7 +141,7 @@ def exchange(
 
         def look(peer: int = peer, refused: _native.RefusedCall = refused) -> None:
             if refused.stands:
-                raise world.failure.refused(call, peer)
+                raise world.failure.rejected(call, peer)
             if world.executor.mismatch(compiled, peer):
                 theirs = world.executor.peer_call(peer, compiled.call)
                 raise world.failure.mismatch(compiled.call, call, peer, theirs)

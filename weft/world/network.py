@@ -35,7 +35,7 @@ _CLOSING = 5.0  # seconds; a close, all of whose waits have limits, takes less
 
 
 def first_links(hosts: Sequence[int], rank: int) -> dict[int, int]:
-    """The hosts for which a rank is the first link rank of its own, and the rank at the other
+    """The hosts to which a rank is the first link rank of its host, and the rank at the other
     end.
     """
     here = hosts[rank]
@@ -111,7 +111,7 @@ class Network:
         self.thread = started(lambda error: fail(error, self.rank), self._work)
 
     def announce_refusal(self, call: int, times: int, why: str) -> None:
-        """Soon inform peers that this rank has refused a call so many times, and why."""
+        """Soon inform peers that this rank has rejected a call this many times, and why."""
         assert self.native is not None
         self.native.announce_refusal(call, times, why)
 

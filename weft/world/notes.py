@@ -13,8 +13,8 @@ from weft.world.placement import Placement
 
 
 class Notes:
-    """The notes and files between a rank and its peers. What fails closes the world, as peers go
-    on; the phrase `doing` is what it was for, in errors.
+    """The notes and files between a rank and its peers. A failure closes the world, since peers
+    continue; the phrase `doing` names the purpose in errors.
     """
 
     def __init__(self, placement: Placement, mesh: _native.Mesh, failure: Failure) -> None:

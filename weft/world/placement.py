@@ -1,4 +1,4 @@
-"""The ranks of a world, and where they are: what their records tell, equal for its whole life."""
+"""The ranks of a world and where they run, from their records; it never changes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Placement:
         self.teams: Final = sum(info.threads for info in here) <= _all_cores(here)
         self.thresholds: Final = agreed(info.thresholds for info in infos)
         self.staging_reason: Final = (
-            peer_memory.refusal(self.pids, [info.probe for info in infos])
+            peer_memory.rejection(self.pids, [info.probe for info in infos])
             if self.has_peers_here
             else ""
         )

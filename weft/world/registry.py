@@ -48,7 +48,7 @@ def of_thread() -> World | None:
 
 
 def by_number(number: int) -> World | None:
-    """The world with this number in this process, or None if it is gone."""
+    """The world with this number in this process, or None if it no longer exists."""
     return default if default is not None and default.number == number else alive.get(number)
 
 

@@ -1,4 +1,4 @@
-"""How worlds are made: `init`, `join`, and the ways that need no group."""
+"""How worlds are made: `init`, `join`, and without a group."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def init(
     made without a group is the default of every operator. Ranks meet by a store, that of the group
     or at MASTER_ADDR and MASTER_PORT: no process group is made, and one made later may share it.
 
-    Ranks that a launcher started are bound to cores of their own, on one NUMA node if possible,
+    Ranks that a launcher started are each bound to separate cores, on one NUMA node if possible,
     unless the launcher has bound them or the variable WEFT_BIND is 0.
 
     Ranks of one host share memory, ranks of different hosts connect by TCP, on the interface that
@@ -167,8 +167,8 @@ def reconfigure(
     each calls this with one `name`, the same handles, and its own endpoint. It does not become the
     default.
 
-    A handle is the text `handle_of(endpoint)`, passed on by any means. Whoever calls this decides
-    who is alive: nothing is agreed. After an error the endpoint serves for another attempt with
+    A handle is the text `handle_of(endpoint)`, passed on by any means. The caller decides who is
+    alive: ranks run no agreement. After an error the endpoint serves for another attempt with
     another name; after success it is the world's, and closed with it. Raises as `init`, and
     `ValueError` unless the endpoint's handle is among `handles`.
     """

@@ -1,5 +1,5 @@
 """The end of a rank by SIGTERM: after its error if it has lost a peer, else at once, with a file of
-the flight recorder where that has a folder of its own.
+the flight recorder if WEFT_FLIGHT names a folder.
 
 A launcher sends SIGTERM to the other ranks as soon as one has died, often before they have noticed.
 """
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 _NOTICED = 0.5
 """Seconds within which a rank notices the death of a peer, also on a busy machine."""
 _RAISED = 5.0
-"""Seconds for which an error that has closed a world may still be on its way to its report."""
+"""Seconds within which an error that has closed a world is reported."""
 
 
 def report_first(failures: Callable[[], Iterable[Failure]]) -> None:
     """Handle SIGTERM for this process's worlds, given by their `failures`, if ``weft run`` started
-    it or the flight recorder has a folder of its own, and the program has no handler.
+    it or WEFT_FLIGHT names a folder, and the program has no handler.
     """
     if (
         not (reports.launched() or flight.has_own_folder())

@@ -60,7 +60,7 @@ _OTHER_NAMES = {
     "get_world_size": "ranks",
     "get_rank": "rank",
 }
-"""What torch and MPI call the attributes of a world."""
+"""Names that torch and MPI users try for attributes of a world."""
 _log = logging.getLogger("weft")
 _SPINS = 200
 """Tests of a counter before a wait yields: some microseconds.
@@ -79,14 +79,14 @@ class World:
     are independent of each other; one world is used by one thread at a time.
 
     Attributes: `rank`, `ranks` (their number), `global_ranks` (the number of each rank in a larger
-    job), `timeout` (default seconds of any wait), `closed` (the reason, or None), `pids`,
-    `cores` (the processor cores that each rank may use), `recorder` (of every execution, or
-    None), `emulated_link` (its Gbit/s and its latency in microseconds, or None), `device` (of
-    its tensors), `stream_ordered` (whether lanes are streams, as on a GPU), `backend` (what
-    works on its tensors), `device_options` (set by `configure`), `hosts` (the host of each
-    rank, numbered from 0), `network` (to the ranks on other hosts, or None), `comm_threads` (as
-    in `init`), `thresholds` (the sizes at which its collectives change algorithms, equal on all
-    ranks), `engine` (the executor of plans, or None before the first).
+    job), `timeout` (default seconds of any wait), `closed` (the reason, or None), `pids`, `cores`
+    (the processor cores that each rank may use), `recorder` (of every execution, or None),
+    `emulated_link` (its Gbit/s and its latency in microseconds, or None), `device` (of its
+    tensors), `stream_ordered` (whether lanes are streams, as on a GPU), `backend` (its device
+    backend), `device_options` (set by `configure`), `hosts` (the host of each rank, numbered from
+    0), `network` (to the ranks on other hosts, or None), `comm_threads` (as in `init`),
+    `thresholds` (the sizes at which its collectives change algorithms, equal on all ranks),
+    `engine` (the executor of plans, or None before the first).
 
     Examples:
         >>> with weft.local_world(2) as local:
@@ -170,7 +170,7 @@ class World:
         in shape or dtype.
         """
         self.failure.check()
-        with self.failure.report_refusal:
+        with self.failure.report_rejection:
             dims = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
             try:
                 sizes = [operator.index(n) for n in dims]  # type: ignore[arg-type]
@@ -201,7 +201,7 @@ class World:
         On a GPU the counters are in its memory.
         """
         self.failure.check()
-        with self.failure.report_refusal:
+        with self.failure.report_rejection:
             if not (isinstance(count, int) and count > 0):
                 raise ValueError(f"count must be a positive integer; got {count!r}")
             check_size(count, "count")
@@ -304,8 +304,8 @@ class World:
         on if they are more than half of this world's ranks, or half of them with its rank 0. So a
         rank that is suspended or cut off is never part of a second world.
 
-        Raises `PeerTimeout` on all ranks if they may not go on, `Excluded` on a rank without which
-        the others did, `WeftError` on a local world or one of streams, or if there is a world that
+        Raises `PeerTimeout` on all ranks if they may not continue, `Excluded` on a rank that the
+        others left out, `WeftError` on a local world or one of streams, or if there is a world that
         follows this one already.
         """
         self._check_renewable()
@@ -412,7 +412,7 @@ class World:
         """Leave the world, once all asynchronous transfers are complete.
 
         Peers may complete calls that do not need this rank. Symmetric memory lives until its last
-        tensor is gone, workspaces end with the world. In a forked child it does nothing.
+        tensor is freed, workspaces end with the world. In a forked child it does nothing.
         """
         if self.failure.forked:
             return
@@ -425,8 +425,8 @@ class World:
         self.mesh.close()
 
     def _leave(self, for_good: bool = False) -> None:
-        """As `close`, but for the endpoints at which peers learn whether this rank goes on; unless
-        it leaves `for_good`.
+        """As `close`, but keep the endpoints at which peers learn whether this rank continues,
+        unless it leaves `for_good`.
         """
         if self.network is not None:
             self.network.copies.finish()
@@ -467,7 +467,9 @@ class World:
 
 
 def _missing(name: str, right: str) -> property:
-    """What stands for an attribute that a world does not have: its error names the `right` one."""
+    """A placeholder for an attribute that a world does not have: its error names the `right`
+    one.
+    """
 
     def get(world: World) -> NoReturn:
         raise AttributeError(
@@ -490,8 +492,7 @@ def connect(
     global_ranks: Sequence[int] = (),
 ) -> World:
     """A world of the ranks of a rendezvous, with these `global_ranks` if they are part of a larger
-    job; they find this one by its `endpoint`, a new one if none is given, which is closed on
-    failure.
+    job. Peers reach this rank at its `endpoint`, by default a new one; it is closed on failure.
     """
     with contextlib.ExitStack() as unless_made:
         if endpoint is None:
@@ -521,7 +522,7 @@ def connect(
 
 
 def place(world: World, membership: Membership, kept: Sequence[LateResponder]) -> None:
-    """Give a new world its place after the one before, of which endpoints are kept."""
+    """Make a new world the successor of the one before, whose endpoints are kept."""
     assert world.membership is not None
     world.membership.in_doubt = membership.doubtful
     world.kept = kept

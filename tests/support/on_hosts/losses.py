@@ -72,7 +72,7 @@ def gives_up():
 
 def cut_off(folder):
     """A host's interface goes down in mid-operator: every rank gives up within its limit, and
-    reports it. Of two halves of the ranks only that of rank 0 goes on.
+    reports it. Of two halves of the ranks only that of rank 0 continues.
     """
     with weft.init(timeout=20) as world:
         a, b = torch.ones(256, 64), torch.ones(64, 8)
@@ -92,7 +92,7 @@ def cut_off(folder):
 
 def behind_a_firewall(folder):
     """A firewall between the hosts begins in the midst of a job, and may end while ranks shrink: the
-    error, and the global ranks that go on with this one, or the error by which it does not.
+    error, and the global ranks that continue with this one, or the error by which it does not.
     """
     with weft.init(timeout=20) as world:
         weft.barrier()

@@ -37,7 +37,7 @@ def few_calls(world):
 
 
 def goes_on(folder):
-    """Calls go on when a wire that was cut for some seconds is whole again."""
+    """Calls continue when a wire that was cut for some seconds is whole again."""
     with weft.init(timeout=60) as world:
         (folder / f"calling{world.rank}").touch()
         calls, ended = 0, torch.zeros(1)

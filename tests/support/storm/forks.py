@@ -24,7 +24,7 @@ _OUTLIVES = 4.0  # seconds that a child lives, longer than any time limit
 
 
 def forking(part: Part) -> None:
-    """A child makes a call, or none, and ends by one of several means, while its rank goes on
+    """A child makes a call, or none, and ends by one of several means, while its rank continues
     calling, with or without outstanding calls.
     """
     # gloo's own threads would hang an exiting child

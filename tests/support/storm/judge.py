@@ -39,7 +39,7 @@ _CLONE_NEWPID = 0x20000000
 
 
 class Rank:
-    """One forked rank: the pipe of its events, as lines of JSON, and the pipe that lets it go on."""
+    """One forked rank: the pipe of its events, as lines of JSON, and the pipe that lets it continue."""
 
     def __init__(
         self, trial: Trial, kind: Kind, rank: int, folder: str, network: str | None

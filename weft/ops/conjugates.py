@@ -12,26 +12,26 @@ from weft.ops import autograd
 from weft.ops.all_reduce import all_reduce
 
 
-def total(part: Tensor, world: Sequence[int]) -> Tensor:
-    """The sum of all ranks' `part`, of which all ranks compute the same; `world` is the name of a
-    world.
+def reduce_from_ranks(part: Tensor, world: Sequence[int]) -> Tensor:
+    """Megatron's g: all-reduce `part`; the gradient is passed on unchanged, since all ranks compute
+    the same loss. `world` is the name of a world.
     """
-    y: Tensor = _Total.apply(part, world)  # type: ignore[no-untyped-call]
+    y: Tensor = _ReduceFromRanks.apply(part, world)  # type: ignore[no-untyped-call]
     return y
 
 
-def apart(x: Tensor, world: Sequence[int]) -> Tensor:
-    """`x`, equal on all ranks, to compute something else on each: its gradient is the sum over
-    ranks. `world` is the name of a world.
+def copy_to_ranks(x: Tensor, world: Sequence[int]) -> Tensor:
+    """Megatron's f: `x` unchanged, equal on all ranks; its gradient is all-reduced. `world` is the
+    name of a world.
     """
     # a compiled program has no gradients of its gradients
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return x
-    y: Tensor = _Apart.apply(x, world)  # type: ignore[no-untyped-call]
+    y: Tensor = _CopyToRanks.apply(x, world)  # type: ignore[no-untyped-call]
     return y
 
 
-class _Total(torch.autograd.Function):
+class _ReduceFromRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, world: Sequence[int]) -> Tensor:
         ctx.world = world
@@ -39,10 +39,10 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return apart(grad, ctx.world), None
+        return copy_to_ranks(grad, ctx.world), None
 
 
-class _Apart(torch.autograd.Function):
+class _CopyToRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, world: Sequence[int]) -> Tensor:
         ctx.world = world
@@ -50,4 +50,4 @@ class _Apart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return total(grad, ctx.world), None
+        return reduce_from_ranks(grad, ctx.world), None

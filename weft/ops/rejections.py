@@ -1,4 +1,4 @@
-"""How operators refuse a call: what every collective one runs ends with
+"""How operators reject a call: every collective one ends with
 
     except Exception as error:
         report(error, world)
@@ -16,9 +16,9 @@ from weft.world import World, registry
 
 
 def report(error: Exception, world: World | None) -> None:
-    """Report to the peers in `world`, by default the default one, why this rank refuses the call in
-    which they may be waiting; nothing if the call itself has failed, which they know.
+    """Report to the peers in `world`, by default the default one, why this rank rejects the call in
+    which they may be waiting; does nothing if the call itself has failed, which they know.
     """
     own = (registry.of_thread() or registry.default) if world is None else world
     if isinstance(own, World) and not torch.compiler.is_compiling():
-        own.failure.refuse(error)
+        own.failure.reject(error)

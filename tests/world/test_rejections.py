@@ -60,7 +60,7 @@ def until_failed(world):
 
 
 def refusing(world, call):
-    """Rank 1 refuses a call that rank 0 makes, goes on with other work, and then makes its next."""
+    """Rank 1 refuses a call that rank 0 makes, continues with other work, and then makes its next."""
     make, _ = CALLS[call]
     if world.rank == 0:
         make(world, False)
@@ -74,7 +74,7 @@ def refusing(world, call):
 def checked(error, why):
     assert isinstance(error, MismatchError), error
     lines = str(error).splitlines()
-    assert lines[0] == "the ranks do not make the same call: rank 1 refuses it"
+    assert lines[0] == "the ranks do not make the same call: rank 1 rejects it"
     assert lines[1].startswith("  rank 0: ")
     assert lines[2].startswith(f"  rank 1 raised {why}"), lines
     assert ", at " in lines[2]
