@@ -33,7 +33,7 @@ _NAMES = (
     ("CPU implementer", "CPU variant", "CPU part"),
     ("model name", "cpu family", "model"),
 )
-"""The lines of /proc/cpuinfo that tell processors apart, on Arm and on x86."""
+"""The lines of /proc/cpuinfo that identify a processor, on Arm and on x86."""
 
 _log = logging.getLogger("weft")
 _WRITING = 1.0  # seconds that another process may take to write a file
@@ -58,10 +58,10 @@ def directory() -> Path | None:
 @functools.cache
 def _safe(folder: Path) -> Path | None:
     """The folder, or one in its place if others can write to it, with a warning."""
-    if not (why := trust.refusal(folder)):
+    if not (why := trust.rejection(folder)):
         return folder
     own = Path(tempfile.gettempdir()) / f"weft-{os.getuid()}"
-    found = None if trust.refusal(own) else own
+    found = None if trust.rejection(own) else own
     _log.warning(
         "%s is no safe cache directory (%s): %s; set WEFT_CACHE to a folder of yours",
         folder,
@@ -79,7 +79,7 @@ def of_this_machine(name: str, and_also: str = "") -> str:
 
 @functools.cache
 def processor() -> str:
-    """What tells this machine's processor from others."""
+    """An identifier of this machine's processor."""
     try:
         return _named(Path("/proc/cpuinfo").read_text())
     except OSError:

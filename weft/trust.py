@@ -14,7 +14,7 @@ from pathlib import Path
 _LINKS = 40  # in a path, as of Linux
 
 
-def refusal(folder: Path) -> str:
+def rejection(folder: Path) -> str:
     """Why others may write what is in a folder, or put another in its place; "" if they cannot. Of
     a folder that does not exist yet, those above it count.
 
@@ -31,7 +31,7 @@ def refusal(folder: Path) -> str:
 
 
 def check_file(file: Path) -> None:
-    """Raise `PermissionError` if others may write a file; its folder is judged by `refusal`."""
+    """Raise `PermissionError` if others may write a file; its folder is judged by `rejection`."""
     found = file.lstat()
     if (
         not stat.S_ISREG(found.st_mode)
@@ -52,7 +52,7 @@ def make(folder: Path) -> None:
             except FileExistsError:  # another process was first
                 continue
             each.chmod(0o755)  # whatever the umask
-    if why := refusal(folder):
+    if why := rejection(folder):
         raise PermissionError(why)
     folder.mkdir(exist_ok=True)  # raises unless it is a folder
 

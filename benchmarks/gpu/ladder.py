@@ -3,9 +3,9 @@
 
     python benchmarks/gpu/ladder.py LOG.jsonl [--device cpu] [--limit SECONDS] [--only NAME ...]
 
-A rung that hangs ends the process with the stacks of all its threads, and exit status 1; started
-again with the same log, the ladder goes on after that rung. At the end: status 2 if any rung of the
-log did not pass. On a CPU, where kernels are interpreted, rungs are small.
+A rung that hangs ends the process with the stacks of all its threads, and exit status 1; restarted
+with the same log, the ladder continues after it. At the end: status 2 if any rung of the log did
+not pass. On a CPU, where kernels are interpreted, rungs are small.
 """
 
 import argparse

@@ -22,7 +22,7 @@ from weft.cli import app
 from weft.cli.values import Shape, parse_sizes
 from weft.measure.timing import Times, per_call
 from weft_tools.bench import collective_baselines as baselines
-from weft_tools.bench import collectives, deepspeed, gather_ways, mpi, overlap, plots, sweep, views
+from weft_tools.bench import collectives, deepspeed, gathers, mpi, overlap, plots, sweep, views
 from weft_tools.bench.collectives import COLLECTIVES, Data, bandwidths, count_of, limit_of
 from weft_tools.bench.settings.overlap import OverlapSettings
 from weft_tools.bench.settings.sweeps import SweepSettings
@@ -462,15 +462,15 @@ def test_ways_to_gather_beside_a_product(plain):
     [
         (["--gather", "kernel"], "or --engine interpreter"),
         (["--gather", "multicast"], "use --device cuda"),
-        (["--gather", "fast"], "there is no way 'fast'"),
+        (["--gather", "fast"], "there is no gather 'fast'"),
         (["--comm-sms", "3"], "add --gather kernel"),
-        (["--device", "cuda", "--gather", "multicast", "--plain-out"], "memory of its own"),
+        (["--device", "cuda", "--gather", "multicast", "--plain-out"], "its own memory"),
     ],
 )
 def test_ways_that_a_device_lacks_are_refused(options, advice):
-    refused = CliRunner().invoke(app, ["bench", "overlap", *options], terminal_width=500)
-    assert refused.exit_code == 2
-    assert advice in " ".join(refused.output.replace("│", " ").split())
+    rejected = CliRunner().invoke(app, ["bench", "overlap", *options], terminal_width=500)
+    assert rejected.exit_code == 2
+    assert advice in " ".join(rejected.output.replace("│", " ").split())
 
 
 def test_an_overlap_that_gathers_nothing_fails(monkeypatch):
@@ -478,7 +478,7 @@ def test_an_overlap_that_gathers_nothing_fails(monkeypatch):
         def wait(self):
             pass
 
-    monkeypatch.setattr(gather_ways, "all_gather_async", lambda *arguments, **more: Idle())
+    monkeypatch.setattr(gathers, "all_gather_async", lambda *arguments, **more: Idle())
     with weft.init() as world:
         _, checks = views.verify(
             overlap.Overlap(

@@ -1,4 +1,4 @@
-"""The parts of the GPU benchmarks that need no GPU: refusals, the plan that they run, tables and
+"""The parts of the GPU benchmarks that need no GPU: rejections, the plan that they run, tables and
 pictures.
 """
 
@@ -26,8 +26,8 @@ from weft_tools.bench.settings.sweeps import AllGather
 from weft_tools.bench.threads import in_threads
 
 
-def refused(*options):
-    """The reason for which a benchmark is refused, on one line."""
+def rejected(*options):
+    """The reason for which a benchmark is rejected, on one line."""
     result = CliRunner().invoke(app, ["bench", *options])
     assert result.exit_code == 2
     return " ".join(result.output.replace("│", " ").split())
@@ -49,16 +49,16 @@ def test_a_missing_gpu_is_reported_first(options):
 
 
 @pytest.mark.parametrize(
-    ("options", "refused"),
+    ("options", "rejected"),
     [
         (["all-gather-matmul", "--peers", "host", "--baseline", "gloo"], "--baseline"),
         (["all-gather-matmul", "--peers", "host", "--neighbours", "1"], "--neighbours"),
     ],
 )
-def test_options_without_an_effect_are_refused(options, refused):
+def test_options_without_an_effect_are_refused(options, rejected):
     result = CliRunner().invoke(app, ["bench", *options], terminal_width=500)
     assert result.exit_code == 2
-    assert f"{refused}: has no effect with" in result.output
+    assert f"{rejected}: has no effect with" in result.output
 
 
 @pytest.mark.parametrize(
@@ -75,11 +75,11 @@ def test_options_without_an_effect_are_refused(options, refused):
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_kernels_need_a_gpu_or_the_interpreter(options, why):
-    assert why in refused("all-gather", *options)
+    assert why in rejected("all-gather", *options)
 
 
 def test_torch_is_a_baseline_of_all_gather_only():
-    why = refused("all-reduce", "--device", "cuda", "--baseline", "torch")
+    why = rejected("all-reduce", "--device", "cuda", "--baseline", "torch")
     assert "torch's symmetric memory is compared in all-gather" in why
 
 

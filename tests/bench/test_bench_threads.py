@@ -133,7 +133,7 @@ def test_replays_of_graphs_are_timed_and_verified(monkeypatch):
 
 
 def test_ranks_capture_in_turn(monkeypatch):
-    """Rank 1 does not begin before rank 0 has captured, nor does any rank go on before all have."""
+    """Rank 1 does not begin before rank 0 has captured, nor does any rank continue before all have."""
     order = []
 
     def capture(call):

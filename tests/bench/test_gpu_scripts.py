@@ -57,7 +57,7 @@ def test_the_ladder_goes_on_after_a_rung_that_hung(tmp_path):
     words = "--prefix", "late: ", "--only", "signals", "barriers"
     done, states = climbed(log, *words)
     assert states == {"late: signals": "begun", "late: barriers": "ok"}
-    assert done.returncode == 2  # not all passed, and there is nothing to go on with
+    assert done.returncode == 2  # not all passed, and there is nothing to continue with
 
 
 def test_a_rung_that_fails_or_hangs_is_told(script, monkeypatch, tmp_path):

@@ -12,8 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from weft.cli import app
-from weft_tools.bench import baselines, gather_ways, nccl, plots, saved
-from weft_tools.bench.fused_baselines import call_of, refusal
+from weft_tools.bench import baselines, gathers, nccl, plots, saved
+from weft_tools.bench.fused_baselines import call_of, rejection
 
 RESULTS = Path(__file__).parents[1] / "fixtures/results"
 
@@ -74,7 +74,7 @@ def test_a_linear_layer_is_reduced_in_registered_memory(monkeypatch):
     assert result is reduced[0] is pools.registered[0]
     assert torch.equal(result, torch.full((4, 2), 3.0))
     assert out.count_nonzero() == 0
-    why = refusal("nccl-registered", "all_gather_matmul", 4, 2)
+    why = rejection("nccl-registered", "all_gather_matmul", 4, 2)
     assert why == "nccl-registered reduces results in registered memory: use it with " + (
         "matmul-all-reduce"
     )
@@ -92,9 +92,9 @@ def test_nccl_without_sms_copies_between_tensors_that_are_both_registered(monkey
         new_group=lambda **_: group,
         all_gather_into_tensor=pools.gather,
     )
-    monkeypatch.setattr(gather_ways, "dist", dist)
+    monkeypatch.setattr(gathers, "dist", dist)
     world = with_pools(monkeypatch, pools)
-    way = gather_ways._zero_cta(world, torch.ones(4))
+    way = gathers._zero_cta(world, torch.ones(4))
     way.gather()
     assert config.cta_policy == 2
     assert pools.gathered[0] is way.source is pools.registered[0]
@@ -105,7 +105,7 @@ def test_nccl_without_sms_copies_between_tensors_that_are_both_registered(monkey
 
 @pytest.mark.parametrize(("size", "sms"), [(16, 1), (16 << 10, 1), (17 << 10, 2), (64 << 20, 8)])
 def test_the_programs_of_a_multicast(size, sms):
-    assert gather_ways.multicast_sms(size) == sms
+    assert gathers.multicast_sms(size) == sms
 
 
 def test_a_limit_of_channels_is_part_of_the_name(monkeypatch):

@@ -274,9 +274,9 @@ def test_the_command_refuses_what_it_cannot_use(run, tmp_path):
         ('{"benchmark": "all-gather", "machine": 3}', "another version of weft has written it"),
     ):
         other.write_text(text)
-        refused = weft("report", result, other, *out)
-        assert (refused.exit_code, why in refused.stderr) == (2, True), refused.stderr
-        assert len(refused.stderr.splitlines()) == 1
+        rejected = weft("report", result, other, *out)
+        assert (rejected.exit_code, why in rejected.stderr) == (2, True), rejected.stderr
+        assert len(rejected.stderr.splitlines()) == 1
     other.write_text(json.dumps(to_perfetto(TRACE)))
     for file, why in (
         (result, "is no trace of weft bench --trace"),
@@ -284,15 +284,15 @@ def test_the_command_refuses_what_it_cannot_use(run, tmp_path):
         (tmp_path / "missing.json", "cannot be read: No such file"),
         (tmp_path, "cannot be read: Is a directory"),
     ):
-        refused = weft("report", result, "--trace", file, *out)
-        assert (refused.exit_code, why in refused.stderr) == (2, True), refused.stderr
+        rejected = weft("report", result, "--trace", file, *out)
+        assert (rejected.exit_code, why in rejected.stderr) == (2, True), rejected.stderr
     for words, why in (
         ([result, "-o", tmp_path / "missing" / "page.html"], "does not exist; make it first"),
         ([result, "-o", result], "is an input"),
         ([tmp_path / "missing.json", *out], "missing.json cannot be read: No such file"),
         ([result, "-o", tmp_path], "cannot be written: Is a directory"),
     ):
-        refused = weft("report", *words)
-        said = " ".join(refused.stderr.replace("│", " ").split())
-        assert (refused.exit_code, why in said) == (2, True), said
+        rejected = weft("report", *words)
+        said = " ".join(rejected.stderr.replace("│", " ").split())
+        assert (rejected.exit_code, why in said) == (2, True), said
     assert not (tmp_path / "page.html").exists()

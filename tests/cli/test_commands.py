@@ -1,4 +1,4 @@
-"""The commands: the benchmark's figures, the detection of wrong results, and refusals. No test
+"""The commands: the benchmark's figures, the detection of wrong results, and rejections. No test
 asserts a time.
 """
 
@@ -927,8 +927,8 @@ def test_saved_results_are_shown(tmp_path):
         ('{"benchmark": "all-gather-matmul"}', "another version of weft has written it"),
     ):
         file.write_text(text)
-        refused = CliRunner().invoke(app, ["show", str(file)])
-        assert (refused.exit_code, why in refused.stderr) == (2, True), refused.stderr
+        rejected = CliRunner().invoke(app, ["show", str(file)])
+        assert (rejected.exit_code, why in rejected.stderr) == (2, True), rejected.stderr
 
 
 def test_an_algorithm_that_streams_is_shown_beside_sequential():

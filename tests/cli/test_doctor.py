@@ -148,10 +148,10 @@ def test_a_small_dev_shm_is_noted_but_no_fault():
 
 
 def test_a_lack_of_memory_for_a_world_is_no_lack_of_a_connection(monkeypatch):
-    def refused(**_):
+    def rejected(**_):
         raise weft.SymmetricMemoryError("rank 0 has no memory to make the world: 9 bytes requested")
 
-    monkeypatch.setattr(doctor, "init", refused)
+    monkeypatch.setattr(doctor, "init", rejected)
     console = Console(width=200, record=True, file=StringIO(), soft_wrap=True)
     assert not doctor.diagnose(console)
     printed = console.export_text()
@@ -164,10 +164,10 @@ def test_a_lack_of_memory_for_a_world_is_no_lack_of_a_connection(monkeypatch):
 def test_errors_are_printed_as_they_are(kind, monkeypatch):
     error = "[/__w/gloo/pair.cc:553] Connection closed by peer [fe80::1]:7040"
 
-    def refused(**_):
+    def rejected(**_):
         raise kind(error)
 
-    monkeypatch.setattr(doctor, "init", refused)
+    monkeypatch.setattr(doctor, "init", rejected)
     console = Console(width=200, record=True, file=StringIO())
     assert not doctor.diagnose(console)
     assert error in console.export_text()

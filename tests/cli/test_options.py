@@ -1,4 +1,4 @@
-"""Options of commands: those of fused operators' benchmarks, and the refusal of every option that
+"""Options of commands: those of fused operators' benchmarks, and the rejection of every option that
 would have no effect, before ranks start.
 """
 

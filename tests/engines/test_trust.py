@@ -26,33 +26,33 @@ def folder(tmp_path):
 
 
 def test_a_folder_of_this_user(folder):
-    assert trust.refusal(folder) == ""
-    assert trust.refusal(folder / "a" / "b") == "", "which does not exist yet"
-    assert trust.refusal(cache.Path("/dev/null")) == "", "nothing can be in it"
+    assert trust.rejection(folder) == ""
+    assert trust.rejection(folder / "a" / "b") == "", "which does not exist yet"
+    assert trust.rejection(cache.Path("/dev/null")) == "", "nothing can be in it"
     link = folder.parent / "link"
     link.symlink_to("cache")
-    assert trust.refusal(link / "torch") == ""
+    assert trust.rejection(link / "torch") == ""
     link.unlink()
     link.symlink_to("link")
-    assert trust.refusal(link) == "", "it leads nowhere"
+    assert trust.rejection(link) == "", "it leads nowhere"
     link.unlink()
     link.symlink_to(folder / "new")
     folder.chmod(0o1777)
     for new in folder / "new", link:
-        assert trust.refusal(new) == "", "nobody else can replace it once it is there"
+        assert trust.rejection(new) == "", "nobody else can replace it once it is there"
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o757])
 def test_a_folder_that_others_write_to(folder, mode):
     folder.chmod(mode)
-    assert trust.refusal(folder) == f"others than its owner may write to {folder}"
+    assert trust.rejection(folder) == f"others than its owner may write to {folder}"
     inner = folder / "inner"
     inner.mkdir()
     # of a sticky folder others cannot replace what is this user's
-    assert (trust.refusal(inner) == "") == (mode == 0o1777)
+    assert (trust.rejection(inner) == "") == (mode == 0o1777)
     link = folder.parent / "link"
     link.symlink_to(inner if mode == 0o1777 else folder)
-    assert (trust.refusal(link) == "") == (mode == 0o1777)
+    assert (trust.rejection(link) == "") == (mode == 0o1777)
 
 
 def test_folders_of_a_group(folder, monkeypatch):
@@ -65,19 +65,19 @@ def test_folders_of_a_group(folder, monkeypatch):
         monkeypatch.setattr(
             trust.grp, "getgrgid", lambda number, found=(name, "x", 0, members): found
         )
-        assert bool(trust.refusal(folder)) == refused, name
+        assert bool(trust.rejection(folder)) == refused, name
 
 
 @needs_root
 def test_a_folder_of_another_user(folder):
     for path in (folder, folder / "inner"):
         os.chown(folder, ANOTHER, -1)
-        assert trust.refusal(path).startswith(f"{folder} belongs to user ")
+        assert trust.rejection(path).startswith(f"{folder} belongs to user ")
     os.chown(folder, 0, -1)
     link = folder.parent / "link"
     link.symlink_to(folder)
     os.chown(link, ANOTHER, -1, follow_symlinks=False)
-    assert trust.refusal(link).startswith(f"{link} belongs to user ")
+    assert trust.rejection(link).startswith(f"{link} belongs to user ")
 
 
 def test_new_folders_are_this_users_alone(tmp_path):
@@ -86,7 +86,7 @@ def test_new_folders_are_this_users_alone(tmp_path):
         trust.make(tmp_path / "a" / "b")
     finally:
         os.umask(before)
-    assert trust.refusal(tmp_path / "a" / "b") == ""
+    assert trust.rejection(tmp_path / "a" / "b") == ""
     (tmp_path / "a").chmod(0o777)
     with pytest.raises(PermissionError, match="others than its owner may write"):
         trust.make(tmp_path / "a" / "c")

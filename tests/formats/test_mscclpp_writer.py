@@ -18,7 +18,7 @@ from weft.plan.binding import bind
 from weft.plan.proof import problems
 from weft.schedules.operators import PLANNERS
 from weft.schedules.workload import Request
-from weft_tools.formats.mscclpp.foreign import foreign
+from weft_tools.formats.mscclpp.exported import exported
 from weft_tools.formats.mscclpp.reader import read
 from weft_tools.formats.mscclpp.writer import crossed, write
 from weft_tools.formats.ordinary import ordinary
@@ -39,14 +39,14 @@ EXPORTED = [
 ]
 
 
-def exported(operator, algorithm, ranks, pieces):
+def planned(operator, algorithm, ranks, pieces):
     plan = PLANNERS[operator].plan(Request(ranks, pieces, algorithm))
-    return foreign(bind(plan, plan.pieces))
+    return exported(bind(plan, plan.pieces))
 
 
 @pytest.mark.parametrize("which", EXPORTED, ids=str)
 def test_a_collective_comes_in_again_as_an_equal_plan_that_computes_it(which):
-    plan = exported(*which)
+    plan = planned(*which)
     again = read(json.loads(json.dumps(write(plan))))
     assert again.plan == plan
     assert again.defects == []
@@ -62,7 +62,7 @@ def random_plans(dice):
         if plan.pieces:
             plan = bind(plan, [dice.randint(1, 3) * plan.pieces[0]])
         try:
-            made = foreign(plan)
+            made = exported(plan)
             file = write(made)
         except ValueError:
             continue
@@ -79,7 +79,7 @@ def test_random_plans_come_in_again_as_equal_plans():
 
 
 def test_what_a_plan_lacks_its_file_lacks():
-    plan = exported("all_gather", "push", 3, 1)
+    plan = planned("all_gather", "push", 3, 1)
     for place, _ in places(plan):
         less = edited(plan, place)
         try:
@@ -125,7 +125,7 @@ def test_what_the_executor_cannot_do_is_refused(arguments, words):
 
 
 def test_crossed_gets_are_named():
-    assert next(crossed(write(exported("all_gather", "pull", 2, 1)))).startswith("rank 0, thread")
+    assert next(crossed(write(planned("all_gather", "pull", 2, 1)))).startswith("rank 0, thread")
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_their_classes_write_the_same_operations(theirs, which):
                 )
         return theirs.GetOperation(sources, targets, [0], memory)
 
-    for gpu in write(exported(*which))["gpus"]:
+    for gpu in write(planned(*which))["gpus"]:
         for block in gpu["threadblocks"]:
             for operation in block["ops"]:
                 again = made(operation).to_dict()

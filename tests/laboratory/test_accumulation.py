@@ -1,5 +1,5 @@
 """Plans whose kernels need all rows of a source, and accumulate: what the proof accepts of them, and
-what it refuses.
+what it rejects.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def published(monkeypatch):
 
 
 def ask(*arguments, status=0):
-    """The JSON of `weft predict`, or its output if it is refused."""
+    """The JSON of `weft predict`, or its output if it is rejected."""
     given = ["predict", *map(str, arguments), *([] if status else ["--json", "-"])]
     result = CliRunner().invoke(app, given, env={"COLUMNS": "200"})
     assert result.exit_code == status, result.output

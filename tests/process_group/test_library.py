@@ -98,7 +98,7 @@ def test_the_mask_of_new_files_does_not_matter(folder):
     finally:
         os.umask(before)
     trust.check_file(library)
-    assert trust.refusal(library.parent) == ""
+    assert trust.rejection(library.parent) == ""
 
 
 def test_a_lock_that_is_held_has_a_limit(folder, monkeypatch):

@@ -88,7 +88,7 @@ def check_messages(group):
     assert torch.equal(found["x"], expected)
     assert torch.equal(again, expected)
     assert found["none"].shape == (0, 4)
-    message = refusal(lambda: group.send_tensor_dict({"number": 3}, to))
+    message = rejection(lambda: group.send_tensor_dict({"number": 3}, to))
     assert "'number' is a int" in message
 
 
@@ -108,20 +108,20 @@ def check_compiled(group):
         assert torch.equal(scattered, total * group.world_size)
 
 
-def refusal(call):
-    """The words with which a call is refused."""
+def rejection(call):
+    """The words with which a call is rejected."""
     try:
         call()
     except (TypeError, ValueError) as error:
         return str(error)
-    raise AssertionError("not refused")
+    raise AssertionError("not rejected")
 
 
 def check_refusals(group):
     uneven = torch.zeros(group.world_size + 1, 2)
-    assert "evenly" in refusal(lambda: group.reduce_scatter(uneven, 0))
+    assert "evenly" in rejection(lambda: group.reduce_scatter(uneven, 0))
     other = group.cpu_group
-    assert "backend weft" in refusal(lambda: Communicator(other, None, other, "tp:9"))
+    assert "backend weft" in rejection(lambda: Communicator(other, None, other, "tp:9"))
 
 
 def main():

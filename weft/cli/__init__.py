@@ -48,5 +48,5 @@ def about(
 
     Find out what is wrong: weft doctor
     """
-    with options.refusing("environment variable"):
+    with options.rejecting("environment variable"):
         variables.check()

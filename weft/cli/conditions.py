@@ -1,4 +1,4 @@
-"""Where the options of a command have an effect: an option that has none is refused, not ignored.
+"""Where the options of a command have an effect: an option that has none is rejected, not ignored.
 
 A command's settings are a dataclass. The annotation of a field may have, beside its `Option`:
 

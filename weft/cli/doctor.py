@@ -65,21 +65,21 @@ def doctor(
     free = not os.isatty(1) and "COLUMNS" not in os.environ
     console = Console(width=160 if free else None, soft_wrap=free, highlight=False)
     if verbose and (vllm or flight or gpu):
-        options.refuse("--verbose", "it has no effect with --flight, --gpu or --vllm")
+        options.reject("--verbose", "it has no effect with --flight, --gpu or --vllm")
     for option, given in (("--only", only), ("--json", json)):
         if given and not gpu:
-            options.refuse(option, "it belongs to --gpu")
+            options.reject(option, "it belongs to --gpu")
     if flight:
         from weft.doctor import flight as recorder
 
-        with options.refusing("--flight"):
+        with options.rejecting("--flight"):
             recorder.diagnose(files or [], console)
         return
     if files:
-        options.refuse("FILES", "they belong to --flight")
+        options.reject("FILES", "they belong to --flight")
 
     if gpu:
-        with options.refusing("--gpu", ModuleNotFoundError):
+        with options.rejecting("--gpu", ModuleNotFoundError):
             ask = tool("gpu", "weft doctor --gpu")
         fine = ask(console, only or [], json)
     elif vllm:

@@ -15,7 +15,7 @@ from weft.cli.options import plain
 
 
 class Commands(typer.core.TyperGroup):
-    """The group of all commands, which refuses values in the words of users, and recommends no
+    """The group of all commands, which rejects values in the words of users, and recommends no
     command that is not installed.
 
     Attributes:

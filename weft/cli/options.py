@@ -59,7 +59,7 @@ def command_from(kind: type[Settings], run: Callable[[Settings], None]) -> Calla
 
     def command(context: typer.Context, **values: Any) -> None:
         settings = kind(**values)
-        _refuse_ignored(settings, [name for name in values if _given(context, name)])
+        _reject_ignored(settings, [name for name in values if _given(context, name)])
         run(settings)
 
     parameters = [
@@ -89,28 +89,28 @@ def _given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _refuse_ignored(settings: Any, given: Sequence[str]) -> None:
+def _reject_ignored(settings: Any, given: Sequence[str]) -> None:
     """Refuse the first of the `given` options that has no effect on these settings."""
     if getattr(settings, "ranks", 0) is None:
         settings = replace(settings, ranks=world_size(None)[1])
     for name, why in conditions.ignored(settings, given):
-        refuse(conditions.option(type(settings), name), why)
+        reject(conditions.option(type(settings), name), why)
 
 
-def refuse(option: str, why: str) -> NoReturn:
+def reject(option: str, why: str) -> NoReturn:
     """End with exit status 2 because of the value of `option`."""
     raise typer.BadParameter(why, param_hint=option)
 
 
 @contextmanager
-def refusing(option: str, kind: type[Exception] = ValueError) -> Iterator[None]:
+def rejecting(option: str, kind: type[Exception] = ValueError) -> Iterator[None]:
     """Refuse the value of `option` if the ``with`` block raises an error of this kind, for the
     reason that it states.
     """
     try:
         yield
     except kind as error:
-        refuse(option, str(error))
+        reject(option, str(error))
 
 
 def check_place(settings: Any) -> None:
@@ -118,7 +118,7 @@ def check_place(settings: Any) -> None:
     engine = settings.place["engine"]
     if engine not in ENGINES[settings.device]:
         names = " or ".join(ENGINES[settings.device])
-        refuse("--engine", f"{engine} is none of --device {settings.device}: use {names}")
+        reject("--engine", f"{engine} is none of --device {settings.device}: use {names}")
     if settings.device == "cuda":
         need_gpu("--device cuda")
 
@@ -134,7 +134,7 @@ def need_gpu(option: str) -> None:
     import torch
 
     if not torch.cuda.is_available():
-        refuse(option, "torch finds no GPU here: without this option, ranks compute on the CPU")
+        reject(option, "torch finds no GPU here: without this option, ranks compute on the CPU")
 
 
 def world_size(ranks: int | None) -> tuple[int | None, int]:
@@ -148,7 +148,7 @@ def world_size(ranks: int | None) -> tuple[int | None, int]:
         return None, ranks or 2
     size = int(variables["WORLD_SIZE"])
     if ranks not in (None, size):
-        refuse(
+        reject(
             "--ranks",
             f"a launcher has already started {size} rank(s): omit --ranks, or run weft without the "
             "launcher",
@@ -172,7 +172,7 @@ def check_files(json_file: str | None, trace: Path | None, *pictures: Path | Non
     """Refuse files that cannot be written, before anything is measured."""
     for picture in filter(None, pictures):
         if picture.suffix.lower() not in (".png", ".svg"):
-            refuse("--plot / --timeline", f"pictures must be .png or .svg files; got {picture}")
+            reject("--plot / --timeline", f"pictures must be .png or .svg files; got {picture}")
     for file in (json_file if json_file != "-" else None, trace, *pictures):
         if file:
             check_writable(Path(file), "--json / --plot / --trace / --timeline")
@@ -182,11 +182,11 @@ def check_writable(file: Path, option: str) -> None:
     """Refuse the file of an option if it cannot be written; an existing file is not changed."""
     new = not file.exists()
     if not file.absolute().parent.is_dir():
-        refuse(option, f"the directory of {file} does not exist; make it first")
+        reject(option, f"the directory of {file} does not exist; make it first")
     try:
         file.open("ab").close()
     except OSError as error:
-        refuse(option, f"{file} cannot be written: {error.strerror}")
+        reject(option, f"{file} cannot be written: {error.strerror}")
     if new:
         file.unlink(missing_ok=True)
 
@@ -197,7 +197,7 @@ def check_cache() -> None:
         cache.check()
     except OSError as error:
         why = f"measurements cannot be stored in {cache.directory()}: {error.strerror}"
-        refuse("WEFT_CACHE", f"{why}; set this variable to a directory that can be written")
+        reject("WEFT_CACHE", f"{why}; set this variable to a directory that can be written")
 
 
 @contextmanager
@@ -218,10 +218,10 @@ def failing(command: str, json_file: str | None = None) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, ValueError, OSError) as error:
-            refused = re.search(r"failed: ValueError: ([^\n]*)", str(error))
-            text = refused[1] if refused else error
+            rejected = re.search(r"failed: ValueError: ([^\n]*)", str(error))
+            text = rejected[1] if rejected else error
             typer.echo(f"{command}: {text}", err=True)
-            raise typer.Exit(2 if refused or isinstance(error, ValueError) else 1) from None
+            raise typer.Exit(2 if rejected or isinstance(error, ValueError) else 1) from None
         except KeyboardInterrupt:
             _stopped(command, signal.SIGINT)
             raise typer.Exit(128 + signal.SIGINT) from None

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from weft.cli.group import PlanCommands
-from weft.cli.options import algorithms, refuse
+from weft.cli.options import algorithms, reject
 from weft.errors import PlanError
 from weft.measure.progress import progress
 from weft.plan import Plan
@@ -31,12 +31,12 @@ Name = Enum("Name", {name: name.replace("_", "-") for name in PLANNERS}, type=st
 
 
 def chosen_algorithm(operator: Name, algorithm: str | None) -> str:
-    """An operator's algorithm of this name, or its first; another name is refused."""
+    """An operator's algorithm of this name, or its first; another name is rejected."""
     planner = PLANNERS[operator.name]
     chosen = algorithm or planner.first
     if chosen not in planner.algorithms:
         names = f"{operator.value} is planned with {', '.join(planner.algorithms)}"
-        refuse("--algorithm", f"{names}; got {chosen!r}")
+        reject("--algorithm", f"{names}; got {chosen!r}")
     return chosen
 
 
@@ -79,7 +79,7 @@ def show(
     planner, chosen = PLANNERS[operator.name], chosen_algorithm(operator, algorithm)
     cut = pieces(4, chunk_rows or 2)
     if rank is not None and rank >= ranks:
-        refuse("--rank", f"the ranks are 0 to {ranks - 1}; got {rank}")
+        reject("--rank", f"the ranks are 0 to {ranks - 1}; got {rank}")
     ranks_shown = range(ranks) if rank is None and ranks <= PROVED else [rank or 0]
 
     def text(made: Plan) -> str:
@@ -104,7 +104,7 @@ def show(
         ("--symmetric", symmetric, {"symmetric": False, "symmetric_out": False}),
     ):
         if given and text(planner.plan(request._replace(**other))) == shown:
-            refuse(option, f"changes nothing in {chosen} on {ranks} rank(s): omit it")
+            reject(option, f"changes nothing in {chosen} on {ranks} rank(s): omit it")
     typer.echo(shown)
     if ranks > PROVED:
         typer.echo(f"\nnot verified: proofs are of at most {PROVED} ranks")

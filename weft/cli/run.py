@@ -32,7 +32,7 @@ def run(
             "--module", "-m", help="Run a module, as python -m does: weft run -m weft doctor."
         ),
     ] = False,
-    bind: Annotated[bool, typer.Option(help="Bind each rank to cores of its own.")] = True,
+    bind: Annotated[bool, typer.Option(help="Bind each rank to separate cores.")] = True,
     replace_gloo: Annotated[
         bool,
         typer.Option(
@@ -43,7 +43,7 @@ def run(
         bool,
         typer.Option(
             "--elastic",
-            help="Let the others go on when a rank fails, for programs that call world.shrink().",
+            help="Keep other ranks running when one fails, for programs that call world.shrink().",
         ),
     ] = False,
 ) -> None:
@@ -59,7 +59,7 @@ def run(
         _check_script(Path(script))
     folder = Path.cwd() if module else Path(script).resolve().parent
     if hides(folder):
-        options.refuse(
+        options.reject(
             "SCRIPT",
             f"in {folder} weft's sources, which have no native core, hide the weft that is "
             f"installed: run {in_place('cli')} once, or start in another folder",
@@ -80,9 +80,9 @@ def _check_script(path: Path) -> None:
     """Refuse what Python cannot run."""
     if path.is_dir() and not (path / "__main__.py").is_file():
         example = next((each.name for each in sorted(path.glob("*.py"))), "SCRIPT.py")
-        options.refuse("SCRIPT", f"{path} is a folder: name a script in it, as {path / example}")
+        options.reject("SCRIPT", f"{path} is a folder: name a script in it, as {path / example}")
     if not path.exists():
-        options.refuse("SCRIPT", f"there is no file {path}")
+        options.reject("SCRIPT", f"there is no file {path}")
 
 
 def _options_of_run(arguments: Sequence[str]) -> Iterator[str]:

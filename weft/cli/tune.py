@@ -22,7 +22,7 @@ from weft.cli.common import (
     not_emulated,
 )
 from weft.cli.conditions import Unless
-from weft.cli.options import refuse
+from weft.cli.options import reject
 from weft.cli.tables import table
 from weft.cli.values import Shape, of_sizes, parse_sizes, product
 from weft.plan.binding import split
@@ -153,14 +153,14 @@ def tune(settings: Tune) -> None:
     options.check_files(settings.json_file, None)
     options.check_cache()
     if options.world_size(None)[0] is not None:
-        refuse("tune", "it starts its own ranks, on one host: run it without a launcher")
+        reject("tune", "it starts its own ranks, on one host: run it without a launcher")
     options.check_place(settings)
     if settings.collective:
         if not settings.sizes or not settings.on_host:
-            refuse("tune", f"{settings.operator} needs --sizes, and ranks on a CPU")
+            reject("tune", f"{settings.operator} needs --sizes, and ranks on a CPU")
         _tune_collective(settings)
     elif not settings.shape:
-        refuse("tune", f"{settings.operator} needs --shape")
+        reject("tune", f"{settings.operator} needs --shape")
     elif settings.on_host:
         _tune_host(settings)
     else:

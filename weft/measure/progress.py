@@ -22,7 +22,7 @@ def unseen(task: str = "") -> None:
 @contextmanager
 def progress(task: str, steps: int, *, shown: bool = True) -> Iterator[Advance]:
     """A progress bar on stderr, if `shown`; the yielded function advances it. If stderr is no
-    terminal, a line tells of each kind of task, by its first word, when it begins.
+    terminal, a line announces each kind of task, by its first word, when it begins.
 
     That function draws it, since a thread would disturb the measurement.
     """

@@ -161,21 +161,21 @@ def _interleaved(
 
 
 def _possible(call: FusedCall, variants: Iterable[Variant], last_resort: bool) -> Iterator[Variant]:
-    """The variants that the device and the kernels do not refuse; if they refuse all and this is
+    """The variants that the device and the kernels do not reject; if they reject all and this is
     the `last_resort`, the error.
     """
-    refused = None
+    rejected = None
     for variant in variants:
         try:
             engine(call.world).check_options(variant.device)
             driver.prepare(call, variant)
         except ValueError as error:
-            refused = error
+            rejected = error
         else:
             last_resort = False
             yield variant
-    if last_resort and refused:
-        raise refused
+    if last_resort and rejected:
+        raise rejected
 
 
 def _algorithms(call: FusedCall, _: Sequence[Variant]) -> Iterator[Variant]:

@@ -63,4 +63,4 @@ def _device(number: int) -> ctypes.c_int:
 
 def _call(name: str, *arguments: object) -> None:
     if code := getattr(driver.library(), name)(*arguments):
-        raise RuntimeError(f"the GPU's driver refused {name}: error {code}")
+        raise RuntimeError(f"the GPU's driver rejected {name}: error {code}")

@@ -78,7 +78,7 @@ def has_to_wait(answer: Answer) -> Finding:
     )
 
 
-_PROCESSES = "Run the ranks as processes (torchrun): each has a context of its own"
+_PROCESSES = "Run the ranks as processes (torchrun): each has its own context"
 _EAGER = (
     "Set CUDA_MODULE_LOADING=EAGER before Python starts, and compute everything once before the "
     "first call of weft"

@@ -237,7 +237,7 @@ QUESTIONS = (
         "gpu/lanes.py",
         priorities,
         not_held_up,
-        "Run the ranks as processes (torchrun): each has a context of its own",
+        "Run the ranks as processes (torchrun): each has its own context",
     ),
     Question(
         "queues/last",

@@ -1,4 +1,4 @@
-"""How fast is the GPU, compared with what predictions take for granted?"""
+"""How fast is the GPU, compared with what predictions assume?"""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def number_of_ranks() -> int:
 
 @contextmanager
 def _of_threads(world: World, own: Own) -> Iterator[list[Own]]:
-    """The values of all ranks that are threads, none of which goes on before all have left the
+    """The values of all ranks that are threads, none of which continues before all have left the
     context.
     """
     number = next(_numbers)

@@ -25,7 +25,7 @@ from weft_tools.bench.systems import LIBRARIES
 from weft_tools.bench.verification import Check
 
 
-def refusal(name: str, settings: SweepSettings) -> str | None:
+def rejection(name: str, settings: SweepSettings) -> str | None:
     """The reason why this baseline cannot be measured with these settings here, or None."""
     if settings.op == "avg":
         return f"{name} has no averages: use --baseline none"
@@ -46,7 +46,7 @@ def refusal(name: str, settings: SweepSettings) -> str | None:
     if not (environment(name) / "bin" / "mpiexec").exists():
         place = f"there is no {environment(name)} here"
         return f"{place}: run `make baselines` and start in its directory"
-    if why := trust.refusal(environment(name)):
+    if why := trust.rejection(environment(name)):
         return f"{name} is not started, since {why}"
     return None
 

@@ -33,7 +33,7 @@ def missing() -> str | None:
     """The reason why the baseline cannot run here, or None."""
     if not _library().exists():
         return f"there is no {_library()} here: run `make baselines` and start in its directory"
-    if why := trust.refusal(_library().parent):
+    if why := trust.rejection(_library().parent):
         return f"it is not loaded, since {why}"
     if "avx512bw" not in Path("/proc/cpuinfo").read_text():
         return "DeepSpeed's operator needs a processor with AVX-512"

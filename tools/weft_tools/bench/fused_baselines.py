@@ -16,7 +16,7 @@ from weft_tools.bench.systems import SYSTEMS
 _TORCH = ("all_gather_matmul", "matmul_reduce_scatter")
 
 
-def refusal(name: str, operator: str, m: int, ranks: int) -> str:
+def rejection(name: str, operator: str, m: int, ranks: int) -> str:
     """Why this baseline does not have this operator with `m` rows; "" if it does."""
     if name == "torch" and operator not in _TORCH:
         return f"torch has no fused operator for {operator.replace('_', '-')}"

@@ -1,8 +1,8 @@
 """The benchmark of a mixture of experts: its products and its exchange alone, one after the other,
 and overlapped; and the same exchange by torch's collectives.
 
-Tokens of each rank visit the ranks whose experts they choose, and what these contribute is summed
-at home; or all ranks have the same tokens, and sum what their experts contribute.
+Tokens of each rank are dispatched to the ranks of their experts, and what these contribute is
+summed at home; or all ranks have the same tokens, and sum what their experts contribute.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class OwnTokens(Layer):
 
     @property
     def sent(self) -> int:
-        """Rows, and what this rank's experts contribute to rows of others."""
+        """Rows, and what this rank's experts contribute to rows of other ranks."""
         rank, counts = self.world.rank, self.every[self.world.rank].counts
         rows, back = (sum(sizes) - sizes[rank] for sizes in (counts, self.received))
         return rows * sum(self.row) + back * self.results.shape[1] * self.x.itemsize

@@ -24,7 +24,7 @@ from weft.world import World
 from weft_tools.bench import collectives, nccl, tables
 from weft_tools.bench.baselines import collective, group_of
 from weft_tools.bench.between_ranks import session
-from weft_tools.bench.gather_ways import Way, ways
+from weft_tools.bench.gathers import Gather, gathers_of
 from weft_tools.bench.harness import environment, link_of, times_ms
 from weft_tools.bench.neighbours import neighbours
 from weft_tools.bench.plots import size_name
@@ -41,7 +41,7 @@ _VIEWS = "compute", "communicate", "sequential", "overlapped"
 class Overlap(Views):
     """One rank's tensors, and the views on them by name.
 
-    On a CPU the weight is packed. Of several ways to gather the first has the plain names.
+    On a CPU the weight is packed. Of several gathers the first has the plain names.
     """
 
     def __init__(self, settings: OverlapSettings, world: World) -> None:
@@ -62,19 +62,19 @@ class Overlap(Views):
         self.a = world.empty(count, dtype=dtype)
         product = partial(product_on(device), self.x, self.weight, self.out)
         self.check_product = partial(self.problem.check_product, self.out)
-        self.ways = ways(settings, world, self.a)
+        self.gathers = gathers_of(settings, world, self.a)
         self.views = {"compute": View(product, (self.out,), self.check_product)}
-        for way in self.ways:
-            suffix = self.suffix(way)
-            check = partial(self._check_gathered, way.gathered)
-            both = partial(self._both, way.gathered)
+        for gather in self.gathers:
+            suffix = self.suffix(gather)
+            check = partial(self._check_gathered, gather.gathered)
+            both = partial(self._both, gather.gathered)
             self.views |= {
-                f"communicate{suffix}": View(way.gather, (way.gathered,), check),
-                f"sequential{suffix}": both(partial(one_by_one, way.gather, product)),
-                f"overlapped{suffix}": both(partial(_concurrently, product, way.begin)),
+                f"communicate{suffix}": View(gather.gather, (gather.gathered,), check),
+                f"sequential{suffix}": both(partial(one_by_one, gather.gather, product)),
+                f"overlapped{suffix}": both(partial(_concurrently, product, gather.begin)),
             }
         mm = partial(torch.mm, self.x, weight, out=self.out)
-        first = self.ways[0].gathered
+        first = self.gathers[0].gathered
         for name in settings.baselines:
             theirs = partial(collective, "all_gather", self.a, first, group=group_of(name))
             self.views[f"{name} sequential"] = self._both(first, partial(one_by_one, theirs(), mm))
@@ -82,13 +82,13 @@ class Overlap(Views):
                 first, partial(_concurrently, mm, theirs(background=True))
             )
 
-    def suffix(self, way: Way) -> str:
-        """What the names of a way's views end with."""
-        return "" if way is self.ways[0] else f" ({way.name})"
+    def suffix(self, gather: Gather) -> str:
+        """The suffix of the names of a gather's views."""
+        return "" if gather is self.gathers[0] else f" ({gather.name})"
 
     def renew(self, run: int) -> None:
         self.x.copy_(self.problem.rows(run))
-        for source in (self.a, *(way.source for way in self.ways)):
+        for source in (self.a, *(gather.source for gather in self.gathers)):
             source.copy_(self.data.own(run, len(self.a)))
 
     def _both(self, gathered: Tensor, call: Callable[[], object]) -> View:
@@ -130,7 +130,7 @@ def measure(settings: OverlapSettings) -> dict[str, Any]:
             "neighbours": settings.neighbours,
             "dtype": settings.dtype,
             "algorithm": f"all-gather of {size_name(gathered)} per rank",
-            "gathers": [_figures(overlap, way, times) for way in overlap.ways],
+            "gathers": [_figures(overlap, gather, times) for gather in overlap.gathers],
             "link": link_of(world),
             "copies_ms": copies,
             "times_ms": times_ms(own),
@@ -142,15 +142,15 @@ def measure(settings: OverlapSettings) -> dict[str, Any]:
         }
 
 
-def _figures(overlap: Overlap, way: Way, times: Mapping[str, Statistics]) -> dict[str, Any]:
-    """The entry of a result for a way to gather."""
-    suffix = overlap.suffix(way)
+def _figures(overlap: Overlap, gather: Gather, times: Mapping[str, Statistics]) -> dict[str, Any]:
+    """The entry of a result for a gather."""
+    suffix = overlap.suffix(gather)
     medians = [times[f"{name}{'' if name == 'compute' else suffix}"].median for name in _VIEWS]
-    symmetric = overlap.world.is_symmetric(way.gathered)
+    symmetric = overlap.world.is_symmetric(gather.gathered)
     about = {
-        "gather": way.name,
-        "comm_sms": way.comm_sms,
-        "channels": nccl.channels() if way.name == "nccl-zero-cta" else None,
+        "gather": gather.name,
+        "comm_sms": gather.comm_sms,
+        "channels": nccl.channels() if gather.name == "nccl-zero-cta" else None,
         "symmetric_out": symmetric,
     }
     return about | figures.of_overlap(*medians)
@@ -182,8 +182,8 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
         )
     console.print(table)
     gathers = result.get("gathers", [])
-    for way in gathers if len(gathers) > 1 else [result]:
-        console.print(_sentence(way), soft_wrap=True)
+    for gather in gathers if len(gathers) > 1 else [result]:
+        console.print(_sentence(gather), soft_wrap=True)
     if machine["cores"] < 2 * result["ranks"]:
         console.print(
             f"{result['ranks']} ranks that compute have {machine['cores']} cores: copies take "
@@ -211,17 +211,17 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
     )
 
 
-def _sentence(way: dict[str, Any]) -> str:
-    """The figures of a way to gather."""
+def _sentence(of: dict[str, Any]) -> str:
+    """The figures of a gather."""
     figures = (
-        f"speedup {way['speedup']:.2f}x (sequential / overlapped); "
-        f"{way['overlap_percent']:.0f} % of communicate hidden; "
-        f"limit ratio {way['limit_ratio']:.2f} (overlapped / max(compute, communicate); 1 is the "
+        f"speedup {of['speedup']:.2f}x (sequential / overlapped); "
+        f"{of['overlap_percent']:.0f} % of communicate hidden; "
+        f"limit ratio {of['limit_ratio']:.2f} (overlapped / max(compute, communicate); 1 is the "
         "limit)"
     )
-    if "gather" not in way:
+    if "gather" not in of:
         return figures
-    return f"{way['gather']}: {figures}"
+    return f"{of['gather']}: {figures}"
 
 
 def _concurrently(product: Callable[[], object], begin: Callable[[], Any]) -> None:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from weft.cli import options
-from weft.cli.options import refuse
+from weft.cli.options import reject
 from weft.cli.values import parse_sizes
 from weft_tools.bench import systems
 from weft_tools.bench.benchmarks import BENCHMARKS
 from weft_tools.bench.settings.copies import CopySettings
 from weft_tools.bench.settings.fused import FusedSettings
 from weft_tools.bench.settings.moe import MoeSettings
-from weft_tools.bench.settings.overlap import WAYS, OverlapSettings
+from weft_tools.bench.settings.overlap import GATHERS, OverlapSettings
 from weft_tools.bench.settings.sweeps import SweepSettings
 from weft_tools.cli import running, shared
 
@@ -50,9 +50,9 @@ def _fused(settings: FusedSettings) -> None:
     kind = subject(settings.operator)
     name = settings.operator.replace("_", "-")
     if settings.baseline not in (None, "none") and not kind.compared:
-        refuse("--baseline", f"{name} has no baseline to compare with: use --baseline none")
+        reject("--baseline", f"{name} has no baseline to compare with: use --baseline none")
     if settings.bias and not kind.biased:
-        refuse("--bias", f"{name} is not known to add a bias: omit it")
+        reject("--bias", f"{name} is not known to add a bias: omit it")
     running.announce(f"{name}: about {settings.seconds:g} s at most, as --seconds says")
     running.run_benchmark(
         settings,
@@ -71,16 +71,16 @@ def _check_fused(settings: FusedSettings) -> None:
     possible = {settings.dtype, "float32"} if settings.dtype != "float64" else {settings.dtype}
     if settings.out_dtype and settings.out_dtype not in possible:
         names = " or ".join(sorted(possible))
-        refuse("--out-dtype", f"a product of {settings.dtype} is {names}; got {settings.out_dtype}")
+        reject("--out-dtype", f"a product of {settings.dtype} is {names}; got {settings.out_dtype}")
     running.check_baselines(settings, systems.of_fused(settings.device))
     for name in settings.baselines:
-        if why := fused_baselines.refusal(name, settings.operator, settings.shape.m, ranks):
-            refuse("--baseline", f"{why}: use --baseline none")
+        if why := fused_baselines.rejection(name, settings.operator, settings.shape.m, ranks):
+            reject("--baseline", f"{why}: use --baseline none")
     try:
         for directory in filter(None, (settings.save_outputs, settings.save_data)):
             directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        refuse("--save-outputs / --save-data", f"cannot make the directory: {error}")
+        reject("--save-outputs / --save-data", f"cannot make the directory: {error}")
 
 
 def _write_traces(result: Result) -> None:
@@ -94,11 +94,11 @@ def _sweep(settings: SweepSettings) -> None:
     from weft_tools.bench import collective_baselines, sweep
 
     if settings.op == "avg" and not settings.dtype.startswith(("float", "bfloat")):
-        refuse("--op", f"avg needs a floating dtype; got {settings.dtype}: use --dtype float32")
+        reject("--op", f"avg needs a floating dtype; got {settings.dtype}: use --dtype float32")
     running.check_baselines(settings, systems.of_collectives(settings.device))
     for name in settings.baselines:
-        if why := collective_baselines.refusal(name, settings):
-            refuse("--baseline", why)
+        if why := collective_baselines.rejection(name, settings):
+            reject("--baseline", why)
     settings = running.placed(settings)
     running.run_benchmark(
         settings,
@@ -112,32 +112,32 @@ def _overlap(settings: OverlapSettings) -> None:
     from weft_tools.bench import overlap
 
     if len(parse_sizes(settings.size)) > 1:
-        refuse("--size", f"expected one size; got {settings.size!r}")
+        reject("--size", f"expected one size; got {settings.size!r}")
     _check_elements("--size", settings.size, settings.dtype)
     running.check_baselines(settings, systems.LIBRARIES)
     _check_gathers(settings)
     settings = running.placed(settings)
     together = running.sharing_one_gpu(settings)
-    for way in settings.gathers:
-        if together and way in ("multicast", "nccl-zero-cta"):
-            refuse("--gather", f"{way} needs a GPU for each rank: leave it out")
+    for gather in settings.gathers:
+        if together and gather in ("multicast", "nccl-zero-cta"):
+            reject("--gather", f"{gather} needs a GPU for each rank: leave it out")
     running.run_benchmark(settings, overlap.measure, together=together)
 
 
 def _check_gathers(settings: OverlapSettings) -> None:
-    """End with exit status 2 if this device has no such way to gather."""
+    """End with exit status 2 if this device does not support such a gather."""
     on_gpu = settings.device == "cuda"
-    for way in settings.gathers:
-        if way not in WAYS:
-            refuse("--gather", f"there is no way {way!r}: use {', '.join(WAYS)}")
-        if way == "kernel" and not on_gpu and settings.engine != "interpreter":
+    for gather in settings.gathers:
+        if gather not in GATHERS:
+            reject("--gather", f"there is no gather {gather!r}: use {', '.join(GATHERS)}")
+        if gather == "kernel" and not on_gpu and settings.engine != "interpreter":
             instead = "use --device cuda, or --engine interpreter"
-            refuse("--gather", f"a kernel runs on a GPU, or in an interpreter: {instead}")
-        if way in ("multicast", "nccl-zero-cta"):
+            reject("--gather", f"a kernel runs on a GPU, or in an interpreter: {instead}")
+        if gather in ("multicast", "nccl-zero-cta"):
             if not on_gpu:
-                refuse("--gather", f"{way} needs NVIDIA's GPUs: use --device cuda")
+                reject("--gather", f"{gather} needs NVIDIA's GPUs: use --device cuda")
             if settings.plain_out:
-                refuse("--plain-out", f"{way} gathers into memory of its own: omit one of them")
+                reject("--plain-out", f"{gather} gathers into its own memory: omit one of them")
 
 
 def _moe(settings: MoeSettings) -> None:
@@ -147,7 +147,7 @@ def _moe(settings: MoeSettings) -> None:
     chosen = -(-ranks * settings.experts // (2 if settings.routing == "empty" else 1))
     if settings.top > chosen:
         few = f"tokens choose among {chosen} experts, all of them different ones"
-        refuse("--top", f"{few}: use at most {chosen}, or more --experts")
+        reject("--top", f"{few}: use at most {chosen}, or more --experts")
     running.check_baselines(settings, (moe.GLOO,))
     running.run_benchmark(
         settings,
@@ -182,9 +182,9 @@ def _check_copies(settings: CopySettings) -> None:
     """End with exit status 2 if these settings cannot be measured."""
     if settings.engine in ("reference", "triton"):
         why = f"one-sided calls have no plan and no product for the engine {settings.engine}"
-        refuse("--engine", f"{why}: use streams, or on a CPU host or interpreter")
+        reject("--engine", f"{why}: use streams, or on a CPU host or interpreter")
     if settings.tile and len(parse_sizes(settings.tile)) > 1:
-        refuse("--tile", f"expected one size; got {settings.tile!r}")
+        reject("--tile", f"expected one size; got {settings.tile!r}")
     for option, text in (("--sizes", settings.sizes), ("--tile", settings.tile)):
         if text:
             _check_elements(option, text, settings.dtype)
@@ -196,7 +196,7 @@ def _check_elements(option: str, sizes: str, dtype: str) -> None:
     for size in parse_sizes(sizes):
         if size % itemsize:
             why = f"{size} bytes are no whole number of elements of {dtype}"
-            refuse(option, f"{why}: use multiples of {itemsize}, or another --dtype")
+            reject(option, f"{why}: use multiples of {itemsize}, or another --dtype")
 
 
 _COMMANDS: dict[type[Any], Any] = {

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from weft.cli import options
 from weft.cli.common import Json
-from weft.cli.options import refuse
+from weft.cli.options import reject
 from weft.cli.tables import table
 from weft_tools.predict import machine
 
@@ -93,7 +93,7 @@ def _calibrate_network(threads: int, json_file: str | None) -> None:
 
     mine = machine.calibrated()
     if mine is None:
-        refuse(
+        reject(
             "calibrate",
             "this machine has no profile yet, which the network is added to: run weft calibrate "
             "without torchrun on each machine first",

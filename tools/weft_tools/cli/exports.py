@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from weft.cli.options import algorithms, refuse, refusing
+from weft.cli.options import algorithms, reject, rejecting
 from weft.cli.plan import Name, chosen_algorithm
 from weft.cli.values import Shape, product
 from weft.errors import PlanError
@@ -17,7 +17,7 @@ from weft.plan.binding import bind
 from weft.plan.proof import verify
 from weft.schedules.operators import COLLECTIVES, PLANNERS
 from weft.schedules.workload import Request
-from weft_tools.formats.mscclpp.foreign import foreign
+from weft_tools.formats.mscclpp.exported import exported
 from weft_tools.formats.mscclpp.writer import crossed
 from weft_tools.formats.mscclpp.writer import write as write_execution_plan
 from weft_tools.formats.pto.cores import by_cores
@@ -66,20 +66,20 @@ def export(
 ) -> None:
     """Write a plan as a file or a program of another system.
 
-    What is written is proved, and refused by name if that system has no words or no room for it.
+    What is written is proved, and rejected by name if that system has no words or no room for it.
     """
     chosen = chosen_algorithm(operator, algorithm)
     plan = PLANNERS[operator.name].plan(Request(ranks, pieces, chosen))
     if format == "pto":
         if operator.name not in OPERATORS:
-            refuse("--format", f"pto is for {', '.join(OPERATORS).replace('_', '-')}")
+            reject("--format", f"pto is for {', '.join(OPERATORS).replace('_', '-')}")
         _program(plan, output, shape or _DEFAULT, data)
         return
     for option, given in (("--shape", shape), ("--data", data)):
         if given is not None:
-            refuse(option, "has an effect with --format pto only")
+            reject(option, "has an effect with --format pto only")
     if operator.name not in COLLECTIVES:
-        refuse("--format", f"mscclpp is for collectives; {operator.value} also computes")
+        reject("--format", f"mscclpp is for collectives; {operator.value} also computes")
     text = json.dumps(_execution_plan(plan, operator.value, chosen), indent=2)
     if output is None:
         typer.echo(text)
@@ -88,8 +88,8 @@ def export(
 
 
 def _execution_plan(plan: Plan, operator: str, algorithm: str) -> dict[str, object]:
-    with refusing("--algorithm"):
-        made = foreign(bind(plan, plan.pieces))
+    with rejecting("--algorithm"):
+        made = exported(bind(plan, plan.pieces))
         file = write_execution_plan(made)
         if made.operator == "custom":
             raise ValueError(f"mscclpp has no {operator}")
@@ -110,11 +110,11 @@ def _program(plan: Plan, folder: Path | None, shape: Shape, directory: Path | No
         raise typer.BadParameter("name a folder for the program", param_hint="output")
     shard, rest = divmod(shape.m, plan.ranks)
     if rest:
-        refuse("--shape", f"{shape.m} rows do not divide among {plan.ranks} ranks")
+        reject("--shape", f"{shape.m} rows do not divide among {plan.ranks} ranks")
     bound = bind(plan, [shard] * plan.ranks)
     sizes = Sizes(bound.buffers["a"].rows[0], shape.k, shape.n if "matmul" in plan.operator else 0)
     verify(by_cores(bound))
-    with refusing("--algorithm" if directory is None else "--data"):
+    with rejecting("--algorithm" if directory is None else "--data"):
         files = write_program(bound, sizes)
         arrays = (
             drawn(plan.ranks, sizes) if directory is None else saved(directory, plan.ranks, sizes)

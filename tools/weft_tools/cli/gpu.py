@@ -17,17 +17,17 @@ def ask(console: Console, only: list[str], file: Path | None) -> bool:
 
     options.need_gpu("--gpu")
     if torch.version.hip is not None:
-        options.refuse(
+        options.reject(
             "--gpu", "the questions are for GPUs of NVIDIA, and torch is built for AMD's"
         )
     try:
         check_device("cuda:0")
     except WeftError as error:
-        options.refuse("--gpu", str(error))
+        options.reject("--gpu", str(error))
 
     from weft_tools.assumptions import report, table
 
-    with options.refusing("--only"):
+    with options.rejecting("--only"):
         questions = table.selected(only)
     if file:
         options.check_writable(file, "--json")

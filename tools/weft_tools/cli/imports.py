@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from weft.cli import options
-from weft.cli.options import refuse
+from weft.cli.options import reject
 from weft.cli.tables import table
 from weft.measure.progress import progress
 from weft.outside import read_json
@@ -65,7 +65,7 @@ def import_plan(
     or if a result differs, 2 for a file that weft has no words for.
     """
     if chunk_bytes is not None and machine is None:
-        refuse("--chunk-bytes", "has an effect with --machine only")
+        reject("--chunk-bytes", "has an effect with --machine only")
     plan = _read(file, collective)
     made = plan.plan
     typer.echo(
@@ -98,7 +98,7 @@ def import_plan(
 
 
 def _read(file: Path, collective: str | None) -> Imported:
-    with options.refusing(str(file)):
+    with options.rejecting(str(file)):
         return read(read_json(file), collective)
 
 
@@ -120,7 +120,7 @@ def _predict(plan: Imported, machine: str, chunk_bytes: int) -> None:
     made = ordinary(plan.plan)
     columns = max(1, chunk_bytes // 4 // plan.rows_per_chunk)
     rows = dict.fromkeys(made.buffers, Rows(columns, "float32"))
-    with options.refusing("--machine"):
+    with options.rejecting("--machine"):
         time = seconds(made, shared.load_machine(machine), rows)
     typer.echo(f"predicted on {machine}, chunks of {chunk_bytes} bytes: {time * 1e6:.1f} us")
 

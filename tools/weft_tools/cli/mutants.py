@@ -86,7 +86,7 @@ def mutants(
 def _counts(text: str) -> list[int]:
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) > 1 for part in parts):
-        options.refuse("--ranks", f"expected numbers of 2 or more ranks, such as 2,3; got {text!r}")
+        options.reject("--ranks", f"expected numbers of 2 or more ranks, such as 2,3; got {text!r}")
     return sorted({int(part) for part in parts})
 
 

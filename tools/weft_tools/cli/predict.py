@@ -15,7 +15,7 @@ from rich.console import Console
 from weft.cli import options
 from weft.cli.common import FUSED, Dtype, EmulatedGbps, EmulatedLatency, Json, Plot, Trace
 from weft.cli.conditions import Also, Unless
-from weft.cli.options import refuse
+from weft.cli.options import reject
 from weft.cli.values import (
     SHAPE,
     Shape,
@@ -223,18 +223,18 @@ class Question:
         if self.operator == "mlp":
             if n % self.ranks:
                 uneven = f"the {n} columns within the MLP cannot be divided over {self.ranks} ranks"
-                refuse("--shape", f"{uneven}: use a multiple of {self.ranks}")
+                reject("--shape", f"{uneven}: use a multiple of {self.ranks}")
             width = n // self.ranks
             parts = {"all_gather_matmul": (m, k, 2 * width), "matmul_reduce_scatter": (m, width, k)}
         for operator, shape in parts.items():
             algorithms = OPERATORS[operator].algorithms
             if self.algorithm not in ("auto", *algorithms):
                 names = f"{operator} has {', '.join(algorithms)} and auto"
-                refuse("--algorithm", f"{names}; got {self.algorithm!r}")
+                reject("--algorithm", f"{names}; got {self.algorithm!r}")
             case = workload(operator, self.ranks, shape, dtype, self.out_dtype or dtype)
             if not candidates(case, on, self.algorithm, self.chunk_rows):
                 why = f"uses peers' memory, which cannot be done on {on.name} over this link"
-                refuse("--algorithm", f"{self.algorithm} {why}: use auto")
+                reject("--algorithm", f"{self.algorithm} {why}: use auto")
             yield case, on, self.algorithm, self.chunk_rows
 
     def dtype_on(self, machine: Any) -> str:
@@ -242,7 +242,7 @@ class Question:
         dtypes = [name.removesuffix(" packed") for name in machine.products]
         if self.dtype and self.dtype not in dtypes:
             rates = f"{machine.name} has product rates for {', '.join(dict.fromkeys(dtypes))}"
-            refuse("--dtype", f"{rates}; got {self.dtype}")
+            reject("--dtype", f"{rates}; got {self.dtype}")
         return self.dtype or ("float32" if "float32" in dtypes else dtypes[0])
 
     def sizes(self, default: str) -> list[int]:
@@ -252,15 +252,15 @@ class Question:
     def linked(self, machine: Any) -> Any:
         """The machine with the hosts and links of the options."""
         if self.threads and machine.cores is None:
-            refuse("--threads", f"{machine.name} has no cores to divide: omit it")
-        with options.refusing("--threads"):
+            reject("--threads", f"{machine.name} has no cores to divide: omit it")
+        with options.rejecting("--threads"):
             on = machine.of_ranks(self.ranks, self.threads)
         on = on.emulating(self.link_gbps, self.link_latency_us) if self.link_gbps else on
         if self.ranks % self.hosts:
             uneven = f"{self.ranks} ranks cannot be divided evenly over {self.hosts} hosts"
-            refuse("--hosts", f"{uneven}: use another --ranks")
+            reject("--hosts", f"{uneven}: use another --ranks")
         if self.hosts > 1:
-            with options.refusing("--hosts"):
+            with options.rejecting("--hosts"):
                 on = on.over([rank * self.hosts // self.ranks for rank in range(self.ranks)])
         if self.link is not None or self.latency_us is not None:
             on = on.with_link(self.ranks, self.link, self.latency_us)
@@ -271,7 +271,7 @@ def predict(settings: Question) -> None:
     """Print the answer to a question, and write its files."""
     options.check_files(settings.json_file, settings.trace, settings.plot, settings.timeline)
     if settings.hosts > 1 and settings.link_gbps:
-        refuse("--hosts", "only ranks of one host have an emulated link: use --link")
+        reject("--hosts", "only ranks of one host have an emulated link: use --link")
     machine = shared.load_machine(settings.machine)
     console = Console(stderr=settings.json_file == "-")
     moving = {"copy": _copy, "overlap": _overlap}.get(settings.operator)
@@ -281,7 +281,7 @@ def predict(settings: Question) -> None:
         result = moving(settings, machine, console)
     elif settings.sweep:
         if settings.operator == "mlp":
-            refuse("--sweep", "a sweep needs a single operator")
+            reject("--sweep", "a sweep needs a single operator")
         result = _sweep(settings, machine, console)
     else:
         result = _operators(settings, machine, console)
@@ -292,7 +292,7 @@ def _collective(settings: Question, machine: Any, console: Console) -> dict[str,
     name = settings.operator.replace("-", "_")
     moves_nothing = not COLLECTIVES[name].algorithms
     sizes = [0] if moves_nothing else settings.sizes("8:16M:8")
-    with options.refusing("--machine"):
+    with options.rejecting("--machine"):
         found = answers.collective(name, sizes, settings.ranks, settings.linked(machine))
     predictions.show_collective(found, console)
     return found
@@ -300,7 +300,7 @@ def _collective(settings: Question, machine: Any, console: Console) -> dict[str,
 
 def _copy(settings: Question, machine: Any, console: Console) -> dict[str, Any]:
     if settings.ranks < 2:
-        refuse("--ranks", options.SINGLE_RANK)
+        reject("--ranks", options.SINGLE_RANK)
     kinds = copies.SYNCHRONOUS, copies.ASYNCHRONOUS
     on = [settings.linked(profiles.variant(machine, kind)) for kind in kinds]
     found = answers.copy(settings.sizes("8:16M:8"), settings.ranks, *on)
@@ -310,7 +310,7 @@ def _copy(settings: Question, machine: Any, console: Console) -> dict[str, Any]:
 
 def _overlap(settings: Question, machine: Any, console: Console) -> dict[str, Any]:
     if settings.ranks < 2:
-        refuse("--ranks", options.SINGLE_RANK)
+        reject("--ranks", options.SINGLE_RANK)
     by_kernel = profiles.variant(machine, concurrent.KERNEL)
     dtype = settings.dtype_on(machine)
     ways = {"overlapped": machine}
@@ -348,7 +348,7 @@ def _parse_sweep(text: str) -> tuple[str, list[int]]:
         if name in names and ":" in span:
             return names[name], values
     expected = "expected ranks, m (or shape), k, n or link, and an increasing range A:B or A:B:F"
-    return refuse("--sweep", f"{expected}, such as ranks=2:64; got {text!r}")
+    return reject("--sweep", f"{expected}, such as ranks=2:64; got {text!r}")
 
 
 def _operators(question: Question, machine: Any, console: Console) -> dict[str, Any]:

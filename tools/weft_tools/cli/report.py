@@ -34,7 +34,7 @@ def report(
     For example: weft report link.json float32.json --trace trace.json
     """
     if output.resolve() in (file.resolve() for file in (*files, trace) if file):
-        options.refuse("--output", f"{output} is an input: name another file")
+        options.reject("--output", f"{output} is an input: name another file")
     options.check_writable(output, "--output")
     from weft_tools.bench import page, saved
     from weft_tools.bench.pictures.page import html

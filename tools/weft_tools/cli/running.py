@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from weft.cli import options
-from weft.cli.options import refuse
+from weft.cli.options import reject
 from weft.measure.launched import on_ranks
 from weft_tools.bench.benchmarks import shown
 from weft_tools.bench.systems import SYSTEMS
@@ -27,10 +27,10 @@ def check_baselines(settings: Any, possible: Sequence[str]) -> None:
     for name in settings.baselines:
         if name not in possible:
             names = ", ".join(("none", *possible))
-            refuse("--baseline", f"there is no baseline {name!r} on this device: use {names}")
+            reject("--baseline", f"there is no baseline {name!r} on this device: use {names}")
         if getattr(settings, "link_gbps", None):
             why = f"{name} does not pass the emulated link, so the times cannot be compared"
-            refuse("--baseline", f"{why}: use --baseline none")
+            reject("--baseline", f"{why}: use --baseline none")
 
 
 def placed(settings: Settings) -> Settings:
@@ -48,16 +48,16 @@ def placed(settings: Settings) -> Settings:
     if not hasattr(on, "baseline") or (ranks <= torch.cuda.device_count() and not graph):
         return settings
     if on.baseline and on.baselines and graph:
-        refuse("--baseline", "weft's calls alone are captured in graphs: omit one of them")
+        reject("--baseline", "weft's calls alone are captured in graphs: omit one of them")
     if on.baseline and any(SYSTEMS[name].backend == "nccl" for name in on.baselines):
-        refuse("--baseline", "nccl needs a GPU for each rank: use --baseline none, or fewer ranks")
+        reject("--baseline", "nccl needs a GPU for each rank: use --baseline none, or fewer ranks")
     found: Settings = replace(on, baseline=on.baseline or "none")
     return found
 
 
 def sharing_one_gpu(settings: Any) -> bool:
     """Whether the ranks to start would share the only GPU here: as processes they would take turns
-    on it, so they are threads. Options that need processes are then refused.
+    on it, so they are threads. Options that need processes are then rejected.
     """
     if settings.device == "cpu":
         return False
@@ -73,7 +73,7 @@ def sharing_one_gpu(settings: Any) -> bool:
     ):
         if together and given:
             processes = "omit it, or start processes by torchrun"
-            refuse(option, f"ranks that share a GPU are threads of one process: {processes}")
+            reject(option, f"ranks that share a GPU are threads of one process: {processes}")
     return together
 
 
@@ -98,7 +98,7 @@ def run_benchmark(
 
     It runs on ranks started here, or on the ranks of a launcher, of which this process is one; or
     on ranks that are threads of this process, `together`; or `in_process`, by one call. `alone`:
-    the reason to refuse a single rank. `more` writes further files. Errors and wrong results end
+    the reason to reject a single rank. `more` writes further files. Errors and wrong results end
     with exit status 1.
     """
     if together:
@@ -107,7 +107,7 @@ def run_benchmark(
         measure, in_process = partial(in_threads, measure), True
     rank, ranks = (0, settings.ranks or 2) if in_process else options.world_size(settings.ranks)
     if ranks < 2 and alone:
-        refuse("--ranks", alone)
+        reject("--ranks", alone)
     options.check_files(
         settings.json_file,
         getattr(settings, "trace", None),

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import typer
 
-from weft.cli.options import refusing
+from weft.cli.options import rejecting
 from weft.measure.progress import progress
 from weft.plan.trace import Trace, to_perfetto
 from weft_tools.predict import machine
@@ -20,7 +20,7 @@ def load_machine(name: str) -> Any:
     """The profile of this name, or without a name this machine's; ends with exit status 2 if there
     is none.
     """
-    with refusing("--machine"):
+    with rejecting("--machine"):
         found = machine.load(name) if name else machine.here()
     if not name and found.name != machine.THIS:
         text = (

@@ -48,9 +48,9 @@ def show(
         traces = [trace for file in files if (trace := device_traces.read(file)) is not None]
     if traces:
         if len(traces) < len(files):
-            options.refuse("FILE...", "some are traces and some are results: show them apart")
+            options.reject("FILE...", "some are traces and some are results: show them apart")
         if as_csv:
-            options.refuse("--csv", "it is of results, and this file is a trace")
+            options.reject("--csv", "it is of results, and this file is a trace")
         with options.failing("weft show"):
             for trace in traces:
                 device_traces.show(trace, Console())

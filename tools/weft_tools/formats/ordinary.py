@@ -39,8 +39,8 @@ def ordinary(plan: Plan) -> Plan:
     ``x_out`` of the rows that the plan promises. A plan that is ordinary is returned.
     """
     names = {name for lanes in plan.lanes for name in lanes}
-    foreign = any(buffer.role in ("inout", "private") for buffer in plan.buffers.values())
-    if not foreign and all(map(is_engines_lane, names)):
+    imported = any(buffer.role in ("inout", "private") for buffer in plan.buffers.values())
+    if not imported and all(map(is_engines_lane, names)):
         return plan
     return _Ordinary(plan).made()
 

@@ -1,5 +1,5 @@
 """Predicted times of one-sided copies, put and get between two ranks: synchronous, by the caller,
-and asynchronous, in a lane of their own or by a copy engine.
+and asynchronous, in a separate lane or by a copy engine.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class MpiRanks:
             for rank in self.ranks:
                 rank.send((name, arguments))
         except OSError:
-            raise self._failure("are gone") from None
+            raise self._failure("have ended") from None
         return self._answers()
 
     def close(self) -> None:

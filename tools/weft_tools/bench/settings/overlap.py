@@ -22,8 +22,8 @@ from weft_tools.bench.settings.shared import (
 )
 
 PRODUCT = Shape(1024, 1024, 1024)
-WAYS = ("copy-engine", "kernel", "multicast", "nccl-zero-cta")
-"""The ways to gather beside a product: on a CPU the first is the comm lane, which copies."""
+GATHERS = ("copy-engine", "kernel", "multicast", "nccl-zero-cta")
+"""The gathers that overlap a product: on a CPU the first is the comm lane, which copies."""
 
 
 def _without_gathering_kernel(settings: OverlapSettings) -> str:
@@ -52,7 +52,9 @@ class OverlapSettings(Compared, OnDevice):
     seed: Seed = 0
     gather: Annotated[
         str | None,
-        typer.Option(metavar="WAY,…", help=f"One or more of {', '.join(WAYS)}; default the first."),
+        typer.Option(
+            metavar="GATHER,…", help=f"One or more of {', '.join(GATHERS)}; default the first."
+        ),
     ] = None
     comm_sms: Annotated[
         str | None,
@@ -67,7 +69,7 @@ class OverlapSettings(Compared, OnDevice):
 
     @property
     def gathers(self) -> tuple[str, ...]:
-        return tuple((self.gather or WAYS[0]).split(","))
+        return tuple((self.gather or GATHERS[0]).split(","))
 
     @property
     def sms(self) -> list[int]:

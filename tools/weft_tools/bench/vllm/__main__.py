@@ -25,7 +25,7 @@ _LOGS = "Write here what the engines print; default: a temporary folder."
 
 
 def some(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
-    """The function that parses names separated by commas, and refuses unknown ones."""
+    """The function that parses names separated by commas, and rejects unknown ones."""
 
     def parse(text: str) -> tuple[str, ...]:
         names = tuple(text.split(","))

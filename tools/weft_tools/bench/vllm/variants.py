@@ -1,4 +1,4 @@
-"""The ways to serve a model that are compared, and what selects each in vLLM."""
+"""The variants of serving a model that are compared, and what selects each in vLLM."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from weft.plan import Instruction, Notify, Signal, Wait
 from weft.plan.language import thread_block
 
-ASIDE = 1_000_000
+DEFERRED = 1_000_000
 """Added to the number of a thread block in the names of further lanes of it."""
 
 
@@ -28,11 +28,11 @@ class Placed(NamedTuple):
     number: int
 
 
-def aside(block: int, number: int) -> str:
+def deferred(block: int, number: int) -> str:
     """The name of the lane of an operation that comes when other threads of its thread block may
     still be in the operations before: ``tb1000005`` is the second such lane, of thread block 5.
     """
-    return thread_block((number + 1) * ASIDE + block)
+    return thread_block((number + 1) * DEFERRED + block)
 
 
 @dataclass
@@ -49,46 +49,46 @@ class Block:
     waiting: set[int] = field(default_factory=set)
     waits: list[Placed] = field(default_factory=list)
     start: int = 0
-    asides: list[list[Placed]] = field(default_factory=list)
-    aside_of: dict[int | None, int] = field(default_factory=dict)
+    deferred_lanes: list[list[Placed]] = field(default_factory=list)
+    deferred_of: dict[int | None, int] = field(default_factory=dict)
     met: int = 0
 
-    settled: bool = False
+    ordered: bool = False
 
     def meet(self) -> None:
         """All threads of the block meet."""
-        self.settle()
-        for number, aside in enumerate(self.asides[self.met :], self.met):
+        self.order()
+        for number, deferred in enumerate(self.deferred_lanes[self.met :], self.met):
             done = Signal(f"turned {number} of {self.number}", self.rank)
-            aside.append(Placed(Notify(self.rank, done), aside[-1].number))
-            self.lane.append(Placed(Wait(done, 1), aside[-1].number))
-        self.met = len(self.asides)
-        self.aside_of.clear()
+            deferred.append(Placed(Notify(self.rank, done), deferred[-1].number))
+            self.lane.append(Placed(Wait(done, 1), deferred[-1].number))
+        self.met = len(self.deferred_lanes)
+        self.deferred_of.clear()
         self.start = len(self.lane)
         self.moves.clear()
         self.waiting.clear()
-        self.settled = False
+        self.ordered = False
 
-    def aside(self, moves: Sequence[Placed], after: int | None) -> None:
+    def deferred(self, moves: Sequence[Placed], after: int | None) -> None:
         """Let instructions come after the operations before them, but know of those only what the
         block has done before its threads last met, and what it did in operation `after`.
         """
-        self.settle()
-        at, number = moves[0].number, self.aside_of.get(after, len(self.asides))
+        self.order()
+        at, number = moves[0].number, self.deferred_of.get(after, len(self.deferred_lanes))
         knows, comes = (
-            Signal(f"{what} {number} of {self.number}", self.rank) for what in ("aside", "turn")
+            Signal(f"{what} {number} of {self.number}", self.rank) for what in ("deferred", "turn")
         )
-        if number == len(self.asides):
+        if number == len(self.deferred_lanes):
             self.lane.insert(self.start, Placed(Notify(self.rank, knows), at))
-            self.asides.append([Placed(Wait(knows, 1), at)])
+            self.deferred_lanes.append([Placed(Wait(knows, 1), at)])
         turns = sum(i == Notify(self.rank, comes, relaxed=True) for i, _ in self.lane)
         self.lane.append(Placed(Notify(self.rank, comes, relaxed=True), at))
-        self.asides[number] += [Placed(Wait(comes, turns + 1), at), *moves]
-        self.aside_of[at] = number
+        self.deferred_lanes[number] += [Placed(Wait(comes, turns + 1), at), *moves]
+        self.deferred_of[at] = number
 
-    def settle(self) -> None:
+    def order(self) -> None:
         """Let what comes next come after the waits."""
-        self.settled = self.settled or bool(self.waits)
+        self.ordered = self.ordered or bool(self.waits)
         self.lane += self.waits
         self.waits.clear()
 
@@ -100,6 +100,6 @@ class Block:
         """Notify by one thread, which knows what the block has done before the last meeting, and
         what it has waited for itself.
         """
-        self.settle()
+        self.order()
         alone = self.moves or self.waiting - {thread}
         self.lane.append(Placed(replace(notify, relaxed=notify.relaxed or bool(alone)), at))

@@ -11,7 +11,7 @@ from weft.plan import Copy, Instruction, Notify, Reduce, Region, Signal, Wait
 from weft.plan import reads as reads_of
 from weft.plan import writes as writes_of
 from weft.plan.language import port, thread_block
-from weft_tools.formats.mscclpp.blocks import ASIDE, Block, Placed, aside
+from weft_tools.formats.mscclpp.blocks import DEFERRED, Block, Placed, deferred
 from weft_tools.formats.mscclpp.collectives import (
     INPUT,
     MOST_DEFECTS,
@@ -78,7 +78,7 @@ class Rank:
         self.owners: dict[tuple[str, int], int] = {}
         self.flushes: Counter[tuple[int, int]] = Counter()
         self.readings: Counter[tuple[int, int]] = Counter()
-        self.asides: list[tuple[int, list[Placed]]] = []
+        self.deferred_lanes: list[tuple[int, list[Placed]]] = []
         self.barriers: dict[int, list[int]] = defaultdict(list)
         for block in gpu["threadblocks"]:
             for operation in block["ops"]:
@@ -91,20 +91,20 @@ class Rank:
         lanes = {}
         for file in self.gpu["threadblocks"]:
             number = whole(
-                file["id"], f"the number of a thread block of rank {self.rank}", 0, ASIDE
+                file["id"], f"the number of a thread block of rank {self.rank}", 0, DEFERRED
             )
             block = Block(self.rank, number)
             for at, operation in enumerate(file["ops"]):
                 _Operation(self, file, block, operation, at).read()
             block.meet()
             lanes[thread_block(block.number)] = block.lane
-            self.asides += [(block.number, lane) for lane in block.asides]
+            self.deferred_lanes += [(block.number, lane) for lane in block.deferred_lanes]
         if len(lanes) != len(self.gpu["threadblocks"]):
             raise ValueError(f"two thread blocks of rank {self.rank} have one number")
-        for number, (of, lane) in enumerate(self.asides):
-            lanes[aside(of, number)] = lane
+        for number, (of, lane) in enumerate(self.deferred_lanes):
+            lanes[deferred(of, number)] = lane
         return lanes | {
-            port(block * ASIDE + number): lane
+            port(block * DEFERRED + number): lane
             for (number, block), lane in sorted(self.ports.items())
         }
 
@@ -186,7 +186,7 @@ class _Operation:
 
     def move(self, *moves: Copy | Reduce) -> None:
         """Append instructions that all threads execute, each its rows of all of them."""
-        if self.block.settled or (self.block.waits and self.name in PACKETS):
+        if self.block.ordered or (self.block.waits and self.name in PACKETS):
             raise ValueError(
                 f"{self.place}: weft has no words for threads of which some still wait while "
                 "others send packets, or have signalled"
@@ -194,10 +194,10 @@ class _Operation:
         placed = [Placed(each, self.at) for each in moves]
         at_most(len(self.block.moves), MOST_TOGETHER, f"operations together ({self.place})")
         found = [each for instruction in moves for each in self.conflicts(instruction)]
-        after = next(filter(self.block.aside_of.__contains__, self.same_threads(moves)), None)
+        after = next(filter(self.block.deferred_of.__contains__, self.same_threads(moves)), None)
         packets = any(self.flagged(src) for each in moves for src in reads_of(each))
         if after is not None or (found and packets):
-            self.block.aside(placed, after)
+            self.block.deferred(placed, after)
         else:
             self.reading.defects += found
             at_most(len(self.reading.defects), MOST_DEFECTS, "defects")

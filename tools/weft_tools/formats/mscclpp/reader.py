@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 
 from weft.plan import Buffer, Notify, Plan, Region, Signal, Value
-from weft_tools.formats.mscclpp.blocks import ASIDE, Placed
+from weft_tools.formats.mscclpp.blocks import DEFERRED, Placed
 from weft_tools.formats.mscclpp.collectives import (
     BOTH,
     COLLECTIVES,
@@ -64,13 +64,13 @@ class Imported:
         block = {"tb": "thread block", "port": "port channel"}[kind]
         of = "" if kind == "tb" else " posted by"
         number = self.operations[rank][lane][position]
-        return f"rank {rank}, {block} {int(lane[len(kind) :]) % ASIDE},{of} operation {number}"
+        return f"rank {rank}, {block} {int(lane[len(kind) :]) % DEFERRED},{of} operation {number}"
 
     @property
     def thread_blocks(self) -> int:
         """The most thread blocks of a rank."""
         return max(
-            len({int(name[2:]) % ASIDE for name in lanes if name.startswith("tb")})
+            len({int(name[2:]) % DEFERRED for name in lanes if name.startswith("tb")})
             for lanes in self.operations
         )
 

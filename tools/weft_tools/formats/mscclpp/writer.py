@@ -20,7 +20,7 @@ most channels of an operation.
 
 
 def write(plan: Plan) -> Json:
-    """The execution plan of a plan in its words (`weft_tools.formats.mscclpp.foreign.foreign`),
+    """The execution plan of a plan in its words (`weft_tools.formats.mscclpp.exported.exported`),
     which JSON can hold.
 
     Raises `ValueError` for a plan for which the executor has no room.

@@ -1,7 +1,8 @@
-"""Plans of collectives in the words of execution plans: the plan that a file of them is read as.
+"""Plans of collectives in the form of MSCCL++'s execution plans: the plan that such a file is read
+as.
 
-Lanes become thread blocks, workspaces scratch, and each counter that a lane waits for a channel of
-its own, since a wait takes away what it waits for. weft's waits for earlier plans, which share its
+Lanes become thread blocks, workspaces scratch, and each counter that a lane waits for a separate
+channel, since a wait consumes what it waits for. weft's waits for earlier plans, which share its
 workspaces, become a signal of each rank that it has begun. A sum of peers' rows begins with the
 rank's own, so its last bits may differ from weft's.
 """
@@ -37,15 +38,15 @@ class Counted(NamedTuple):
     lane: str
 
 
-def foreign(plan: Plan) -> Plan:
-    """The plan over rows in the words of an execution plan.
+def exported(plan: Plan) -> Plan:
+    """The plan over rows in the form of an execution plan.
 
-    Raises `ValueError` for a plan that has parts without such words, naming them.
+    Raises `ValueError` that names the parts which execution plans cannot express.
     """
-    return _Foreign(plan).made()
+    return _Exported(plan).made()
 
 
-class _Foreign:
+class _Exported:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         letters = {"input": INPUT, "output": OUTPUT}

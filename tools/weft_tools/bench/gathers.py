@@ -1,5 +1,5 @@
-"""The ways in which `weft bench overlap` gathers: by weft's algorithms, or on NVIDIA's GPUs by
-multicast and by NCCL without SMs.
+"""The gathers of `weft bench overlap`: by weft's algorithms, or on NVIDIA's GPUs by multicast and
+by NCCL without SMs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weft_tools.bench import nccl
 from weft_tools.bench.settings.overlap import OverlapSettings
 
 
-class Way(NamedTuple):
+class Gather(NamedTuple):
     """An all-gather of `source` into `gathered`.
 
     `gather` orders it before later work of the caller's stream; `begin` lets it run in the
@@ -36,9 +36,9 @@ class Way(NamedTuple):
     comm_sms: int = 0
 
 
-def ways(settings: OverlapSettings, world: World, a: Tensor) -> list[Way]:
-    """The ways that the settings ask for, to gather `a` of all ranks. Raises `WeftError` for one
-    that this machine does not have.
+def gathers_of(settings: OverlapSettings, world: World, a: Tensor) -> list[Gather]:
+    """The gathers of `a` that the settings ask for. Raises `WeftError` for one that this machine
+    does not support.
     """
     found = []
     for name in settings.gathers:
@@ -58,15 +58,15 @@ def ways(settings: OverlapSettings, world: World, a: Tensor) -> list[Way]:
 
 def _by_weft(
     label: str, settings: OverlapSettings, world: World, a: Tensor, sms: int, **options: Any
-) -> Way:
+) -> Gather:
     empty = partial(torch.empty, device=world.device) if settings.plain_out else world.empty
     gathered = empty(len(a) * world.ranks, dtype=a.dtype)
     given: dict[str, Any] = {"out": gathered, "world": world, **options}
     gather, begin = partial(all_gather, a, **given), partial(all_gather_async, a, **given)
-    return Way(label, a, gathered, gather, begin, sms)
+    return Gather(label, a, gathered, gather, begin, sms)
 
 
-def _multicast(world: World, a: Tensor) -> Way:
+def _multicast(world: World, a: Tensor) -> Gather:
     """One store of a GPU to the memory of all, by NVSwitch, with torch's operator."""
     import torch.distributed._symmetric_memory  # registers the operator
     from torch._C._autograd import DeviceType
@@ -79,7 +79,7 @@ def _multicast(world: World, a: Tensor) -> Way:
     gathered = world.empty(len(a) * world.ranks, dtype=a.dtype)
     gather = partial(operator, a, world.backend.group, gathered)
     sms = multicast_sms(a.nbytes)
-    return Way("multicast", a, gathered, gather, _in_background(gather), sms)
+    return Gather("multicast", a, gathered, gather, _in_background(gather), sms)
 
 
 def multicast_sms(size: int) -> int:
@@ -89,7 +89,7 @@ def multicast_sms(size: int) -> int:
     return max(1, min(8, -(-size // (1024 * 16))))
 
 
-def _zero_cta(world: World, a: Tensor) -> Way:
+def _zero_cta(world: World, a: Tensor) -> Gather:
     """NCCL with the policy that leaves all SMs to products: it copies by copy engines from and to
     its own symmetric memory. With NCCL 2.28 both must be: an input that is not goes by SMs.
     """
@@ -107,7 +107,7 @@ def _zero_cta(world: World, a: Tensor) -> Way:
 
     source, gathered = nccl.in_registered_memory(world, group, make, "--gather nccl-zero-cta")
     gather = partial(dist.all_gather_into_tensor, gathered, source, group=group)
-    return Way("nccl-zero-cta", source, gathered, gather, partial(gather, async_op=True))
+    return Gather("nccl-zero-cta", source, gathered, gather, partial(gather, async_op=True))
 
 
 class _Ended(NamedTuple):
