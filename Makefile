@@ -13,7 +13,7 @@ NATIVE := $(wildcard native/CMakeLists.txt native/*/*)
 INSTALL := -m pip install --constraint constraints.txt
 ONLY_ERRORS := 2> >(grep --invert-match ^WARNING >&2)
 
-.PHONY: bench baselines vllm test test-all check speed test-torch torch-suite clients collected gpu-kit docs docs-version house images storm sanitize portable wheels wheel-test clean
+.PHONY: bench baselines vllm test test-all check speed api test-torch torch-suite clients collected gpu-kit docs docs-version house images storm sanitize portable wheels wheel-test clean
 
 # weft, its command and its tools
 .venv/command: pyproject.toml tools/pyproject.toml constraints.txt $(NATIVE)
@@ -97,6 +97,10 @@ test: .venv/installed
 # Also the slow tests: other builds of the core, hosts, storms, Inductor, programs started from scratch.
 test-all: test
 	$(BIN)/python $(PYTEST) -m slow
+
+# The public interface as tests/api.txt lists it, after a deliberate change.
+api: .venv/installed
+	cd tests && ../$(BIN)/python -m support.api
 
 # The suite on another torch, TORCH, with the Triton that it brings.
 test-torch: .torches/$(TORCH)/installed

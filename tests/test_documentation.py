@@ -38,7 +38,3 @@ def test_environment_variables_are_in_the_reference():
     page = (REFERENCE / "environment.md").read_text()
     assert {"WEFT_CACHE", "WEFT_STORES"} <= read
     assert read - OF_LAUNCHERS == {*re.findall(r"^\| `(WEFT_[A-Z_]+)`", page, re.MULTILINE)}
-
-
-def test_the_citation_has_the_version():
-    assert f"\nversion: {weft.__version__}\n" in (ROOT / "CITATION.cff").read_text()

@@ -1,3 +1,8 @@
-"""The version of weft, which the build reads from here."""
+"""The version of weft: that of the tag, which the build writes into `_version.py`."""
 
-__version__ = "0.1.0"
+__all__ = ["__version__"]
+
+try:
+    from weft._version import __version__
+except ImportError:  # these sources were never built
+    __version__ = "0+unbuilt"
