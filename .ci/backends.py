@@ -29,7 +29,9 @@ sys.path.insert(0, str(ROOT))
 from weft.process_group import libraries  # noqa: E402  # which needs no torch
 
 ZIG = Path(ziglang.__file__).with_name("zig")
-TORCHES = ["2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1"]
+# the newest release of each minor version, from the oldest that pyproject.toml allows on
+TORCHES = ["2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"]
+NEWEST_FOR = {10: "2.14.1"}  # by the minor version of Python, where it is not the last
 OF_TORCH = ["libc10.so", "libtorch_cpu.so", "libtorch_python.so"]
 OF_GCC = ["libstdc++.so.6", "libgcc_s.so.1"]
 NEWEST = {"GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}  # as of manylinux_2_28
@@ -70,6 +72,12 @@ def build(target: str, folder: Path, torches: list[Path]) -> None:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(one, torches))
+
+
+def torches() -> list[str]:
+    """Those that have builds for this Python."""
+    newest = NEWEST_FOR.get(sys.version_info.minor, TORCHES[-1])
+    return TORCHES[: TORCHES.index(newest) + 1]
 
 
 def zig(folder: Path, *command: str | Path) -> None:

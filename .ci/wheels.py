@@ -1,12 +1,13 @@
-"""Build weft's sdist and its wheels, for x86-64 and Arm, glibc and musl, with zig as the compiler,
-and have auditwheel check them; and the sdist and the wheel of its benchmarks, which are Python
-alone.
+"""Build weft's wheels, for x86-64 and Arm, glibc and musl, with zig as the compiler, and have
+auditwheel check them; with --sources the sdist, and the sdist and the wheel of the tools, which are
+Python alone.
 
 Wheels are for the Python that runs this; that of 3.12 is installed on later ones too, by the stable
 ABI, where there is none of their own. For glibc, for which there are builds of torch, they bring
 the backend of process groups, compiled (backends.py). With --test the wheel for this machine is
-installed into an environment that has nothing else, where no compiler is found: it runs the
-README's example, process groups, and the benchmarks.
+installed beside the oldest and the newest of these torches, each time into an environment that has
+nothing else, where no compiler is found: it runs the README's example, process groups, and the
+tools.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -93,15 +95,21 @@ def build(target: str, torches: list[Path], dist: Path) -> None:
     run("auditwheel", "repair", "--only-plat", *others, "--wheel-dir", dist, wheel)
 
 
-def test(dist: Path) -> None:
-    """Install a wheel in an environment with Python only, and run the README's first program; then
-    its benchmarks, which it does not contain.
+def test(dist: Path, torch: str) -> None:
+    """Install a wheel and a torch in an environment with Python only, and run the README's first
+    program; then the tools, which it does not contain.
     """
     bare = HOME / "bare"
-    python, constraints = bare / "bin/python", ROOT / "constraints.txt"
+    python, constraints = bare / "bin/python", HOME / "constraints.txt"
+    pinned = (ROOT / "constraints.txt").read_text().splitlines()
+    others = [line for line in pinned if not line.startswith(("torch==", "triton=="))]
+    constraints.write_text("\n".join([*others, f"torch=={torch}", ""]))
+    pip = [python, "-m", "pip"]
+    install = [*pip, "install", "--quiet", "--only-binary", ":all:", "--constraint", constraints]
     [wheel] = dist.glob(f"torch_weft-*-{TAG}-manylinux*_{platform.machine()}.whl")
     run(sys.executable, "-m", "venv", "--clear", bare)
-    run(python, "-m", "pip", "install", "--quiet", "--constraint", constraints, f"{wheel}[cli]")
+    run(*install, f"{wheel}[cli]")
+    run(*pip, "check")
     program = (ROOT / "README.md").read_text().split("```python\n", 1)[1].split("```", 1)[0]
     (bare / "example.py").write_text(program)
     (bare / "groups.py").write_text(GROUPS)
@@ -109,39 +117,47 @@ def test(dist: Path) -> None:
     nowhere = {"PATH": "/nowhere", "WEFT_CACHE": str(bare / "cache")}
     for name in ("example.py", "groups.py"):
         subprocess.run([weft, "run", "-n", "2", name], cwd=bare, env=nowhere, check=True)
+    if compiled := [*(bare / "cache").glob("torch/*.so")]:
+        sys.exit(f"{wheel.name} brings no backend for torch {torch}: {compiled[0]} was compiled")
     bench = [weft, "bench", "all-reduce", "--sizes", "4K"]
-    [benchmarks] = dist.glob("torch_weft_tools-*.whl")
-    missing = f'weft: weft bench comes with torch-weft-tools: run pip install "{benchmarks}"\n'
+    [tools] = dist.glob("torch_weft_tools-*.whl")
+    missing = f'weft: weft bench comes with torch-weft-tools: run pip install "{tools}"\n'
     refused = subprocess.run(bench, cwd=bare, stderr=subprocess.PIPE, text=True)
     if (refused.returncode, refused.stderr) != (2, missing):
         sys.exit(f"expected {missing}got {refused.stderr}")
     with ZipFile(wheel) as contents:
         folders = {name.partition("/")[0] for name in contents.namelist()}
     own = re.compile(r"weft$|torch_weft[-.]")
-    if others := {name for name in folders if not own.match(name)}:
-        sys.exit(f"{wheel.name} also has {', '.join(sorted(others))}")
-    run(python, "-m", "pip", "install", "--quiet", "--constraint", constraints, benchmarks)
+    if strangers := {name for name in folders if not own.match(name)}:
+        sys.exit(f"{wheel.name} also has {', '.join(sorted(strangers))}")
+    run(*install, tools)
+    run(*pip, "check")
     subprocess.run(bench, cwd=bare, check=True)
+    print(f"{wheel.name} passes with torch {torch}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--test", action="store_true")
+    parser.add_argument("--sources", action="store_true")
+    parser.add_argument("--test", nargs="*", metavar="TORCH", help="versions, in place of two")
     parser.add_argument("--target", action="append", help="a platform, in place of all")
     parser.add_argument("--torch", action="append", type=Path, help="a folder, in place of all")
     parser.add_argument("--dist", type=Path, default=DIST, help="where wheels are put")
     options = parser.parse_args()
-    if options.test:
-        return test(options.dist)
-    torches = [folder.resolve() for folder in options.torch or []]
-    torches = torches or [backends.download(version) for version in backends.TORCHES]
-    shutil.rmtree(options.dist, ignore_errors=True)
-    run(sys.executable, "-m", "build", "--sdist", "--outdir", options.dist, ROOT)
-    for target in options.target or TARGETS:
-        build(target, torches, options.dist)
-    run(sys.executable, "-m", "build", "--outdir", options.dist, ROOT / "tools")
-    print(*sorted(path.name for path in options.dist.iterdir()), sep="\n")
-    return None
+    begun = time.monotonic()
+    if options.test is not None:
+        oldest, *_, newest = backends.torches()
+        for version in options.test or [oldest, newest]:
+            test(options.dist, version)
+    elif options.sources:
+        run(sys.executable, "-m", "build", "--sdist", "--outdir", options.dist, ROOT)
+        run(sys.executable, "-m", "build", "--outdir", options.dist, ROOT / "tools")
+    else:
+        torches = [folder.resolve() for folder in options.torch or []]
+        torches = torches or [backends.download(version) for version in backends.torches()]
+        for target in options.target or TARGETS:
+            build(target, torches, options.dist)
+    print(f"{time.monotonic() - begun:.0f} s")
 
 
 if __name__ == "__main__":

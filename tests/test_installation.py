@@ -105,6 +105,11 @@ def test_tools_are_installed_from_a_wheel_beside_that_of_weft(installed, tmp_pat
     assert installation.tools() == f'pip install "{tools}"'
 
 
+def test_tools_are_installed_from_the_index_that_weft_came_from(installed):
+    installed("")
+    assert installation.tools() == 'pip install "torch-weft-tools==0.1.0"'
+
+
 @pytest.fixture
 def alone(monkeypatch):
     """No distribution adds to weft, which is started in its checkout."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +15,8 @@ from zipfile import ZipFile
 import pytest
 import torch
 from support.ranks import free_port
+
+from weft.process_group import libraries
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
@@ -42,6 +46,18 @@ except weft.MismatchError:
     print("passed")
 dist.destroy_process_group()
 """
+
+
+def test_wheels_bring_backends_for_every_torch_from_the_oldest_on():
+    about = (ROOT / "pyproject.toml").read_text()
+    listed = re.search(r"^TORCHES = (.*)$", (ROOT / ".ci/backends.py").read_text(), re.M)[1]
+    minors = [libraries.minor(version) for version in ast.literal_eval(listed)]
+    last = int(minors[-1].removeprefix("2."))
+    assert minors == [f"2.{minor}" for minor in range(9, last + 1)]
+    assert f'"torch>={minors[0]}"' in about
+    for page in ("start.md", "torch-distributed.md"):
+        text = " ".join((ROOT / "docs" / page).read_text().split())
+        assert f"torch {minors[0]} to {minors[-1]}" in text
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """The commands that install weft's extras and tools, from wherever this weft was installed.
 
-weft is in no public index, where its import name belongs to another project: a command names a
-folder or file that exists here, or else the libraries of the extra themselves.
+A command names a folder or file that exists here, or else, as from an index, the libraries of the
+extra themselves.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ def tools() -> str:
     wheels = sorted(origin.parent.glob(name)) if origin is not None and origin.is_file() else []
     if wheels:
         return f'pip install "{wheels[-1]}"'
+    if origin is None and (version := _version()):  # as pip installs from an index
+        return f'pip install "{TOOLS}=={version}"'
     return "pip install -e ./tools in a checkout of weft"
 
 
@@ -96,6 +98,14 @@ def _origin() -> Path | None:
         return None
     address = urlsplit(json.loads(text)["url"]) if text else None
     return Path(unquote(address.path)) if address and address.scheme == "file" else None
+
+
+def _version() -> str:
+    """The version that pip has installed, "" if it has not."""
+    try:
+        return metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _libraries(extra: str) -> list[str]:
