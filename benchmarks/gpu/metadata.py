@@ -12,9 +12,10 @@ import tomllib  # Python 3.11 and newer
 
 def main(folder: Path) -> None:
     project = tomllib.loads(Path("tools/pyproject.toml").read_text())["project"]
-    about = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    # a copy without git has no version, and none is asked for
+    about = folder / f"{project['name'].replace('-', '_')}-0.dist-info"
     about.mkdir()
-    lines = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    lines = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0\n"
     (about / "METADATA").write_text(lines)
     entries = []
     for group, names in project["entry-points"].items():

@@ -228,7 +228,7 @@ class Repeat {
       end();
       if (error.matches(PyExc_RuntimeError) || error.matches(PyExc_ValueError) ||
           error.matches(PyExc_TypeError))
-        world_.attr("failure").attr("refuse")(error.value());
+        world_.attr("failure").attr("reject")(error.value());
       throw;
     }
   }
