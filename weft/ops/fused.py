@@ -77,8 +77,6 @@ class FusedCall(Call):
     `Request` that no other operator has.
     """
 
-    companions: Sequence[str] = ()
-    """The names of the tensors of the companions of ``a``."""
     weights: Sequence[Weight] = ()
     biases: Sequence[Tensor | None] = ()
     weight_names: Sequence[str] = ()
@@ -108,7 +106,6 @@ class FusedCall(Call):
             if (gathered := self.tensors.get("gathered")) is not None:
                 arrived = matrix.new_empty(len(gathered), matrix.shape[1])
                 self.tensors[companion("gathered", each)] = arrived
-        self.companions = [companion("a", each) for each in names]
 
     @property
     def kernel(self) -> Kernel:
@@ -335,7 +332,7 @@ class FusedCall(Call):
             self.engine.caches_calls
             and (out is None or len(self.results) == 1)  # else a result has no address
             and self.engine.shared_memory  # else products are to be preceded by sends
-            and len(self.tensors) == 1 + len(self.results) + len(self.companions)
+            and len(self.tensors) == 1 + len(self.results) + len(self.kernel.companions)
             and _same(self.weights, weights)
             and (not self.biases or _same(self.biases, biases))
         )

@@ -70,8 +70,8 @@ def call(
             key = (check, record, rows, out, weights, biases) if key and sizes.again else None
             if key is not None and (found := driver.repeat(key, world, timeout)) is not None:
                 return [found], record
-        of_rows = *companions, *of_rows
-        made = driver.call(operator, world, operands, record, timeout, key, of_rows)
+        beside = *companions, *of_rows
+        made = driver.call(operator, world, operands, record, timeout, key, beside)
         return made, record
     except Exception as error:
         report(error, world)
